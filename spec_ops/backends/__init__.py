@@ -1,0 +1,31 @@
+"""Who computes the attention steps: declarations of kernel providers and the choice among them.
+
+A backend is a declaration (what it supports, which optional inputs it reads, whether it plans on the host) plus kernels
+that are imported the first time they run. `select_backend` is a pure function of trace-time facts.
+"""
+
+from spec_ops.backends.registry import (
+    AttentionMeta,
+    Backend,
+    BackendError,
+    Selection,
+    attention_meta,
+    available_backends,
+    register_backend,
+    run_attention,
+    select_backend,
+    validate_backend_name,
+)
+
+__all__ = [
+    "AttentionMeta",
+    "Backend",
+    "BackendError",
+    "Selection",
+    "attention_meta",
+    "available_backends",
+    "register_backend",
+    "run_attention",
+    "select_backend",
+    "validate_backend_name",
+]

@@ -1,0 +1,22 @@
+"""The plain PyTorch backend: every step, dtype and feature, on every device. It defines correctness, not speed."""
+
+import torch
+
+from spec_ops.backends.registry import STEPS, Backend, register_backend
+
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+register_backend(
+    Backend(
+        name="reference",
+        kernels={step: f"spec_ops.ops.reference.attention:{step}" for step in STEPS},
+        capabilities=None,
+        dtypes=_FLOATS,
+        kv_dtypes=_FLOATS | {torch.float8_e4m3fn},
+        rank=1000,
+        tree_mask=True,
+        window=True,
+        sinks=True,
+        softcap=True,
+    )
+)

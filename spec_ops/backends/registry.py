@@ -1,0 +1,211 @@
+"""Backend declarations, selection, and the dispatch of an attention op to the selected kernel."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+STEPS = tuple(f"{kind}_{step}" for kind in ("mha", "mla") for step in ("draft_decode", "target_verify", "draft_extend", "extend"))
+OPTIONAL_INPUTS = frozenset({"kv_indptr", "kv_indices", "seq_lens_cpu", "max_seq_len"})
+
+
+class BackendError(RuntimeError):
+    """No backend, or not the named one, can run a call; the message lists the reason for each candidate."""
+
+
+@dataclass(frozen=True)
+class AttentionMeta:
+    """Trace-time facts of one attention call: all that selection may depend on."""
+
+    step: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    q_len: int
+    tree_mask: bool
+    window: bool
+    sinks: bool
+    softcap: bool
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Declaration of a kernel provider.
+
+    Attributes:
+        name: what users pass as `backend=`.
+        kernels: op name (`"mha_draft_decode"`, ...) to `"module:function"`, imported at its first call; the function takes
+            the op's arguments without `backend` and returns the op's result.
+        capabilities: inclusive range of CUDA compute capabilities (`(90, 90)`), or None for every device, CPU included.
+        dtypes, kv_dtypes: of queries and caches.
+        head_dims, page_sizes: supported values, or None for all.
+        max_q_len: longest uniform query, or None.
+        tree_mask, window, sinks, softcap: whether it honours these.
+        reads: the optional inputs its kernels look at; passes drop the others.
+        host_plan: needs host-side planning, so its calls cannot live inside a CUDA graph.
+        rank: the lowest eligible rank wins under `"auto"`.
+    """
+
+    name: str
+    kernels: Mapping[str, str]
+    capabilities: tuple[int, int] | None
+    dtypes: frozenset[torch.dtype]
+    kv_dtypes: frozenset[torch.dtype]
+    rank: int
+    head_dims: frozenset[int] | None = None
+    page_sizes: frozenset[int] | None = None
+    max_q_len: int | None = None
+    tree_mask: bool = False
+    window: bool = False
+    sinks: bool = False
+    softcap: bool = False
+    reads: frozenset[str] = field(default_factory=frozenset)
+    host_plan: bool = False
+
+    def refuse(self, meta: AttentionMeta, arch: int | None) -> str | None:
+        """Why this backend cannot run `meta` on `arch` (90 for sm_90, None for CPU); None if it can."""
+        if meta.step not in self.kernels:
+            return f"has no kernel for {meta.step}"
+        if self.capabilities is not None:
+            low, high = self.capabilities
+            if arch is None:
+                return "needs a CUDA device"
+            if not low <= arch <= high:
+                return f"needs sm_{low} to sm_{high}, not sm_{arch}"
+        for what, value, allowed in (
+            ("query dtype", meta.dtype, self.dtypes),
+            ("cache dtype", meta.kv_dtype, self.kv_dtypes),
+            ("head_dim", meta.head_dim, self.head_dims),
+            ("page size", meta.page_size, self.page_sizes),
+        ):
+            if allowed is not None and value not in allowed:
+                return f"does not support {what} {value}"
+        if self.max_q_len is not None and meta.q_len > self.max_q_len:
+            return f"supports at most {self.max_q_len} queries per request, not {meta.q_len}"
+        for feature in ("tree_mask", "window", "sinks", "softcap"):
+            if getattr(meta, feature) and not getattr(self, feature):
+                return f"does not support {feature}"
+        return None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen backend, and for each other candidate why it was not."""
+
+    backend: Backend
+    reasons: Mapping[str, str]
+
+
+_BACKENDS: dict[str, Backend] = {}
+
+
+def register_backend(backend: Backend) -> None:
+    """Add a kernel provider; it then takes part in selection like the built-in ones.
+
+    Raises:
+        ValueError: the name is taken or reserved, or the declaration names an unknown op or optional input.
+    """
+    if backend.name in _BACKENDS or backend.name == "auto":
+        raise ValueError(f"register_backend: `name` must be new, got {backend.name!r}")
+    if unknown := set(backend.kernels) - set(STEPS):
+        raise ValueError(f"register_backend: `kernels` must be keyed by attention ops, got {sorted(unknown)}")
+    if unknown := set(backend.reads) - OPTIONAL_INPUTS:
+        raise ValueError(f"register_backend: `reads` must be a subset of {sorted(OPTIONAL_INPUTS)}, got {sorted(unknown)}")
+    _BACKENDS[backend.name] = backend
+    _selection.cache_clear()
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names of the registered backends, best rank first."""
+    return tuple(b.name for b in sorted(_BACKENDS.values(), key=lambda b: b.rank))
+
+
+def validate_backend_name(check, name: object) -> None:
+    if not isinstance(name, str):
+        check.fail("backend", "a str", type(name).__name__, TypeError)
+    if name != "auto" and name not in _BACKENDS:
+        check.fail("backend", f"'auto' or one of {list(available_backends())}", repr(name))
+
+
+def select_backend(meta: AttentionMeta, arch: int | None, name: str = "auto") -> Selection:
+    """Choose who runs `meta` on `arch` (90 for sm_90, None for CPU): a pure function of the declarations.
+
+    A named backend is used or refused, never replaced.
+
+    Raises:
+        BackendError: with the reason for each candidate.
+    """
+    return _selection(meta, arch, name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _selection(meta: AttentionMeta, arch: int | None, name: str) -> Selection:
+    candidates = sorted(_BACKENDS.values(), key=lambda b: b.rank) if name == "auto" else [_BACKENDS[name]]
+    chosen, reasons = None, {}
+    for backend in candidates:
+        why = backend.refuse(meta, arch)
+        if why is None and chosen is None:
+            chosen = backend
+        else:
+            reasons[backend.name] = why or f"ranks after {chosen.name if chosen else ''}"
+    if chosen is None:
+        listed = "; ".join(f"{n} {why}" for n, why in reasons.items())
+        raise BackendError(f"{meta.step}: `backend` {name!r} cannot run this call on {_place(arch)}: {listed}")
+    return Selection(chosen, reasons)
+
+
+def _place(arch: int | None) -> str:
+    return "CPU" if arch is None else f"sm_{arch}"
+
+
+def device_arch(device: torch.device) -> int | None:
+    """90 for sm_90, None for CPU."""
+    return None if device.type != "cuda" else _cuda_arch(device.index)
+
+
+@functools.cache
+def _cuda_arch(index: int | None) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return major * 10 + minor
+
+
+def attention_meta(op: str, args: tuple) -> AttentionMeta:
+    """The trace-time facts of a call to attention op `op` with positional `args` (its schema's order)."""
+    q, cache = args[0], args[1]
+    mha, ragged = op.startswith("mha_"), op.endswith("_extend") and not op.endswith("_draft_extend")
+    window_left, sinks, softcap = args[11:14]
+    return AttentionMeta(
+        step=op,
+        dtype=q.dtype,
+        kv_dtype=cache.dtype,
+        num_heads=int(q.shape[-2]),
+        num_kv_heads=int(cache.shape[2]) if mha else 1,
+        head_dim=int(q.shape[-1]),
+        v_head_dim=int(args[2].shape[-1]) if mha else int(args[2]),
+        page_size=int(cache.shape[1]),
+        q_len=int(args[6]) if ragged else int(q.shape[1]),
+        tree_mask=not ragged and args[5] is not None,
+        window=window_left >= 0,
+        sinks=sinks is not None,
+        softcap=softcap > 0,
+    )
+
+
+@functools.cache
+def _load(path: str) -> Callable:
+    module, function = path.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def run_attention(op: str, args: tuple) -> torch.Tensor:
+    """The implementation of every attention op: select, load, call."""
+    selection = select_backend(attention_meta(op, args), device_arch(args[0].device), args[-1])
+    return _load(selection.backend.kernels[op])(*args[:-1])

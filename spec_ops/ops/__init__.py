@@ -1,0 +1,54 @@
+"""The operators: schema, fake implementation, validation and public wrapper, one file per family."""
+
+from spec_ops.ops.accept import Accepted, accept_greedy, accept_sampled, sample_tokens, sampling_probs
+from spec_ops.ops.attention import (
+    mha_draft_decode,
+    mha_draft_extend,
+    mha_extend,
+    mha_target_verify,
+    mla_draft_decode,
+    mla_draft_extend,
+    mla_extend,
+    mla_target_verify,
+)
+from spec_ops.ops.kv_cache import append_kv, append_mla_kv, move_kv
+from spec_ops.ops.kv_indices import draft_kv_indices, draft_kv_indices_steps, kv_indices, page_table
+from spec_ops.ops.tree import (
+    Tree,
+    build_tree,
+    full_mask_to_tree_mask,
+    qlen_mask_to_tree_mask,
+    select_draft_tokens,
+    tree_mask_to_full_mask,
+    tree_mask_to_qlen_mask,
+)
+
+__all__ = [
+    "Accepted",
+    "Tree",
+    "accept_greedy",
+    "accept_sampled",
+    "append_kv",
+    "append_mla_kv",
+    "build_tree",
+    "draft_kv_indices",
+    "draft_kv_indices_steps",
+    "full_mask_to_tree_mask",
+    "kv_indices",
+    "mha_draft_decode",
+    "mha_draft_extend",
+    "mha_extend",
+    "mha_target_verify",
+    "mla_draft_decode",
+    "mla_draft_extend",
+    "mla_extend",
+    "mla_target_verify",
+    "move_kv",
+    "page_table",
+    "qlen_mask_to_tree_mask",
+    "sample_tokens",
+    "sampling_probs",
+    "select_draft_tokens",
+    "tree_mask_to_full_mask",
+    "tree_mask_to_qlen_mask",
+]

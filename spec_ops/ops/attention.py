@@ -1,0 +1,490 @@
+"""Attention steps of speculative decoding over a paged KV cache.
+
+Eight ops: {draft_decode, target_verify, draft_extend, extend} for MHA/GQA (`mha_`) and for absorbed MLA (`mla_`). All are
+pure. The first three take `q_len` queries per request, uniform over the batch; `extend` (prefill) takes ragged queries.
+
+Common contract (FlashInfer's and TensorRT-LLM's conventions):
+
+* `seq_lens[b]` is the KV length attended, **this step's own tokens included** (append first, then attend).
+* Without a tree mask, queries are causal and aligned to the end: query `j` of `q_len` sees KV positions
+  `<= seq_lens[b] - q_len + j`.
+* With `tree_mask [bs, q_len] int64`, the last `mask_len` KV positions are draft positions: bit `j` of a query's word says
+  that it sees draft position `j`; everything before is visible. A row must hold the query itself and all its ancestors
+  (bits in topological order, as `build_tree` makes them).
+* `window_left` (-1: none) hides keys more than that many positions behind the query. Positions follow tree *depth*, not slot
+  index: the depth of a draft key, seen from a query, is the number of that query's ancestors before it.
+* `sinks [num_q_heads] float32` are logits added to the softmax denominator alone (gpt-oss).
+* `softcap` (0: none) replaces a logit `x` by `softcap * tanh(x / softcap)`.
+* A query that sees nothing gives exact zeros, so padded rows are `seq_lens[b] == 0` (or 1).
+* `kv_indptr`/`kv_indices` (CSR of token slots), `seq_lens_cpu` and `max_seq_len` are read by some kernels only; every
+  attention step accepts them so that naive code can pass all it has.
+
+Semantics follow SGLang 0.5 EAGLE (`srt/speculative`), FlashInfer 0.7 `trtllm_batch_decode_with_kv_cache[_mla]`, and for the
+absorbed MLA form DeepSeek-V2 (arXiv:2405.04434).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from spec_ops.backends import run_attention, validate_backend_name
+from spec_ops.ops._library import define_op
+from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
+
+MAX_TREE_TOKENS = 64
+MAX_PAGE_SIZE = 128
+
+_TABLES = "Tensor block_tables, Tensor seq_lens"
+_OPTIONAL = "Tensor? kv_indptr, Tensor? kv_indices, Tensor? seq_lens_cpu"
+_TREE = "Tensor? tree_mask, int mask_len"
+_RAGGED = "Tensor q_indptr, SymInt max_q_len"
+_SOFTMAX = "float scale, int window_left, Tensor? sinks, float softcap"
+_MHA_TAIL = "float k_scale, float v_scale, SymInt? max_seq_len, str backend) -> Tensor"
+_MLA_TAIL = "float kv_scale, SymInt? max_seq_len, str backend) -> Tensor"
+_MHA_HEAD = "Tensor q, Tensor k_cache, Tensor v_cache"
+_MLA_HEAD = "Tensor q, Tensor kv_cache, int kv_lora_rank"
+
+STEPS = ("draft_decode", "target_verify", "draft_extend", "extend")
+
+
+def _mha_fake(q, k_cache, v_cache, *_unused):
+    return q.new_empty(*q.shape[:-1], v_cache.shape[-1])
+
+
+def _mla_fake(q, kv_cache, kv_lora_rank, *_unused):
+    return q.new_empty(*q.shape[:-1], kv_lora_rank)
+
+
+def _define(kind: str, step: str) -> torch._ops.OpOverload:
+    head, tail = (_MHA_HEAD, _MHA_TAIL) if kind == "mha" else (_MLA_HEAD, _MLA_TAIL)
+    queries = _RAGGED if step == "extend" else _TREE
+    name = f"{kind}_{step}"
+    schema = f"{name}({head}, {_TABLES}, {queries}, {_OPTIONAL}, {_SOFTMAX}, {tail}"
+
+    def impl(*args):
+        return run_attention(name, args)
+
+    return define_op(schema, impl, _mha_fake if kind == "mha" else _mla_fake)
+
+
+mha_draft_decode_op = _define("mha", "draft_decode")
+mha_target_verify_op = _define("mha", "target_verify")
+mha_draft_extend_op = _define("mha", "draft_extend")
+mha_extend_op = _define("mha", "extend")
+mla_draft_decode_op = _define("mla", "draft_decode")
+mla_target_verify_op = _define("mla", "target_verify")
+mla_draft_extend_op = _define("mla", "draft_extend")
+mla_extend_op = _define("mla", "extend")
+
+
+def _check_common(
+    check: Checker, q, cache, cache_arg, num_heads, block_tables, seq_lens, optional, window_left, sinks, softcap, backend
+) -> None:
+    """Checks shared by all eight wrappers: tables, lengths, optional metadata, softmax options."""
+    device = q.device
+    if cache.shape[0] < 1:
+        check.fail(cache_arg, "of at least one page", f"shape {tuple(cache.shape)}")
+    if not 1 <= cache.shape[1] <= MAX_PAGE_SIZE:
+        check.fail(cache_arg, f"of page size (dimension 1) in [1, {MAX_PAGE_SIZE}]", cache.shape[1])
+    if cache.dtype not in FP8_DTYPES and cache.dtype != q.dtype:
+        check.fail(cache_arg, f"of the dtype of `q` ({q.dtype}) or float8_e4m3fn", str(cache.dtype), TypeError)
+    if cache.stride(-1) != 1:
+        check.fail(cache_arg, "contiguous in its last dimension", f"strides {cache.stride()}")
+    check.tensor("seq_lens", seq_lens, rank=1, dtypes=(torch.int32,), device=device)
+    bs = seq_lens.shape[0]
+    check.tensor("block_tables", block_tables, shape=(bs, None), dtypes=(torch.int32,), device=device)
+    kv_indptr, kv_indices, seq_lens_cpu, max_seq_len = optional
+    check.optional_tensor("kv_indptr", kv_indptr, rank=1, dtypes=(torch.int32,), device=device)
+    check.optional_tensor("kv_indices", kv_indices, rank=1, dtypes=INDEX_DTYPES, device=device)
+    if (kv_indptr is None) != (kv_indices is None):
+        check.fail("kv_indptr", "given together with `kv_indices`", "only one of the two")
+    check.optional_tensor("seq_lens_cpu", seq_lens_cpu, shape=(bs,), dtypes=INDEX_DTYPES, device=torch.device("cpu"))
+    if max_seq_len is not None:
+        check.integer("max_seq_len", max_seq_len, 1)
+    check.integer("window_left", window_left, -1)
+    check.optional_tensor("sinks", sinks, shape=(num_heads,), dtypes=(torch.float32,), device=device)
+    check.number("softcap", softcap, low=0.0, inclusive=True)
+    validate_backend_name(check, backend)
+
+
+def _check_uniform(check: Checker, q, seq_lens, tree_mask, mask_len) -> int:
+    """`q [bs, q_len, heads, dim]` with an optional tree mask; returns the mask length (0: causal)."""
+    bs, q_len = q.shape[:2]
+    if seq_lens.shape[0] != bs:
+        check.fail("seq_lens", f"of shape [{bs}], as `q` holds {bs} requests", f"shape {tuple(seq_lens.shape)}")
+    if tree_mask is None:
+        if mask_len is not None:
+            check.fail("mask_len", "None, since no `tree_mask` is given", mask_len)
+        return 0
+    check.tensor("tree_mask", tree_mask, shape=(bs, q_len), dtypes=(torch.int64,), device=q.device)
+    mask_len = q_len if mask_len is None else mask_len
+    check.integer("mask_len", mask_len, 1, MAX_TREE_TOKENS)
+    if q_len > mask_len:
+        check.fail("mask_len", f"at least the number of queries ({q_len})", mask_len)
+    return int(mask_len)
+
+
+def _check_ragged(check: Checker, q, q_indptr, seq_lens, max_q_len) -> None:
+    check.tensor("q_indptr", q_indptr, shape=(seq_lens.shape[0] + 1,), dtypes=(torch.int32,), device=q.device)
+    check.integer("max_q_len", max_q_len, 1)
+
+
+def _check_mha(check: Checker, q, k_cache, v_cache, rank, scale, k_scale, v_scale) -> tuple[float, float, float]:
+    check.tensor("q", q, rank=rank, dtypes=FLOAT_DTYPES)
+    check.tensor("k_cache", k_cache, rank=4, device=q.device)
+    heads, dim = q.shape[-2:]
+    check.tensor("k_cache", k_cache, shape=(None, None, None, dim))
+    check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=q.device)
+    if v_cache.stride(-1) != 1:
+        check.fail("v_cache", "contiguous in its last dimension", f"strides {v_cache.stride()}")
+    if k_cache.shape[2] < 1 or heads % k_cache.shape[2] != 0:
+        check.fail("q", f"of a head count divisible by the {k_cache.shape[2]} KV heads", f"{heads} heads")
+    if scale is None:
+        scale = 1.0 / math.sqrt(dim)
+    check.number("scale", scale, low=0.0)
+    return (
+        float(scale),
+        check.scale("k_scale", k_scale, "k_cache", k_cache.dtype),
+        check.scale("v_scale", v_scale, "v_cache", v_cache.dtype),
+    )
+
+
+def _check_mla(check: Checker, q, kv_cache, kv_lora_rank, rank, scale, kv_scale) -> tuple[float, float]:
+    check.tensor("q", q, rank=rank, dtypes=FLOAT_DTYPES)
+    check.tensor("kv_cache", kv_cache, shape=(None, None, q.shape[-1]), device=q.device)
+    check.integer("kv_lora_rank", kv_lora_rank, 1, q.shape[-1])
+    check.number("scale", scale, low=0.0)
+    return float(scale), check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
+
+
+def _mha_uniform(
+    op, name, q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+    window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+) -> torch.Tensor:  # fmt: skip
+    check = Checker(name)
+    scale, k_scale, v_scale = _check_mha(check, q, k_cache, v_cache, 4, scale, k_scale, v_scale)
+    optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
+    _check_common(
+        check, q, k_cache, "k_cache", q.shape[2], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
+    )
+    mask_len = _check_uniform(check, q, seq_lens, tree_mask, mask_len)
+    return op(
+        q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+        window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
+    )  # fmt: skip
+
+
+def _mla_uniform(
+    op, name, q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu,
+    scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+) -> torch.Tensor:  # fmt: skip
+    check = Checker(name)
+    scale, kv_scale = _check_mla(check, q, kv_cache, kv_lora_rank, 4, scale, kv_scale)
+    optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
+    _check_common(
+        check, q, kv_cache, "kv_cache", q.shape[2], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
+    )
+    mask_len = _check_uniform(check, q, seq_lens, tree_mask, mask_len)
+    return op(
+        q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+        window_left, sinks, float(softcap), kv_scale, max_seq_len, backend,
+    )  # fmt: skip
+
+
+def mha_draft_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    tree_mask: torch.Tensor | None = None,
+    mask_len: int | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    seq_lens_cpu: torch.Tensor | None = None,
+    scale: float | None = None,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    max_seq_len: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """One draft step: `q_len` is 1 for a chain, the tree's width K for a tree (with `tree_mask`).
+
+    Args:
+        q: `[bs, q_len, num_q_heads, head_dim]` float32, bfloat16 or float16.
+        k_cache, v_cache: `[num_pages, page_size, num_kv_heads, head_dim]` (`v_cache` may have its own last dimension), dtype
+            of `q` or float8_e4m3fn; any strides whose last is 1; page_size 1 to 128.
+        block_tables: `[bs, max_pages]` int32, page ids; entries past a request's length are never read as keys.
+        seq_lens: `[bs]` int32, KV length attended, own tokens included.
+        tree_mask, mask_len: `[bs, q_len]` int64 bit mask over the last `mask_len` (default `q_len`, at most 64) KV positions.
+        kv_indptr, kv_indices: `[bs + 1]` int32 and `[n]`, the same KV as CSR token slots, for kernels that want that.
+        seq_lens_cpu: `[bs]`, host copy of `seq_lens`, for kernels that plan on the host.
+        scale: softmax scale; default `1 / sqrt(head_dim)`.
+        window_left, sinks, softcap: see the module docstring.
+        k_scale, v_scale: dequantization scales (real = stored * scale); required for fp8 caches, refused otherwise.
+        max_seq_len: static bound of `seq_lens`; default the width of `block_tables`.
+        backend: `"auto"` or a backend's name, which then never falls back.
+
+    Returns:
+        `[bs, q_len, num_q_heads, v_head_dim]`, dtype of `q`.
+
+    Raises:
+        TypeError, ValueError: naming the argument. BackendError: the named backend cannot run this call.
+
+    Source: SGLang EAGLE draft decode; FlashInfer `trtllm_batch_decode_with_kv_cache`.
+    """
+    return _mha_uniform(
+        mha_draft_decode_op, "mha_draft_decode", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr,
+        kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+    )  # fmt: skip
+
+
+def mha_target_verify(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    tree_mask: torch.Tensor | None = None,
+    mask_len: int | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    seq_lens_cpu: torch.Tensor | None = None,
+    scale: float | None = None,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    max_seq_len: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Target verification of `q_len = D` tokens per request, root included; a chain without, a tree with `tree_mask`.
+
+    Arguments, result and errors as `mha_draft_decode`; `seq_lens` is `committed_lens + D`.
+    Source: SGLang EAGLE target verify.
+    """
+    return _mha_uniform(
+        mha_target_verify_op, "mha_target_verify", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len,
+        kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+    )  # fmt: skip
+
+
+def mha_draft_extend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    tree_mask: torch.Tensor | None = None,
+    mask_len: int | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    seq_lens_cpu: torch.Tensor | None = None,
+    scale: float | None = None,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    max_seq_len: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Draft extend after acceptance: a uniform, short `q_len` per request on the draft's own cache.
+
+    Rows past the accepted length are computed and ignored: the price of a static shape. Arguments, result and errors as
+    `mha_draft_decode`. Source: SGLang "draft extend v2" (sglang#24566, sglang#25002).
+    """
+    return _mha_uniform(
+        mha_draft_extend_op, "mha_draft_extend", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr,
+        kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+    )  # fmt: skip
+
+
+def mha_extend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_indptr: torch.Tensor,
+    max_q_len: int,
+    *,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    seq_lens_cpu: torch.Tensor | None = None,
+    scale: float | None = None,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    max_seq_len: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Ragged causal extend (prefill): request `b` owns query rows `q_indptr[b] : q_indptr[b + 1]`.
+
+    Args:
+        q: `[total_q, num_q_heads, head_dim]`; rows at or past `q_indptr[-1]` are padding and give zeros.
+        q_indptr: `[bs + 1]` int32, non-decreasing, from 0.
+        max_q_len: bound of every request's query count; a trace-time constant.
+        Others as `mha_draft_decode`.
+
+    Returns:
+        `[total_q, num_q_heads, v_head_dim]`, dtype of `q`.
+
+    Source: FlashInfer `trtllm_batch_context_with_kv_cache`.
+    """
+    check = Checker("mha_extend")
+    scale, k_scale, v_scale = _check_mha(check, q, k_cache, v_cache, 3, scale, k_scale, v_scale)
+    optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
+    _check_common(
+        check, q, k_cache, "k_cache", q.shape[1], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
+    )
+    _check_ragged(check, q, q_indptr, seq_lens, max_q_len)
+    return mha_extend_op(
+        q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+        window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
+    )  # fmt: skip
+
+
+def mla_draft_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_lora_rank: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    tree_mask: torch.Tensor | None = None,
+    mask_len: int | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    seq_lens_cpu: torch.Tensor | None = None,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    kv_scale: float | None = None,
+    max_seq_len: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """One draft step in absorbed MLA: keys are the whole cache row, values its first `kv_lora_rank` entries.
+
+    Args:
+        q: `[bs, q_len, num_heads, kv_lora_rank + rope_dim]`, the absorbed query (`q_nope @ W_UK` beside `q_rope`).
+        kv_cache: `[num_pages, page_size, kv_lora_rank + rope_dim]`, dtype of `q` or float8_e4m3fn.
+        kv_lora_rank: width of the latent part.
+        scale: softmax scale, required: it is `1 / sqrt(qk_nope_head_dim + qk_rope_head_dim)` (times any RoPE scaling), which
+            the absorbed shapes no longer show.
+        kv_scale: dequantization scale of the cache; required for fp8, refused otherwise.
+        Others as `mha_draft_decode`.
+
+    Returns:
+        `[bs, q_len, num_heads, kv_lora_rank]`, dtype of `q` (the caller applies `W_UV`).
+
+    Source: DeepSeek-V2 (arXiv:2405.04434); FlashInfer `trtllm_batch_decode_with_kv_cache_mla`.
+    """
+    return _mla_uniform(
+        mla_draft_decode_op, "mla_draft_decode", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
+        kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+    )  # fmt: skip
+
+
+def mla_target_verify(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_lora_rank: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    tree_mask: torch.Tensor | None = None,
+    mask_len: int | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    seq_lens_cpu: torch.Tensor | None = None,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    kv_scale: float | None = None,
+    max_seq_len: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Target verification in absorbed MLA; arguments, result and errors as `mla_draft_decode`."""
+    return _mla_uniform(
+        mla_target_verify_op, "mla_target_verify", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
+        kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+    )  # fmt: skip
+
+
+def mla_draft_extend(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_lora_rank: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    tree_mask: torch.Tensor | None = None,
+    mask_len: int | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    seq_lens_cpu: torch.Tensor | None = None,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    kv_scale: float | None = None,
+    max_seq_len: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Draft extend in absorbed MLA; arguments, result and errors as `mla_draft_decode`."""
+    return _mla_uniform(
+        mla_draft_extend_op, "mla_draft_extend", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
+        kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+    )  # fmt: skip
+
+
+def mla_extend(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_lora_rank: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_indptr: torch.Tensor,
+    max_q_len: int,
+    *,
+    scale: float,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    seq_lens_cpu: torch.Tensor | None = None,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    kv_scale: float | None = None,
+    max_seq_len: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Ragged causal extend (prefill) in absorbed MLA: `q [total_q, num_heads, kv_lora_rank + rope_dim]`.
+
+    `q_indptr` and `max_q_len` as in `mha_extend`, others as in `mla_draft_decode`.
+    Returns `[total_q, num_heads, kv_lora_rank]`.
+    """
+    check = Checker("mla_extend")
+    scale, scale_kv = _check_mla(check, q, kv_cache, kv_lora_rank, 3, scale, kv_scale)
+    optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
+    _check_common(
+        check, q, kv_cache, "kv_cache", q.shape[1], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
+    )
+    _check_ragged(check, q, q_indptr, seq_lens, max_q_len)
+    return mla_extend_op(
+        q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+        window_left, sinks, float(softcap), scale_kv, max_seq_len, backend,
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""Writes to paged KV caches.
+
+A token's slot is `page_id * page_size + offset`; a negative slot drops the row (padding). These ops mutate their caches and
+return nothing. None of them takes a read-only tensor that may be a copy of the cache it mutates: `op(x.clone(), x)` is
+silently rewritten to `op(x, x)` by torch.compile (pytorch#198031), which is why `move_kv` has cache arguments only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from spec_ops.ops._library import define_op
+from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
+from spec_ops.ops.reference import kv_cache as reference
+
+_CACHE_DTYPES = FLOAT_DTYPES + FP8_DTYPES
+
+
+def _no_output(*_args) -> None:
+    return None
+
+
+append_kv_op = define_op(
+    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots, float k_scale, float v_scale) -> ()",
+    reference.append_kv,
+    _no_output,
+)
+append_mla_kv_op = define_op(
+    "append_mla_kv(Tensor(a!) kv_cache, Tensor c_kv, Tensor k_rope, Tensor slots, float kv_scale) -> ()",
+    reference.append_mla_kv,
+    _no_output,
+)
+move_kv_op = define_op(
+    "move_kv(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots) -> ()", reference.move_kv, _no_output
+)
+
+
+def _check_cache(check: Checker, arg: str, cache, rank: int) -> None:
+    check.tensor(arg, cache, rank=rank, dtypes=_CACHE_DTYPES)
+    if cache.shape[0] < 1 or not 1 <= cache.shape[1] <= 128:
+        check.fail(arg, "of at least one page and page size (dimension 1) in [1, 128]", f"shape {tuple(cache.shape)}")
+    if cache.stride(-1) != 1:
+        check.fail(arg, "contiguous in its last dimension", f"strides {cache.stride()}")
+    if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+        check.fail(arg, "writable: not an expanded tensor", f"strides {cache.stride()}")
+
+
+def append_kv(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> None:
+    """Write new keys and values into paged caches, in place.
+
+    Args:
+        k_cache, v_cache: `[num_pages, page_size, num_kv_heads, head_dim]`, float32/bfloat16/float16/float8_e4m3fn, any strides
+            whose last is 1 (layer views of a pool are fine). Mutated.
+        k, v: `[n, num_kv_heads, head_dim]`, dtype of the caches, or any of the three float dtypes for fp8 caches.
+        slots: `[n]` int32 or int64; negative: the row is dropped. Valid slots must differ from one another.
+        k_scale, v_scale: required for fp8 caches: stored = round_to_e4m3(clamp(value / scale, -448, 448)).
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written. IndexError on CPU for a slot past the end.
+
+    Source: FlashInfer `append_paged_kv_cache`, SGLang `set_kv_buffer`.
+    """
+    check = Checker("append_kv")
+    _check_cache(check, "k_cache", k_cache, 4)
+    _check_cache(check, "v_cache", v_cache, 4)
+    check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=k_cache.device)
+    values = FLOAT_DTYPES if k_cache.dtype in FP8_DTYPES else (k_cache.dtype,)
+    check.tensor("k", k, shape=(None, *k_cache.shape[2:]), dtypes=values, device=k_cache.device)
+    check.tensor("v", v, shape=(k.shape[0], *v_cache.shape[2:]), dtypes=values, device=k_cache.device)
+    check.tensor("slots", slots, shape=(k.shape[0],), dtypes=INDEX_DTYPES, device=k_cache.device)
+    k_factor = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
+    v_factor = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
+    append_kv_op(k_cache, v_cache, k, v, slots, k_factor, v_factor)
+
+
+def append_mla_kv(
+    kv_cache: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    kv_scale: float | None = None,
+) -> None:
+    """Write new MLA rows (latent beside rotary key) into a paged cache, in place.
+
+    Args:
+        kv_cache: `[num_pages, page_size, kv_lora_rank + rope_dim]`. Mutated.
+        c_kv: `[n, kv_lora_rank]`; k_rope: `[n, rope_dim]`, after RoPE.
+        slots, kv_scale: as in `append_kv`.
+
+    Source: FlashInfer `append_paged_mla_kv_cache`.
+    """
+    check = Checker("append_mla_kv")
+    _check_cache(check, "kv_cache", kv_cache, 3)
+    values = FLOAT_DTYPES if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
+    check.tensor("c_kv", c_kv, rank=2, dtypes=values, device=kv_cache.device)
+    rope_dim = kv_cache.shape[2] - c_kv.shape[1]
+    check.tensor("k_rope", k_rope, shape=(c_kv.shape[0], rope_dim), dtypes=(c_kv.dtype,), device=kv_cache.device)
+    check.tensor("slots", slots, shape=(c_kv.shape[0],), dtypes=INDEX_DTYPES, device=kv_cache.device)
+    append_mla_kv_op(kv_cache, c_kv, k_rope, slots, check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype))
+
+
+def move_kv(caches: torch.Tensor | Sequence[torch.Tensor], src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:
+    """Copy rows between slots of the same cache, in place: `cache[dst[i]] = cache[src[i]]` for every cache given.
+
+    All rows are read before any is written, so overlapping source and destination are safe. Used to compact the accepted
+    path of a tree.
+
+    Args:
+        caches: one cache or several (all layers, K and V), each `[num_pages, page_size, ...]` with the same number of slots.
+        src_slots, dst_slots: `[n]` int32 or int64; a row is dropped where either is negative; valid destinations differ.
+
+    Source: SGLang `move_kv_cache`.
+    """
+    check = Checker("move_kv")
+    caches = [caches] if isinstance(caches, torch.Tensor) else list(caches)
+    if not caches:
+        check.fail("caches", "at least one tensor", "an empty sequence")
+    for i, cache in enumerate(caches):
+        check.tensor(f"caches[{i}]", cache)
+        _check_cache(check, f"caches[{i}]", cache, max(cache.dim(), 3))
+        check.tensor(f"caches[{i}]", cache, device=caches[0].device)
+        if cache.shape[0] * cache.shape[1] != caches[0].shape[0] * caches[0].shape[1]:
+            slots = caches[0].shape[0] * caches[0].shape[1]
+            check.fail(f"caches[{i}]", f"of {slots} slots, as caches[0] has", f"shape {tuple(cache.shape)}")
+    check.tensor("src_slots", src_slots, rank=1, dtypes=INDEX_DTYPES, device=caches[0].device)
+    check.tensor("dst_slots", dst_slots, shape=(src_slots.shape[0],), dtypes=INDEX_DTYPES, device=caches[0].device)
+    move_kv_op(caches, src_slots, dst_slots)

@@ -1,0 +1,202 @@
+"""Reference attention: gather pages, build a visibility mask, softmax in float32."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _check_tables(op: str, block_tables: torch.Tensor, seq_lens: torch.Tensor, num_pages: int, page_size: int) -> None:
+    """Value checks that need no sync, hence on CPU only."""
+    if seq_lens.device.type != "cpu" or seq_lens.numel() == 0:
+        return
+    width = block_tables.shape[1] * page_size
+    low, high = int(seq_lens.min()), int(seq_lens.max())
+    if low < 0 or high > width:
+        raise IndexError(f"{op}: `seq_lens` must lie in [0, {width}] (width of `block_tables`), got [{low}, {high}]")
+    live = torch.arange(block_tables.shape[1]) * page_size < seq_lens[:, None]
+    pages = block_tables[live]
+    if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= num_pages):
+        raise IndexError(f"{op}: `block_tables` must hold page ids in [0, {num_pages}), got [{int(pages.min())}, {int(pages.max())}]")
+
+
+def _gather(cache: torch.Tensor, block_tables: torch.Tensor, length: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """`[bs, length, ...]` rows of the paged `cache` in `dtype`. Page ids past a request's length may be anything."""
+    pages = -(-length // cache.shape[1])
+    rows = cache[block_tables[:, :pages].clamp(0, cache.shape[0] - 1).long()].flatten(1, 2)[:, :length].to(dtype)
+    return rows if scale == 1.0 else rows * scale
+
+
+def _kv_length(block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int, max_seq_len: int | None) -> int:
+    """How many KV positions to look at: the static bound, or on CPU the true maximum."""
+    length = block_tables.shape[1] * page_size
+    if max_seq_len is not None:
+        length = min(length, int(max_seq_len))
+    if seq_lens.device.type == "cpu" and seq_lens.numel():
+        length = min(length, max(int(seq_lens.max()), 1))
+    return length
+
+
+def _visible_causal(seq_lens, q_lens, q_len: int, length: int, window_left: int) -> torch.Tensor:
+    """`[bs, q_len, length]`: causal, aligned to the end; query rows at or past `q_lens[b]` see nothing."""
+    kv = torch.arange(length, device=seq_lens.device)
+    row = torch.arange(q_len, device=seq_lens.device)
+    position = (seq_lens - q_lens)[:, None] + row  # of each query
+    visible = (kv <= position[..., None]) & (row < q_lens[:, None])[..., None]
+    if window_left >= 0:
+        visible &= position[..., None] - kv <= window_left
+    return visible
+
+
+def _visible_tree(seq_lens, tree_mask, mask_len: int, length: int, window_left: int) -> torch.Tensor:
+    """`[bs, q_len, length]` from bit masks over the last `mask_len` positions; windows follow depth."""
+    device = seq_lens.device
+    kv = torch.arange(length, device=device)
+    prefix = seq_lens - mask_len
+    bit = kv - prefix[:, None]  # [bs, length]: draft position of each key, negative in the prefix
+    bits = (tree_mask[..., None] >> torch.arange(mask_len, device=device)) & 1  # [bs, q_len, mask_len]
+    column = bit.clamp(0, mask_len - 1)[:, None].expand(-1, tree_mask.shape[1], -1)
+    in_draft = (bit >= 0)[:, None]
+    visible = torch.where(in_draft, bits.gather(2, column) == 1, True) & (kv < seq_lens[:, None])[:, None]
+    if window_left >= 0:
+        ancestors = bits.cumsum(-1) - bits  # ancestors of the query before each draft position = that key's depth
+        depth = torch.where(in_draft, ancestors.gather(2, column), bit[:, None])  # relative to the prefix's end
+        visible &= bits.sum(-1, keepdim=True) - 1 - depth <= window_left
+    return visible
+
+
+def _attend(q, k, v, visible, scale: float, softcap: float, sinks) -> torch.Tensor:
+    """Softmax attention of `q [bs, q_len, Hq, D]` over `k`, `v [bs, length, Hkv, D]` with `visible [bs, q_len, length]`."""
+    bs, q_len, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    # A masked key's probability is 0, but 0 * NaN is NaN: garbage in unused pages must not reach the product.
+    v = torch.where(visible.any(1)[..., None, None], v, 0.0)
+    grouped = q.to(k.dtype).reshape(bs, q_len, kv_heads, heads // kv_heads, dim)
+    logits = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k) * scale
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    seen = visible[:, None, None]
+    logits = logits.masked_fill(~seen, float("-inf"))
+    top = logits.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.to(k.dtype).reshape(kv_heads, -1, 1, 1)
+        top = torch.maximum(top, sink)
+    top = torch.where(top.isinf(), 0.0, top)  # a row that sees nothing
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - top)
+    weights = torch.where(total > 0, weights / total, 0.0)
+    out = torch.einsum("bhgqk,bkhd->bqhgd", weights, v)
+    return out.reshape(bs, q_len, heads, v.shape[-1])
+
+
+def _uniform_visible(seq_lens, tree_mask, mask_len: int, q_len: int, length: int, window_left: int) -> torch.Tensor:
+    if tree_mask is not None:
+        return _visible_tree(seq_lens, tree_mask, mask_len, length, window_left)
+    return _visible_causal(seq_lens, torch.full_like(seq_lens, q_len), q_len, length, window_left)
+
+
+def _ragged_rows(op: str, q_indptr, total: int, max_q_len: int):
+    """Index maps between ragged rows and `[bs, max_q_len]`: `(rows, q_lens, request_of_row, offset_of_row, in_use)`."""
+    q_lens = q_indptr[1:] - q_indptr[:-1]
+    if q_indptr.device.type == "cpu":
+        if int(q_indptr[0]) != 0 or (q_lens < 0).any() or int(q_indptr[-1]) > total:
+            raise IndexError(f"{op}: `q_indptr` must rise from 0 to at most {total}, got {q_indptr.tolist()}")
+        if q_lens.numel() and int(q_lens.max()) > max_q_len:
+            raise IndexError(f"{op}: `max_q_len` must bound every query count, got {max_q_len} for {int(q_lens.max())}")
+    rows = q_indptr[:-1, None] + torch.arange(max_q_len, device=q_indptr.device)
+    row = torch.arange(total, device=q_indptr.device, dtype=q_indptr.dtype)
+    request = torch.searchsorted(q_indptr[1:].contiguous(), row, right=True).clamp(max=max(q_lens.shape[0] - 1, 0))
+    offset = (row - q_indptr[request]).clamp(0, max_q_len - 1)
+    return rows.clamp(0, max(total - 1, 0)).long(), q_lens, request, offset.long(), row < q_indptr[-1]
+
+
+def _mha_uniform(
+    op, q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+    window_left, sinks, softcap, k_scale, v_scale, max_seq_len,
+):  # fmt: skip
+    if q.numel() == 0:
+        return q.new_zeros(*q.shape[:-1], v_cache.shape[-1])
+    _check_tables(op, block_tables, seq_lens, k_cache.shape[0], k_cache.shape[1])
+    length = _kv_length(block_tables, seq_lens, k_cache.shape[1], max_seq_len)
+    visible = _uniform_visible(seq_lens, tree_mask, mask_len, q.shape[1], length, window_left)
+    k = _gather(k_cache, block_tables, length, k_scale, torch.float32)
+    v = _gather(v_cache, block_tables, length, v_scale, torch.float32)
+    return _attend(q, k, v, visible, scale, softcap, sinks).to(q.dtype)
+
+
+def _mla_uniform(
+    op, q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+    window_left, sinks, softcap, kv_scale, max_seq_len,
+):  # fmt: skip
+    if q.numel() == 0:
+        return q.new_zeros(*q.shape[:-1], kv_lora_rank)
+    _check_tables(op, block_tables, seq_lens, kv_cache.shape[0], kv_cache.shape[1])
+    length = _kv_length(block_tables, seq_lens, kv_cache.shape[1], max_seq_len)
+    visible = _uniform_visible(seq_lens, tree_mask, mask_len, q.shape[1], length, window_left)
+    kv = _gather(kv_cache, block_tables, length, kv_scale, torch.float32)[:, :, None]
+    return _attend(q, kv, kv[..., :kv_lora_rank], visible, scale, softcap, sinks).to(q.dtype)
+
+
+def _ragged(op, q, cache, block_tables, seq_lens, q_indptr, max_q_len, max_seq_len, window_left, v_dim, attend):
+    """Pad ragged queries to `[bs, max_q_len]`, `attend(q, length, visible)`, and scatter back."""
+    if q.numel() == 0 or seq_lens.shape[0] == 0:
+        return q.new_zeros(*q.shape[:-1], v_dim)
+    _check_tables(op, block_tables, seq_lens, cache.shape[0], cache.shape[1])
+    rows, q_lens, request, offset, in_use = _ragged_rows(op, q_indptr, q.shape[0], max_q_len)
+    length = _kv_length(block_tables, seq_lens, cache.shape[1], max_seq_len)
+    visible = _visible_causal(seq_lens, q_lens, max_q_len, length, window_left)
+    out = attend(q[rows], length, visible)[request, offset]
+    return torch.where(in_use[:, None, None], out, 0.0).to(q.dtype)
+
+
+def mha_extend(
+    q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
+    sinks, softcap, k_scale, v_scale, max_seq_len,
+):  # fmt: skip
+    def attend(padded, length, visible):
+        k = _gather(k_cache, block_tables, length, k_scale, torch.float32)
+        v = _gather(v_cache, block_tables, length, v_scale, torch.float32)
+        return _attend(padded, k, v, visible, scale, softcap, sinks)
+
+    return _ragged(
+        "mha_extend", q, k_cache, block_tables, seq_lens, q_indptr, max_q_len, max_seq_len, window_left, v_cache.shape[-1],
+        attend,
+    )  # fmt: skip
+
+
+def mla_extend(
+    q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+    window_left, sinks, softcap, kv_scale, max_seq_len,
+):  # fmt: skip
+    def attend(padded, length, visible):
+        kv = _gather(kv_cache, block_tables, length, kv_scale, torch.float32)[:, :, None]
+        return _attend(padded, kv, kv[..., :kv_lora_rank], visible, scale, softcap, sinks)
+
+    return _ragged(
+        "mla_extend", q, kv_cache, block_tables, seq_lens, q_indptr, max_q_len, max_seq_len, window_left, kv_lora_rank, attend
+    )
+
+
+def mha_draft_decode(*args):
+    return _mha_uniform("mha_draft_decode", *args)
+
+
+def mha_target_verify(*args):
+    return _mha_uniform("mha_target_verify", *args)
+
+
+def mha_draft_extend(*args):
+    return _mha_uniform("mha_draft_extend", *args)
+
+
+def mla_draft_decode(*args):
+    return _mla_uniform("mla_draft_decode", *args)
+
+
+def mla_target_verify(*args):
+    return _mla_uniform("mla_target_verify", *args)
+
+
+def mla_draft_extend(*args):
+    return _mla_uniform("mla_draft_extend", *args)

@@ -113,20 +113,22 @@ def accept_sampled(
 
 def sampling_probs(logits, temperature, top_k, top_p):
     shape = logits.shape
-    logits = logits.reshape(shape[0], -1, shape[-1]).float()
+    logits = (logits if logits.dim() == 3 else logits[:, None]).float()
     hot = temperature[:, None, None]
     greedy = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    probs = torch.softmax(logits / torch.where(hot > 0, hot, 1.0), -1)
+    # Shifted before the division: a tiny temperature must not overflow to inf - inf.
+    probs = torch.softmax((logits - logits.amax(-1, keepdim=True)) / torch.where(hot > 0, hot, 1.0), -1)
     if top_k is not None or top_p is not None:
-        ordered, order = probs.sort(-1, descending=True, stable=True)
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         if top_k is not None:
             limit = torch.where(top_k >= 1, top_k, shape[-1])[:, None, None]
             ordered = torch.where(torch.arange(shape[-1], device=logits.device) < limit, ordered, 0.0)
             ordered = ordered / ordered.sum(-1, keepdim=True)
         if top_p is not None:
-            before = ordered.cumsum(-1) - ordered
+            before = ordered.double().cumsum(-1) - ordered
             before[..., 0] = -1.0  # at least one token
-            ordered = torch.where(before < top_p[:, None, None], ordered, 0.0)
+            limit = torch.where(top_p < 1, top_p, torch.inf)  # 1 keeps all: a rounded sum may reach it before the tail
+            ordered = torch.where(before < limit[:, None, None], ordered, 0.0)
             ordered = ordered / ordered.sum(-1, keepdim=True)
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
     return torch.where(hot > 0, probs, greedy).reshape(shape)

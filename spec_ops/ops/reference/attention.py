@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def _check_tables(op: str, block_tables: torch.Tensor, seq_lens: torch.Tensor, num_pages: int, page_size: int) -> None:
+def _check_tables(
+    op: str, block_tables: torch.Tensor, seq_lens: torch.Tensor, num_pages: int, page_size: int, max_seq_len: int | None
+) -> None:
     """Value checks that need no sync, hence on CPU only."""
     if seq_lens.device.type != "cpu" or seq_lens.numel() == 0:
         return
@@ -13,10 +15,14 @@ def _check_tables(op: str, block_tables: torch.Tensor, seq_lens: torch.Tensor, n
     low, high = int(seq_lens.min()), int(seq_lens.max())
     if low < 0 or high > width:
         raise IndexError(f"{op}: `seq_lens` must lie in [0, {width}] (width of `block_tables`), got [{low}, {high}]")
+    if max_seq_len is not None and high > max_seq_len:
+        raise IndexError(f"{op}: `max_seq_len` must bound every entry of `seq_lens`, got {max_seq_len} for {high}")
     live = torch.arange(block_tables.shape[1]) * page_size < seq_lens[:, None]
     pages = block_tables[live]
     if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= num_pages):
-        raise IndexError(f"{op}: `block_tables` must hold page ids in [0, {num_pages}), got [{int(pages.min())}, {int(pages.max())}]")
+        raise IndexError(
+            f"{op}: `block_tables` must hold page ids in [0, {num_pages}), got [{int(pages.min())}, {int(pages.max())}]"
+        )
 
 
 def _gather(cache: torch.Tensor, block_tables: torch.Tensor, length: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -68,6 +74,8 @@ def _attend(q, k, v, visible, scale: float, softcap: float, sinks) -> torch.Tens
     """Softmax attention of `q [bs, q_len, Hq, D]` over `k`, `v [bs, length, Hkv, D]` with `visible [bs, q_len, length]`."""
     bs, q_len, heads, dim = q.shape
     kv_heads = k.shape[2]
+    if k.shape[1] == 0:  # tables without pages: nothing to see, and nothing to reduce over
+        return q.new_zeros(bs, q_len, heads, v.shape[-1])
     # A masked key's probability is 0, but 0 * NaN is NaN: garbage in unused pages must not reach the product.
     v = torch.where(visible.any(1)[..., None, None], v, 0.0)
     grouped = q.to(k.dtype).reshape(bs, q_len, kv_heads, heads // kv_heads, dim)
@@ -117,7 +125,7 @@ def _mha_uniform(
 ):  # fmt: skip
     if q.numel() == 0:
         return q.new_zeros(*q.shape[:-1], v_cache.shape[-1])
-    _check_tables(op, block_tables, seq_lens, k_cache.shape[0], k_cache.shape[1])
+    _check_tables(op, block_tables, seq_lens, k_cache.shape[0], k_cache.shape[1], max_seq_len)
     length = _kv_length(block_tables, seq_lens, k_cache.shape[1], max_seq_len)
     visible = _uniform_visible(seq_lens, tree_mask, mask_len, q.shape[1], length, window_left)
     k = _gather(k_cache, block_tables, length, k_scale, torch.float32)
@@ -131,7 +139,7 @@ def _mla_uniform(
 ):  # fmt: skip
     if q.numel() == 0:
         return q.new_zeros(*q.shape[:-1], kv_lora_rank)
-    _check_tables(op, block_tables, seq_lens, kv_cache.shape[0], kv_cache.shape[1])
+    _check_tables(op, block_tables, seq_lens, kv_cache.shape[0], kv_cache.shape[1], max_seq_len)
     length = _kv_length(block_tables, seq_lens, kv_cache.shape[1], max_seq_len)
     visible = _uniform_visible(seq_lens, tree_mask, mask_len, q.shape[1], length, window_left)
     kv = _gather(kv_cache, block_tables, length, kv_scale, torch.float32)[:, :, None]
@@ -142,7 +150,7 @@ def _ragged(op, q, cache, block_tables, seq_lens, q_indptr, max_q_len, max_seq_l
     """Pad ragged queries to `[bs, max_q_len]`, `attend(q, length, visible)`, and scatter back."""
     if q.numel() == 0 or seq_lens.shape[0] == 0:
         return q.new_zeros(*q.shape[:-1], v_dim)
-    _check_tables(op, block_tables, seq_lens, cache.shape[0], cache.shape[1])
+    _check_tables(op, block_tables, seq_lens, cache.shape[0], cache.shape[1], max_seq_len)
     rows, q_lens, request, offset, in_use = _ragged_rows(op, q_indptr, q.shape[0], max_q_len)
     length = _kv_length(block_tables, seq_lens, cache.shape[1], max_seq_len)
     visible = _visible_causal(seq_lens, q_lens, max_q_len, length, window_left)

@@ -15,7 +15,7 @@ def select_draft_tokens(scores, tokens, num_tokens: int):
     # A stable sort, not topk: on a tie (child probability 1) the parent, which has the lower index, must come first.
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_tokens]
     selected = best.sort(dim=1).values
-    return tokens.gather(1, selected).long(), selected
+    return tokens.gather(1, selected).long().contiguous(), selected.contiguous()
 
 
 def build_tree(parent_list, selected_index, seq_lens, topk: int):
@@ -24,7 +24,7 @@ def build_tree(parent_list, selected_index, seq_lens, topk: int):
     slot = selected_index // topk  # parent slot of each candidate; 0 is the root
     candidate = parent_list.gather(1, slot.clamp(0, parent_list.shape[1] - 1)) if parent_list.shape[1] else slot
     match = candidate[:, :, None] == selected_index[:, None, :]
-    found = match.any(-1)
+    found = match.any(-1) & (slot < parent_list.shape[1])
     if device.type == "cpu" and bool(((slot > 0) & ~found).any()):
         raise ValueError("build_tree: `selected_index` must hold the parent of every selected candidate, got an orphan")
     parents = torch.where((slot > 0) & found, match.to(torch.int8).argmax(-1) + 1, 0)

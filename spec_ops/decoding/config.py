@@ -1,0 +1,65 @@
+"""How much is drafted, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spec_ops.ops.tree import MAX_TREE_TOKENS
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Shape of a round.
+
+    Attributes:
+        num_steps: draft steps `S`; the longest accepted path is `S` drafts and one target token.
+        topk: tree width `K`; 1 drafts a chain.
+        num_draft_tokens: tokens verified per request `D`, root included; a chain has `S + 1`. Default for a tree:
+            `min(2 * K * S, candidates + 1, 64)`, where the draft yields `K + (S - 1) * K * K` candidates.
+        threshold_single, threshold_acc: lossy acceptance of sampled trees, see `accept_sampled`; 1 is lossless.
+    """
+
+    num_steps: int = 3
+    topk: int = 1
+    num_draft_tokens: int | None = None
+    threshold_single: float = 1.0
+    threshold_acc: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"SpeculationConfig: `num_steps` must be at least 1, got {self.num_steps}")
+        if self.topk < 1:
+            raise ValueError(f"SpeculationConfig: `topk` must be at least 1, got {self.topk}")
+        if (self.num_steps - 1) * self.topk > MAX_TREE_TOKENS:
+            raise ValueError(
+                f"SpeculationConfig: (`num_steps` - 1) * `topk` must be at most {MAX_TREE_TOKENS}, "
+                f"got {(self.num_steps - 1) * self.topk}"
+            )
+        low, high = 2, min(self.num_candidates + 1, MAX_TREE_TOKENS)
+        if self.topk == 1:
+            low = high = self.num_steps + 1
+            if high > MAX_TREE_TOKENS:
+                raise ValueError(f"SpeculationConfig: `num_steps` must be at most {MAX_TREE_TOKENS - 1}, got {self.num_steps}")
+        if self.num_draft_tokens is not None and not low <= self.num_draft_tokens <= high:
+            raise ValueError(f"SpeculationConfig: `num_draft_tokens` must be in [{low}, {high}], got {self.num_draft_tokens}")
+
+    @property
+    def num_candidates(self) -> int:
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens verified per request, root included (`D`)."""
+        if self.topk == 1:
+            return self.num_steps + 1
+        return self.num_draft_tokens or min(2 * self.topk * self.num_steps, self.num_candidates + 1, MAX_TREE_TOKENS)
+
+    @property
+    def path_len(self) -> int:
+        """Most tokens a round can emit per request (`P`)."""
+        return self.num_steps + 1
+
+    @property
+    def reserve(self) -> int:
+        """KV slots a round may write past `committed_lens`, for any draft."""
+        return max(self.num_tokens, self.path_len, (self.num_steps - 1) * self.topk) + 1

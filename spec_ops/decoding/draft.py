@@ -1,0 +1,130 @@
+"""Drafting inside a round: a chain, or a tree of top-k branches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from spec_ops import ops
+from spec_ops.decoding.config import SpeculationConfig
+from spec_ops.decoding.random import uniforms
+from spec_ops.decoding.state import RoundState
+from spec_ops.models.drafts import Draft
+from spec_ops.models.paged import PagedAttention, PagedKVCache
+
+# Counters of one round's uniforms: `committed_lens * COUNTERS` plus one of these. Committed lengths grow every round, so no
+# uniform is used twice.
+COUNTERS = 256
+ACCEPT_COUNTER, DRAFT_COUNTER, FINAL_COUNTER = 0, 64, 255
+
+
+class Drafted(NamedTuple):
+    """Tokens to verify. `candidates`, `positions [bs, D]`, root first. Trees: `tree_mask`, `parents [bs, D]`. Sampled chains: `probs
+    [bs, D - 1, Vd]`, what each draft was sampled from."""
+
+    candidates: torch.Tensor
+    positions: torch.Tensor
+    tree_mask: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
+
+
+def first_drafts(draft: Draft, state: RoundState, hidden: torch.Tensor, topk: int, sampled: bool) -> None:
+    """Store the first drafts of the next round from the draft's `hidden [bs, hidden]` behind the newest token."""
+    state.draft_hidden.copy_(hidden)
+    logits = draft.logits(hidden)
+    if topk > 1:
+        scores, tokens = torch.log_softmax(logits.float(), -1).topk(topk)
+        state.draft_scores.copy_(scores)
+        state.draft_tokens.copy_(draft.to_target(tokens))
+    else:
+        tokens, probs = next_draft(draft, state, logits, 0, sampled)
+        state.draft_tokens.copy_(tokens[:, None])
+        if probs is not None:
+            state.draft_probs.copy_(probs)
+
+
+def next_draft(
+    draft: Draft, state: RoundState, logits: torch.Tensor, step: int, sampled: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The draft token (target ids) after `logits [bs, Vd]`, and the distribution it was sampled from."""
+    if not sampled:
+        return draft.to_target(logits.argmax(-1)), None
+    probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
+    coins = uniforms(state.seeds, state.committed_lens.long() * COUNTERS + DRAFT_COUNTER + step)
+    return draft.to_target(ops.sample_tokens(probs, coins)), probs
+
+
+def draft_chain(
+    draft: Draft, cache: PagedKVCache, state: RoundState, config: SpeculationConfig, sampled: bool, backend: str
+) -> Drafted:
+    """`S` tokens, one after the other; the first was drafted by the previous round's extend."""
+    active = ~state.finished
+    tokens, hidden = [state.draft_tokens[:, 0]], state.draft_hidden
+    probs = [state.draft_probs] if sampled else []
+    for step in range(config.num_steps - 1):
+        position = state.committed_lens + draft.token_offset + step
+        attention = PagedAttention(
+            cache,
+            "draft_decode",
+            state.block_tables,
+            torch.where(active, position + 1, 0),
+            state.slots(position[:, None], cache.page_size, active[:, None]),
+            backend=backend,
+        )
+        hidden = draft(tokens[-1][:, None], hidden[:, None], position[:, None], attention)[:, 0]
+        token, prob = next_draft(draft, state, draft.logits(hidden), step + 1, sampled)
+        tokens.append(token)
+        if prob is not None:
+            probs.append(prob)
+    candidates = torch.stack([state.last_token, *tokens], 1)
+    positions = state.committed_lens[:, None] + torch.arange(config.num_tokens, device=candidates.device)
+    return Drafted(candidates, positions, probs=torch.stack(probs, 1) if sampled else None)
+
+
+def draft_tree(draft: Draft, cache: PagedKVCache, state: RoundState, config: SpeculationConfig, backend: str) -> Drafted:
+    """EAGLE-2 dynamic tree (arXiv:2406.16858): `K` branches a step, then the best `D - 1` of all candidates.
+
+    Step `i` writes its `K` branches to slots `committed + i * K + t`; a bit mask over those slots gives each branch its true
+    ancestors, so nothing of the prefix is copied per branch.
+    """
+    topk, active = config.topk, ~state.finished
+    bs, device = state.draft_tokens.shape[0], state.draft_tokens.device
+    branch = torch.arange(topk, device=device)
+    tokens, scores = state.draft_tokens, state.draft_scores
+    hidden = state.draft_hidden[:, None].expand(-1, topk, -1)
+    mask = (torch.ones_like(branch) << branch).expand(bs, -1)
+    all_tokens, all_scores = [tokens], [scores]
+    parent_list = [torch.arange(-1, topk, device=device).expand(bs, -1)]
+    for step in range(config.num_steps - 1):
+        depth = state.committed_lens + draft.token_offset + step
+        first = state.committed_lens + draft.token_offset + step * topk
+        attention = PagedAttention(
+            cache,
+            "draft_decode",
+            state.block_tables,
+            torch.where(active, first + topk, 0),
+            state.slots(first[:, None] + branch, cache.page_size, active[:, None]),
+            tree_mask=mask,
+            mask_len=(step + 1) * topk,
+            backend=backend,
+        )
+        hidden = draft(tokens, hidden, depth[:, None].expand(-1, topk), attention)
+        log_probs, ids = torch.log_softmax(draft.logits(hidden).float(), -1).topk(topk)
+        candidate_scores = (scores[:, :, None] + log_probs).flatten(1)
+        candidate_tokens = draft.to_target(ids).flatten(1)
+        all_tokens.append(candidate_tokens)
+        all_scores.append(candidate_scores)
+        if step == config.num_steps - 2:
+            break
+        scores, chosen = candidate_scores.topk(topk)
+        parent = chosen // topk
+        tokens = candidate_tokens.gather(1, chosen)
+        hidden = hidden.gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        mask = mask.gather(1, parent) | (torch.ones_like(branch) << (branch + (step + 1) * topk))
+        parent_list.append(chosen + topk + step * topk * topk)
+    drafted, selected = ops.select_draft_tokens(torch.cat(all_scores, 1), torch.cat(all_tokens, 1), config.num_tokens - 1)
+    tree = ops.build_tree(torch.cat(parent_list, 1), selected, state.committed_lens, topk)
+    candidates = torch.cat([state.last_token[:, None], drafted], 1)
+    return Drafted(candidates, tree.positions, tree.tree_mask, tree.parents)

@@ -1,0 +1,177 @@
+"""One round of decoding as an `nn.Module` without arguments: draft, verify, accept, extend.
+
+All state lives in static buffers and nothing is read back to the host, so
+`torch.compile(round, mode="reduce-overhead", fullgraph=True)` makes a round one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from spec_ops import ops
+from spec_ops.decoding.config import SpeculationConfig
+from spec_ops.decoding.draft import (
+    ACCEPT_COUNTER,
+    COUNTERS,
+    FINAL_COUNTER,
+    Drafted,
+    draft_chain,
+    draft_tree,
+    first_drafts,
+)
+from spec_ops.decoding.random import uniforms
+from spec_ops.decoding.state import RoundState
+from spec_ops.models.drafts import Draft
+from spec_ops.models.paged import PagedAttention, PagedKVCache
+from spec_ops.models.target import CausalLM, TargetOutput
+
+
+def final_uniforms(state: RoundState) -> torch.Tensor:
+    """`[bs]`: the uniform that draws a round's last token."""
+    return uniforms(state.seeds, state.committed_lens.long() * COUNTERS + FINAL_COUNTER)
+
+
+class SpeculativeRound(nn.Module):
+    """Draft `S` steps, verify `D` tokens with one target forward, accept, extend the draft's cache.
+
+    Args:
+        target, draft: the models; target_cache, draft_cache: their paged KV, addressed by the same page ids.
+        state: the batch bucket's buffers; `state.output` holds what a call emitted.
+        config: steps and tree shape.
+        sampled: sample with `state.temperature`, `top_k`, `top_p` (0 temperature rows stay greedy); otherwise greedy.
+        backend: of every attention op.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        draft: Draft,
+        target_cache: PagedKVCache,
+        draft_cache: PagedKVCache,
+        state: RoundState,
+        config: SpeculationConfig,
+        *,
+        sampled: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.target, self.draft = target, draft
+        self.target_cache, self.draft_cache = target_cache, draft_cache
+        self.state, self.config = state, config
+        self.sampled, self.backend = sampled, backend
+
+    def forward(self) -> None:
+        config, state = self.config, self.state
+        if config.topk == 1:
+            drafted = draft_chain(self.draft, self.draft_cache, state, config, self.sampled, self.backend)
+        else:
+            drafted = draft_tree(self.draft, self.draft_cache, state, config, self.backend)
+        output = self.verify(drafted)
+        accepted = self.accept(drafted, self.target.logits(output.hidden))
+        if config.topk > 1:
+            self.compact(accepted)
+        committed, active = state.committed_lens.clone(), ~state.finished
+        count = state.commit(accepted.tokens, accepted.lens)
+        self.extend(output, accepted, committed, count, active)
+
+    def verify(self, drafted: Drafted) -> TargetOutput:
+        """Target forward over all drafted tokens, written to slots `[committed, committed + D)`."""
+        state, tokens = self.state, self.config.num_tokens
+        active = ~state.finished
+        slot_positions = state.committed_lens[:, None] + torch.arange(tokens, device=active.device)
+        attention = PagedAttention(
+            self.target_cache,
+            "target_verify",
+            state.block_tables,
+            torch.where(active, state.committed_lens + tokens, 0),
+            state.slots(slot_positions, self.target_cache.page_size, active[:, None]),
+            tree_mask=drafted.tree_mask,
+            backend=self.backend,
+        )
+        return self.target(drafted.candidates, drafted.positions, attention)
+
+    def accept(self, drafted: Drafted, logits: torch.Tensor) -> ops.Accepted:
+        config, state = self.config, self.state
+        if not self.sampled:
+            return ops.accept_greedy(drafted.candidates, logits.argmax(-1), drafted.parents, config.path_len)
+        probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
+        node = torch.arange(config.num_tokens, device=logits.device)
+        counters = (state.committed_lens.long() * COUNTERS + ACCEPT_COUNTER)[:, None] + node
+        return ops.accept_sampled(
+            drafted.candidates,
+            probs,
+            uniforms(state.seeds[:, None], counters),
+            final_uniforms(state),
+            parents=drafted.parents,
+            draft_probs=drafted.probs,
+            draft_to_target=self.draft.draft_to_target if drafted.probs is not None else None,
+            path_len=config.path_len,
+            threshold_single=config.threshold_single,
+            threshold_acc=config.threshold_acc,
+        )
+
+    def compact(self, accepted: ops.Accepted) -> None:
+        """Move the accepted path's KV rows to consecutive slots."""
+        state, page_size = self.state, self.target_cache.page_size
+        place = torch.arange(accepted.index.shape[1], device=accepted.index.device)
+        keep = (accepted.index != place) & (accepted.index >= 0) & ~state.finished[:, None]
+        start = state.committed_lens[:, None]
+        source = state.slots(start + accepted.index, page_size, keep)
+        ops.move_kv(self.target_cache.tensors(), source.flatten(), state.slots(start + place, page_size, keep).flatten())
+
+    def extend(self, output: TargetOutput, accepted: ops.Accepted, committed, count, active) -> None:
+        """Run the draft over the accepted path with the target's features; its last accepted row drafts the next round's
+        first tokens. Rows past the accepted length write slots that later steps overwrite before anyone reads them."""
+        state, length = self.state, self.config.path_len
+        encoded = self.draft.encode(output)
+        node = accepted.index.clamp(min=0)
+        features = encoded.gather(1, node[:, :, None].expand(-1, -1, encoded.shape[-1]))
+        first = committed + self.draft.token_offset
+        positions = first[:, None] + torch.arange(length, device=first.device)
+        attention = PagedAttention(
+            self.draft_cache,
+            "draft_extend",
+            state.block_tables,
+            torch.where(active, first + length, 0),
+            state.slots(positions, self.draft_cache.page_size, active[:, None]),
+            backend=self.backend,
+        )
+        hidden = self.draft(accepted.tokens.clamp(min=0), features, positions, attention)
+        row = (count - 1).clamp(min=0).long()[:, None, None].expand(-1, 1, hidden.shape[-1])
+        first_drafts(self.draft, state, hidden.gather(1, row)[:, 0], self.config.topk, self.sampled)
+
+
+class PlainRound(nn.Module):
+    """One token per request by plain decoding with the same ops and state: what speculation is compared with."""
+
+    def __init__(
+        self, target: CausalLM, cache: PagedKVCache, state: RoundState, *, sampled: bool = False, backend: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.target, self.target_cache, self.state = target, cache, state
+        self.sampled, self.backend = sampled, backend
+
+    def forward(self) -> None:
+        state = self.state
+        active = ~state.finished
+        position = state.committed_lens[:, None]
+        attention = PagedAttention(
+            self.target_cache,
+            "draft_decode",
+            state.block_tables,
+            torch.where(active, state.committed_lens + 1, 0),
+            state.slots(position, self.target_cache.page_size, active[:, None]),
+            backend=self.backend,
+        )
+        logits = self.target.logits(self.target(state.last_token[:, None], position, attention).hidden[:, 0])
+        tokens = next_token(logits, state, self.sampled)
+        state.commit(tokens[:, None], torch.ones_like(state.committed_lens))
+
+
+def next_token(logits: torch.Tensor, state: RoundState, sampled: bool) -> torch.Tensor:
+    """The target's own next token after `logits [bs, V]`."""
+    if not sampled:
+        return logits.argmax(-1)
+    probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
+    return ops.sample_tokens(probs, final_uniforms(state))

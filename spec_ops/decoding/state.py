@@ -1,0 +1,102 @@
+"""What a batch of requests carries from round to round, in static device buffers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+MAX_STOP_TOKENS = 8
+
+
+class RoundState(nn.Module):
+    """Buffers of one batch bucket: fixed addresses, so that a round is a function of no arguments and CUDA graphs may
+    mutate them.
+
+    Attributes (all `[bs, ...]`):
+        block_tables `[bs, max_pages]` int32: pages of each request, the same ids in the target's and the draft's cache.
+        committed_lens int32: tokens whose target KV is final; excludes `last_token`.
+        last_token int64: the newest emitted token, root of the next verification.
+        finished bool: padding rows and requests that have ended; they write nothing and emit nothing.
+        max_lens int32: total length (prompt + new tokens) at which a request ends.
+        stop_tokens `[bs, MAX_STOP_TOKENS]` int64, padded with -1.
+        draft_tokens, draft_scores `[bs, K]` int64, float32: first drafts of the next round and their log-probabilities.
+        draft_probs `[bs, Vd]` float32: distribution the first draft was sampled from (sampled chains only).
+        draft_hidden `[bs, hidden]`: the draft's hidden state behind the first drafts.
+        temperature, top_p float32, top_k int32, seeds int64: sampling parameters.
+        output `[bs, P + 2]` int64: tokens emitted by the last round (-1 past their count), their count, finished (0 or 1). Packed,
+            so that the host reads one tensor.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_pages: int,
+        *,
+        path_len: int,
+        topk: int = 1,
+        draft_hidden: int = 1,
+        draft_vocab: int = 1,
+        hidden_dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "block_tables": ((max_pages,), torch.int32),
+            "committed_lens": ((), torch.int32),
+            "last_token": ((), torch.int64),
+            "finished": ((), torch.bool),
+            "max_lens": ((), torch.int32),
+            "stop_tokens": ((MAX_STOP_TOKENS,), torch.int64),
+            "draft_tokens": ((topk,), torch.int64),
+            "draft_scores": ((topk,), torch.float32),
+            "draft_probs": ((draft_vocab,), torch.float32),
+            "draft_hidden": ((draft_hidden,), hidden_dtype),
+            "temperature": ((), torch.float32),
+            "top_k": ((), torch.int32),
+            "top_p": ((), torch.float32),
+            "seeds": ((), torch.int64),
+            "output": ((path_len + 2,), torch.int64),
+        }
+        for name, (tail, dtype) in shapes.items():
+            buffer = torch.zeros(batch_size, *tail, dtype=dtype, device=device)
+            torch._dynamo.mark_static_address(buffer)
+            self.register_buffer(name, buffer, persistent=False)
+        self.clear()
+
+    def clear(self) -> None:
+        """Make every row padding."""
+        for buffer in self.buffers():
+            buffer.zero_()
+        self.finished.fill_(True)
+        self.stop_tokens.fill_(-1)
+        self.top_p.fill_(1.0)
+
+    def slots(self, positions: torch.Tensor, page_size: int, keep: torch.Tensor) -> torch.Tensor:
+        """KV slots of token `positions [bs, n]` int; -1 where `keep` (broadcastable bool) is false."""
+        pages = self.block_tables.gather(1, (positions // page_size).clamp(0, self.block_tables.shape[1] - 1).long())
+        return torch.where(keep, pages * page_size + positions % page_size, -1)
+
+    def commit(self, tokens: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        """Emit the first `lens[b]` of `tokens [bs, P]`, cut at a stop token or the length limit; advance the state.
+
+        Returns:
+            `[bs]` int32: how many tokens were really emitted (0 for finished rows).
+        """
+        active = ~self.finished
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        stop = (tokens[:, :, None] == self.stop_tokens[:, None, :]).any(-1) & (tokens >= 0)
+        before_stop = torch.where(stop, place, tokens.shape[1]).amin(1) + 1
+        room = self.max_lens - (self.committed_lens + 1)
+        count = torch.minimum(torch.minimum(lens, before_stop.to(torch.int32)), room)
+        ended = (before_stop <= count) | (room <= count)
+        count = torch.where(active, count, 0)
+        emitted = torch.where(place < count[:, None], tokens, -1)
+        last = tokens.gather(1, (count - 1).clamp(min=0).long()[:, None])[:, 0]
+        emitted = F.pad(emitted, (0, self.output.shape[1] - 2 - tokens.shape[1]), value=-1)  # the prefill emits one token
+        self.output.copy_(torch.cat([emitted, count[:, None].long(), (ended | ~active)[:, None].long()], 1))
+        self.last_token.copy_(torch.where(active, last, self.last_token))
+        self.committed_lens.add_(count)
+        self.finished.copy_(ended | ~active)
+        return count

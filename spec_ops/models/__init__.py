@@ -1,0 +1,18 @@
+"""Reference targets and drafts that call the ops, all with paged KV."""
+
+from spec_ops.models.config import ModelConfig
+from spec_ops.models.drafts import Draft, Eagle3Draft, MTPDraft, StandaloneDraft
+from spec_ops.models.paged import PagedAttention, PagedKVCache
+from spec_ops.models.target import CausalLM, TargetOutput
+
+__all__ = [
+    "CausalLM",
+    "Draft",
+    "Eagle3Draft",
+    "MTPDraft",
+    "ModelConfig",
+    "PagedAttention",
+    "PagedKVCache",
+    "StandaloneDraft",
+    "TargetOutput",
+]

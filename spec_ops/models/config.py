@@ -1,0 +1,67 @@
+"""Configurations of the model families shipped here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer: pre-norm, RoPE, SwiGLU; GQA or absorbed MLA attention.
+
+    Attributes:
+        vocab_size, hidden_size, intermediate_size, num_layers, num_heads: as in Llama.
+        num_kv_heads, head_dim: GQA only.
+        sliding_window: keys visible behind a query, itself included (Hugging Face's convention); None for all.
+        kv_lora_rank: latent width; above 0 makes the attention MLA with the four sizes below.
+        q_lora_rank: width of the query's bottleneck; None for a direct projection.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: MLA head sizes.
+        aux_layers: layers whose *input* hidden states are handed to an EAGLE-3 draft; empty for none.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+    kv_lora_rank: int = 0
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    aux_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ModelConfig: `{name}` must be at least 1, got {getattr(self, name)}")
+        if self.is_mla:
+            for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+                if getattr(self, name) < 1:
+                    raise ValueError(f"ModelConfig: `{name}` must be at least 1 for MLA, got {getattr(self, name)}")
+        elif self.head_dim < 2 or self.head_dim % 2 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                "ModelConfig: `num_kv_heads` must divide `num_heads` and `head_dim` be even, "
+                f"got {self.num_heads}, {self.num_kv_heads}, {self.head_dim}"
+            )
+        if any(not 0 <= layer < self.num_layers for layer in self.aux_layers):
+            raise ValueError(f"ModelConfig: `aux_layers` must lie in [0, {self.num_layers}), got {self.aux_layers}")
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> ModelConfig:
+        known = {f.name for f in fields(cls)}
+        if unknown := set(values) - known:
+            raise ValueError(f"ModelConfig: unknown keys {sorted(unknown)}")
+        return cls(**{**values, "aux_layers": tuple(values.get("aux_layers", ()))})

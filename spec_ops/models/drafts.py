@@ -1,0 +1,161 @@
+"""Draft models: an EAGLE-3 head, an MTP/NextN layer, and a standalone language model.
+
+The round drives all three through one interface (`Draft`). A draft row at KV slot `p` predicts a later token from the token
+behind it; `token_offset` says which token that is:
+
+* 0 (EAGLE-3, MTP): row `p` joins the target's features at position `p` with token `p + 1`;
+* 1 (standalone): row `p` holds token `p`, so the draft's slots run one ahead of the target's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from spec_ops.models.config import ModelConfig
+from spec_ops.models.layers import GQA, MLP, DecoderLayer
+from spec_ops.models.target import CausalLM, TargetOutput
+
+
+class Draft(nn.Module):
+    """What the round needs of a draft model.
+
+    Attributes:
+        config: sizes of the draft's own layers and KV cache.
+        token_offset: see the module docstring.
+        draft_to_target: `[draft_vocab]` int64 map of a reduced vocabulary to target ids, or None.
+    """
+
+    config: ModelConfig
+    token_offset = 0
+    draft_to_target: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("draft_to_target", None)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Width of `logits`."""
+        return self.config.vocab_size if self.draft_to_target is None else self.draft_to_target.shape[0]
+
+    def encode(self, output: TargetOutput) -> torch.Tensor:
+        """Target features `[..., F]` to the draft's hidden input `[..., hidden_size]`."""
+        raise NotImplementedError
+
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention) -> torch.Tensor:
+        """Target token ids and hidden inputs to the hidden state that the next draft step takes."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[..., draft_vocab]` from `forward`'s result."""
+        raise NotImplementedError
+
+    def to_target(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Draft ids to target ids."""
+        return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
+
+    def own_state_dict(self) -> dict[str, torch.Tensor]:
+        """The state without modules shared with the target."""
+        return self.state_dict()
+
+
+class Eagle3Draft(Draft):
+    """EAGLE-3 head (arXiv:2503.01840): three target hidden states fused by `fc`, one layer whose attention reads token embedding
+    and hidden state side by side, and an LM head over a reduced vocabulary.
+
+    Args:
+        config: of the head (`num_layers` 1, GQA, the target's hidden size).
+        target: shares its embedding; its `aux_layers` give the features.
+        draft_to_target: `[draft_vocab]` int64.
+    """
+
+    def __init__(self, config: ModelConfig, target: CausalLM, draft_to_target: torch.Tensor) -> None:
+        super().__init__()
+        if not target.config.aux_layers:
+            raise ValueError("Eagle3Draft: `target` must have `aux_layers`, got none")
+        if config.hidden_size != target.config.hidden_size or config.num_layers != 1 or config.is_mla:
+            raise ValueError("Eagle3Draft: `config` must be one GQA layer of the target's hidden size")
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.embed = target.embed
+        self.fc = nn.Linear(hidden * len(target.config.aux_layers), hidden, bias=False)
+        self.embed_norm = nn.RMSNorm(hidden, eps=eps)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        self.attention = GQA(config, 0, input_size=2 * hidden)
+        self.post_norm = nn.RMSNorm(hidden, eps=eps)
+        self.mlp = MLP(config)
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+        self.lm_head = nn.Linear(hidden, draft_to_target.shape[0], bias=False)
+        self.draft_to_target = draft_to_target.clone()
+
+    def encode(self, output: TargetOutput) -> torch.Tensor:
+        return self.fc(output.aux)
+
+    def forward(self, tokens, hidden, positions, attention):
+        x = torch.cat([self.embed_norm(self.embed(tokens)), self.hidden_norm(hidden)], -1)
+        hidden = hidden + self.attention(x, positions, attention)
+        return hidden + self.mlp(self.post_norm(hidden))
+
+    def logits(self, hidden):
+        return self.lm_head(self.norm(hidden))
+
+    def own_state_dict(self):
+        return {name: value for name, value in self.state_dict().items() if not name.startswith("embed.")}
+
+
+class MTPDraft(Draft):
+    """Multi-token-prediction (NextN) layer (DeepSeek-V3, arXiv:2412.19437): embedding and target hidden state normalized,
+    projected together, then one decoder layer of the target's kind; embedding and LM head are the target's."""
+
+    def __init__(self, config: ModelConfig, target: CausalLM) -> None:
+        super().__init__()
+        if (config.hidden_size, config.vocab_size, config.num_layers) != (
+            target.config.hidden_size,
+            target.config.vocab_size,
+            1,
+        ):
+            raise ValueError("MTPDraft: `config` must be one layer of the target's hidden size and vocabulary")
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.embed, self.lm_head = target.embed, target.lm_head
+        self.enorm = nn.RMSNorm(hidden, eps=eps)
+        self.hnorm = nn.RMSNorm(hidden, eps=eps)
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layer = DecoderLayer(config, 0)
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+
+    def encode(self, output: TargetOutput) -> torch.Tensor:
+        return output.hidden
+
+    def forward(self, tokens, hidden, positions, attention):
+        x = self.eh_proj(torch.cat([self.enorm(self.embed(tokens)), self.hnorm(hidden)], -1))
+        return self.norm(self.layer(x, positions, attention))
+
+    def logits(self, hidden):
+        return self.lm_head(hidden)
+
+    def own_state_dict(self):
+        shared = ("embed.", "lm_head.")
+        return {name: value for name, value in self.state_dict().items() if not name.startswith(shared)}
+
+
+class StandaloneDraft(Draft):
+    """A small language model with the target's vocabulary; it ignores the target's features."""
+
+    token_offset = 1
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.config = model.config
+        self.model = model
+
+    def encode(self, output: TargetOutput) -> torch.Tensor:
+        # Only the shape matters: the round carries one hidden row per request for every kind of draft.
+        return output.hidden.new_zeros(*output.hidden.shape[:-1], self.config.hidden_size)
+
+    def forward(self, tokens, hidden, positions, attention):
+        return self.model(tokens, positions, attention).hidden
+
+    def logits(self, hidden):
+        return self.model.logits(hidden)

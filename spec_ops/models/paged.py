@@ -1,0 +1,123 @@
+"""Paged KV storage, and the one object through which models attend.
+
+A model never knows which step it runs: it hands queries, keys and values to `attention.mha(...)` or `attention.mla(...)`.
+`PagedAttention` appends to the cache and calls the step's op; a training script passes a dense object with the same methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from spec_ops import ops
+from spec_ops.models.config import ModelConfig
+
+_MHA = {
+    "draft_decode": ops.mha_draft_decode,
+    "target_verify": ops.mha_target_verify,
+    "draft_extend": ops.mha_draft_extend,
+}
+_MLA = {
+    "draft_decode": ops.mla_draft_decode,
+    "target_verify": ops.mla_target_verify,
+    "draft_extend": ops.mla_draft_extend,
+}
+
+
+class PagedKVCache(nn.Module):
+    """KV caches of all layers of one model: per layer `k`/`v [num_pages, page_size, num_kv_heads, head_dim]`, or for MLA one
+    `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`.
+
+    Buffers have static addresses, so that CUDA graphs may mutate them. `scale` is the dequantization scale of an fp8 cache.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.is_mla, self.num_layers = config.is_mla, config.num_layers
+        self.num_pages, self.page_size = num_pages, page_size
+        self.scale = scale if dtype == torch.float8_e4m3fn else None
+        for layer in range(config.num_layers):
+            if config.is_mla:
+                shapes = {"kv": (config.kv_lora_rank + config.qk_rope_head_dim,)}
+            else:
+                shapes = dict.fromkeys("kv", (config.num_kv_heads, config.head_dim))
+            for name, tail in shapes.items():
+                cache = torch.zeros(num_pages, page_size, *tail, dtype=dtype, device=device)
+                torch._dynamo.mark_static_address(cache)
+                self.register_buffer(f"{name}{layer}", cache, persistent=False)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, ...]:
+        """`(k, v)` of a layer, or `(kv,)` for MLA."""
+        names = ("kv",) if self.is_mla else ("k", "v")
+        return tuple(getattr(self, f"{name}{index}") for name in names)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every cache tensor, for `move_kv`."""
+        return [cache for index in range(self.num_layers) for cache in self.layer(index)]
+
+
+@dataclass
+class PagedAttention:
+    """One attention step over `cache`.
+
+    Attributes:
+        step: `"draft_decode"`, `"target_verify"`, `"draft_extend"` (uniform: model inputs are `[bs, q_len]`) or `"extend"`
+            (ragged: `[total_q]`).
+        slots: shape of the model's token input; negative drops the row.
+        Others as in the attention ops.
+    """
+
+    cache: PagedKVCache
+    step: str
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: torch.Tensor
+    tree_mask: torch.Tensor | None = None
+    mask_len: int | None = None
+    q_indptr: torch.Tensor | None = None
+    max_q_len: int | None = None
+    backend: str = "auto"
+
+    def mha(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window_left: int = -1) -> torch.Tensor:
+        """Append `k`, `v` `[..., num_kv_heads, head_dim]`, attend with `q [..., num_heads, head_dim]`."""
+        k_cache, v_cache = self.cache.layer(layer)
+        scales = {"k_scale": self.cache.scale, "v_scale": self.cache.scale}
+        ops.append_kv(k_cache, v_cache, k.flatten(0, -3), v.flatten(0, -3), self.slots.flatten(), **scales)
+        common = {"window_left": window_left, "backend": self.backend, **scales}
+        tables = (self.block_tables, self.seq_lens)
+        if self.step == "extend":
+            return ops.mha_extend(q, k_cache, v_cache, *tables, self.q_indptr, self.max_q_len, **common)
+        tree = {"tree_mask": self.tree_mask, "mask_len": self.mask_len}
+        return _MHA[self.step](q, k_cache, v_cache, *tables, **tree, **common)
+
+    def mla(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        c_kv: torch.Tensor,
+        k_rope: torch.Tensor,
+        *,
+        scale: float,
+        window_left: int = -1,
+    ) -> torch.Tensor:
+        """Append `c_kv [..., kv_lora_rank]`, `k_rope [..., rope]`; attend with the absorbed `q [..., num_heads, lora + rope]`."""
+        (kv_cache,) = self.cache.layer(layer)
+        rank, kv_scale = c_kv.shape[-1], self.cache.scale
+        ops.append_mla_kv(kv_cache, c_kv.flatten(0, -2), k_rope.flatten(0, -2), self.slots.flatten(), kv_scale=kv_scale)
+        common = {"scale": scale, "window_left": window_left, "backend": self.backend, "kv_scale": kv_scale}
+        tables = (self.block_tables, self.seq_lens)
+        if self.step == "extend":
+            return ops.mla_extend(q, kv_cache, rank, *tables, self.q_indptr, self.max_q_len, **common)
+        tree = {"tree_mask": self.tree_mask, "mask_len": self.mask_len}
+        return _MLA[self.step](q, kv_cache, rank, *tables, **tree, **common)

@@ -1,0 +1,45 @@
+"""Target models: Llama-type GQA and DeepSeek-type MLA, chosen by the configuration."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from spec_ops.models.config import ModelConfig
+from spec_ops.models.layers import DecoderLayer
+
+
+class TargetOutput(NamedTuple):
+    """`hidden [..., hidden_size]`: after the final norm, what the LM head reads. `aux`: the inputs of `config.aux_layers` side by
+    side, `[..., len(aux_layers) * hidden_size]`, or None."""
+
+    hidden: torch.Tensor
+    aux: torch.Tensor | None
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model that attends through an `attention` object (see `models.paged`)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        nn.init.normal_(self.embed.weight, std=config.hidden_size**-0.5)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
+        """`tokens`, `positions`: `[bs, q_len]`, or `[total_q]` for a ragged extend."""
+        x = self.embed(tokens)
+        aux = []
+        for index, layer in enumerate(self.layers):
+            if index in self.config.aux_layers:
+                aux.append(x)
+            x = layer(x, positions, attention)
+        return TargetOutput(self.norm(x), torch.cat(aux, -1) if aux else None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden)

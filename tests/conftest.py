@@ -1,0 +1,24 @@
+"""Shared fixtures: every device the machine has, and GPU tests that skip elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+# Test tensors are tiny: a thread pool costs more than it saves, and xdist workers would fight over the cores.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+# Session scope: hypothesis refuses function-scoped fixtures, which it would not reset between examples.
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param

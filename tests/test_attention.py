@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from dense_attention import PREFIX, Attended, attend, causal_keys, contiguous_rows, mask_words, tree_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import spec_ops
+from tests.dense_attention import PREFIX, Attended, attend, causal_keys, contiguous_rows, mask_words, tree_keys
 
 KINDS = ("mha", "mla")
 TREE_MODES = ("draft_tree", "verify_tree", "draft_extend_tree")
@@ -119,7 +119,7 @@ def make_case(
     kv_heads: int = 2, head_dim: int = 64, v_dim: int = 64, dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None, layout: str = "separate", window_left: int = -1, sinks: bool = False,
     softcap: float = 0.0, seed: int = 0, width: int = 3, draft_steps: int = 3, num_nodes: int = 8,
-    q_lens: list[int] | None = None,
+    q_lens: list[int] | None = None, slack: int = 0,
 ) -> Case:  # fmt: skip
     """Build a case; for MLA `head_dim` is the row's width and `v_dim` the latent's. `lens` exclude a tree's drafts."""
     g = torch.Generator().manual_seed(seed)
@@ -140,7 +140,7 @@ def make_case(
     if mode != "extend":
         q_lens = [q_len] * len(lens)
     elif q_lens is None:
-        q_lens = [(0, length, min(length, 3))[i % 3] for i, length in enumerate(lens)]
+        q_lens = [(0, min(length, 3), length)[i % 3] for i, length in enumerate(lens)]
 
     live = [math.ceil(length / page_size) for length in lens]
     num_pages, table_width = sum(live) + 2, max(live) + 2
@@ -171,6 +171,7 @@ def make_case(
         "window_left": window_left,
         "sinks": torch.randn(heads, generator=g).to(device) if sinks else None,
         "softcap": softcap,
+        "backend": "reference",
     }
     if kind == "mha":
         arguments |= {"k_cache": caches[0][..., :head_dim], "v_cache": caches[1][..., :v_dim]}
@@ -179,7 +180,7 @@ def make_case(
         arguments |= {"kv_cache": caches[0][..., :head_dim], "kv_lora_rank": v_dim, "kv_scale": scales[0], "scale": 0.11}
     if mode == "extend":
         starts = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
-        arguments |= {"q_indptr": starts.to(device), "max_q_len": max(1, *q_lens) + 2}
+        arguments |= {"q_indptr": starts.to(device), "max_q_len": max(1, *q_lens) + slack}
         q[sum(q_lens) :] = float("nan")
     if trees is not None:
         words = [mask_words(parents, nodes) for parents in trees]
@@ -397,6 +398,7 @@ def test_random_cases(data, device):
             kind, mode, device,
             lens=lens,
             q_lens=[data.draw(st.integers(0, length + 2)) for length in lens],
+            slack=data.draw(st.integers(0, 3)),
             page_size=data.draw(st.integers(1, 24)),
             heads=kv_heads * data.draw(st.sampled_from([1, 2, 5])),
             kv_heads=kv_heads,

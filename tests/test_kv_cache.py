@@ -302,10 +302,13 @@ def test_compiled_attention_sees_rows_appended_in_the_same_graph(kind, device):
             if kind == "mha":
                 k_cache, v_cache = cache[:, 0, :, None], cache[:, 1, :, None]
                 spec_ops.append_kv(k_cache, v_cache, rows[i][None], rows[i][None] + 1, slots)
-                outs.append(spec_ops.mha_draft_decode(queries[i][None, None], k_cache, v_cache, table, length))
+                outs.append(
+                    spec_ops.mha_draft_decode(queries[i][None, None], k_cache, v_cache, table, length, backend="reference")
+                )
             else:
                 spec_ops.append_mla_kv(cache[:, 0], rows[i][:, :12], rows[i][:, 12:], slots)
-                outs.append(spec_ops.mla_draft_decode(queries[i][None, None], cache[:, 0], 12, table, length, scale=0.25))
+                q = queries[i][None, None]
+                outs.append(spec_ops.mla_draft_decode(q, cache[:, 0], 12, table, length, scale=0.25, backend="reference"))
         return torch.stack(outs)
 
     g = torch.Generator().manual_seed(5)

@@ -216,12 +216,12 @@ def test_random_layouts(data, device):
 def test_capacity_too_small_raises_on_cpu(capacity):
     """17 + 20 committed tokens; two branches and two of three steps make it 82."""
     pool, inputs = request_pool(3, 1, "cpu"), tensors([2, 0], [17, 20], INT32, "cpu")
-    with pytest.raises(IndexError, match=f"^kv_indices: `capacity` must hold 37 indices, got {capacity}$"):
+    with pytest.raises(IndexError, match=rf"^kv_indices: `capacity` must hold 37 indices, got {capacity}$"):
         spec_ops.kv_indices(pool, *inputs, capacity)
-    with pytest.raises(IndexError, match=f"^draft_kv_indices: `capacity` must hold 82 indices, got {capacity}$"):
+    with pytest.raises(IndexError, match=rf"^draft_kv_indices: `capacity` must hold 82 indices, got {capacity}$"):
         spec_ops.draft_kv_indices(pool, *inputs, 1, 3, 2, 1, capacity)
     # The last step, the longest, counts: 37 * 2 + 4 * 3 = 86.
-    with pytest.raises(IndexError, match="^draft_kv_indices_steps: `capacity` must hold 86 indices, got 85$"):
+    with pytest.raises(IndexError, match=r"^draft_kv_indices_steps: `capacity` must hold 86 indices, got 85$"):
         spec_ops.draft_kv_indices_steps(pool, *inputs, 3, 2, 1, 85)
     assert spec_ops.draft_kv_indices_steps(pool, *inputs, 3, 2, 1, 86)[0][:, -1].tolist() == [78, 82, 86]
 
@@ -229,7 +229,7 @@ def test_capacity_too_small_raises_on_cpu(capacity):
 def test_drafts_beyond_the_context_raise_on_cpu():
     pool, inputs = request_pool(1, 4, "cpu", context=40), tensors([0], [30], INT32, "cpu")
     spec_ops.draft_kv_indices(pool, *inputs, 1, 2, 3, 4)  # the last branch ends at 28 + 2 * 4 + 2 + 2 = 40
-    with pytest.raises(IndexError, match="^draft_kv_indices: `req_to_token` must be at least 44 tokens wide.*got 40$"):
+    with pytest.raises(IndexError, match=r"^draft_kv_indices: `req_to_token` must be at least 44 tokens wide.*got 40$"):
         spec_ops.draft_kv_indices(pool, *inputs, 1, 2, 4, 4)
-    with pytest.raises(IndexError, match="^draft_kv_indices_steps: `req_to_token` must be at least 44 tokens wide.*got 40$"):
+    with pytest.raises(IndexError, match=r"^draft_kv_indices_steps: `req_to_token` must be at least 44 tokens wide.*got 40$"):
         spec_ops.draft_kv_indices_steps(pool, *inputs, 2, 4, 4)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-STEPS = tuple(f"{kind}_{step}" for kind in ("mha", "mla") for step in ("draft_decode", "target_verify", "draft_extend", "extend"))
+STEPS = tuple(
+    f"{kind}_{step}" for kind in ("mha", "mla") for step in ("draft_decode", "target_verify", "draft_extend", "extend")
+)
 OPTIONAL_INPUTS = frozenset({"kv_indptr", "kv_indices", "seq_lens_cpu", "max_seq_len"})
 
 
@@ -47,7 +49,7 @@ class Backend:
         capabilities: inclusive range of CUDA compute capabilities (`(90, 90)`), or None for every device, CPU included.
         dtypes, kv_dtypes: of queries and caches.
         head_dims, page_sizes: supported values, or None for all.
-        max_q_len: longest uniform query, or None.
+        max_q_len: most queries per request (for `extend` its `max_q_len`), or None.
         tree_mask, window, sinks, softcap: whether it honours these.
         reads: the optional inputs its kernels look at; passes drop the others.
         host_plan: needs host-side planning, so its calls cannot live inside a CUDA graph.
@@ -111,12 +113,16 @@ def register_backend(backend: Backend) -> None:
     """Add a kernel provider; it then takes part in selection like the built-in ones.
 
     Raises:
-        ValueError: the name is taken or reserved, or the declaration names an unknown op or optional input.
+        ValueError: the name is taken or reserved, or the declaration names an unknown op or optional input, or a kernel other
+            than as `"module:function"`.
     """
     if backend.name in _BACKENDS or backend.name == "auto":
         raise ValueError(f"register_backend: `name` must be new, got {backend.name!r}")
     if unknown := set(backend.kernels) - set(STEPS):
         raise ValueError(f"register_backend: `kernels` must be keyed by attention ops, got {sorted(unknown)}")
+    for path in backend.kernels.values():
+        if path.count(":") != 1 or not all(path.split(":")):
+            raise ValueError(f"register_backend: `kernels` must name each kernel as 'module:function', got {path!r}")
     if unknown := set(backend.reads) - OPTIONAL_INPUTS:
         raise ValueError(f"register_backend: `reads` must be a subset of {sorted(OPTIONAL_INPUTS)}, got {sorted(unknown)}")
     _BACKENDS[backend.name] = backend
@@ -141,8 +147,10 @@ def select_backend(meta: AttentionMeta, arch: int | None, name: str = "auto") ->
     A named backend is used or refused, never replaced.
 
     Raises:
-        BackendError: with the reason for each candidate.
+        BackendError: with the reason for each candidate. ValueError: no backend has this name.
     """
+    if name != "auto" and name not in _BACKENDS:
+        raise ValueError(f"select_backend: `name` must be 'auto' or one of {list(available_backends())}, got {name!r}")
     return _selection(meta, arch, name)
 
 

@@ -20,8 +20,8 @@ ACCEPT_COUNTER, DRAFT_COUNTER, FINAL_COUNTER = 0, 64, 255
 
 
 class Drafted(NamedTuple):
-    """Tokens to verify. `candidates`, `positions [bs, D]`, root first. Trees: `tree_mask`, `parents [bs, D]`. Sampled chains: `probs
-    [bs, D - 1, Vd]`, what each draft was sampled from."""
+    """Tokens to verify: `candidates`, `positions [bs, D]`, root first. Trees have `tree_mask`, `parents [bs, D]`; sampled
+    chains `probs [bs, D - 1, Vd]`, what each draft was sampled from."""
 
     candidates: torch.Tensor
     positions: torch.Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -84,7 +85,7 @@ class Generator:
     Args:
         target: the model whose output is wanted. draft: None for plain decoding.
         config: shape of a round.
-        max_batch_size: most requests decoded at once; longer prompt lists run in groups. Buckets are the powers of two up to it.
+        max_batch_size: most requests decoded at once; longer prompt lists run in groups. Buckets: powers of two up to it.
         max_seq_len: longest prompt plus new tokens.
         page_size: KV page size, 1 to 128.
         cache_dtype: default the model's; `torch.float8_e4m3fn` quantizes with scale 1.
@@ -118,7 +119,7 @@ class Generator:
         self.device, self.dtype = weight.device, weight.dtype
         reserve = self.config.reserve if draft is not None else 1
         self.max_pages = -(-(max_seq_len + reserve) // page_size)
-        pool = {"dtype": cache_dtype or self.dtype, "device": self.device}
+        pool: dict[str, Any] = {"dtype": cache_dtype or self.dtype, "device": self.device}
         num_pages = self.max_pages * max_batch_size
         self.target_cache = PagedKVCache(target.config, num_pages, page_size, **pool)
         self.draft_cache = PagedKVCache(draft.config, num_pages, page_size, **pool) if draft is not None else None
@@ -170,9 +171,12 @@ class Generator:
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         if len(limits) != len(prompts):
             raise ValueError(f"generate: `max_new_tokens` must have one entry per prompt ({len(prompts)}), got {len(limits)}")
-        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        for i, prompt in enumerate(prompts):
             if len(prompt) == 0 or min(prompt) < 0 or max(prompt) >= vocab:
-                raise ValueError(f"generate: `prompts[{i}]` must hold token ids in [0, {vocab}), at least one, got {list(prompt)[:8]}")
+                raise ValueError(
+                    f"generate: `prompts[{i}]` must hold token ids in [0, {vocab}), at least one, got {list(prompt)[:8]}"
+                )
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             if limit < 1:
                 raise ValueError(f"generate: `max_new_tokens` must be at least 1, got {limit}")
             if len(prompt) + limit > self.max_seq_len:
@@ -245,9 +249,9 @@ class Generator:
         """The bucket's round, built and compiled at its first use."""
         key = (bucket, sampled)
         if key not in self._rounds:
-            options = {"sampled": sampled, "backend": self.backend}
+            options: dict[str, Any] = {"sampled": sampled, "backend": self.backend}
             state = self._state(bucket)
-            if self.draft is None:
+            if self.draft is None or self.draft_cache is None:
                 module: torch.nn.Module = PlainRound(self.target, self.target_cache, state, **options)
             else:
                 caches = (self.target_cache, self.draft_cache)

@@ -114,10 +114,10 @@ class SpeculativeRound(nn.Module):
     def compact(self, accepted: ops.Accepted) -> None:
         """Move the accepted path's KV rows to consecutive slots."""
         state, page_size = self.state, self.target_cache.page_size
-        place = torch.arange(accepted.index.shape[1], device=accepted.index.device)
-        keep = (accepted.index != place) & (accepted.index >= 0) & ~state.finished[:, None]
+        place = torch.arange(accepted.path.shape[1], device=accepted.path.device)
+        keep = (accepted.path != place) & (accepted.path >= 0) & ~state.finished[:, None]
         start = state.committed_lens[:, None]
-        source = state.slots(start + accepted.index, page_size, keep)
+        source = state.slots(start + accepted.path, page_size, keep)
         ops.move_kv(self.target_cache.tensors(), source.flatten(), state.slots(start + place, page_size, keep).flatten())
 
     def extend(self, output: TargetOutput, accepted: ops.Accepted, committed, count, active) -> None:
@@ -125,7 +125,7 @@ class SpeculativeRound(nn.Module):
         first tokens. Rows past the accepted length write slots that later steps overwrite before anyone reads them."""
         state, length = self.state, self.config.path_len
         encoded = self.draft.encode(output)
-        node = accepted.index.clamp(min=0)
+        node = accepted.path.clamp(min=0)
         features = encoded.gather(1, node[:, :, None].expand(-1, -1, encoded.shape[-1]))
         first = committed + self.draft.token_offset
         positions = first[:, None] + torch.arange(length, device=first.device)

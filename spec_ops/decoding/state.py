@@ -24,9 +24,25 @@ class RoundState(nn.Module):
         draft_probs `[bs, Vd]` float32: distribution the first draft was sampled from (sampled chains only).
         draft_hidden `[bs, hidden]`: the draft's hidden state behind the first drafts.
         temperature, top_p float32, top_k int32, seeds int64: sampling parameters.
-        output `[bs, P + 2]` int64: tokens emitted by the last round (-1 past their count), their count, finished (0 or 1). Packed,
-            so that the host reads one tensor.
+        output `[bs, P + 2]` int64: tokens emitted by the last round (-1 past their count), their count, finished (0 or 1).
+            Packed, so that the host reads one tensor.
     """
+
+    block_tables: torch.Tensor
+    committed_lens: torch.Tensor
+    last_token: torch.Tensor
+    finished: torch.Tensor
+    max_lens: torch.Tensor
+    stop_tokens: torch.Tensor
+    draft_tokens: torch.Tensor
+    draft_scores: torch.Tensor
+    draft_probs: torch.Tensor
+    draft_hidden: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    seeds: torch.Tensor
+    output: torch.Tensor
 
     def __init__(
         self,

@@ -61,8 +61,8 @@ class Draft(nn.Module):
 
 
 class Eagle3Draft(Draft):
-    """EAGLE-3 head (arXiv:2503.01840): three target hidden states fused by `fc`, one layer whose attention reads token embedding
-    and hidden state side by side, and an LM head over a reduced vocabulary.
+    """EAGLE-3 head (arXiv:2503.01840): three target hidden states fused by `fc`, one layer whose attention reads token
+    embedding and hidden state side by side, and an LM head over a reduced vocabulary.
 
     Args:
         config: of the head (`num_layers` 1, GQA, the target's hidden size).

@@ -6,7 +6,9 @@ A model never knows which step it runs: it hands queries, keys and values to `at
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +16,17 @@ from torch import nn
 from spec_ops import ops
 from spec_ops.models.config import ModelConfig
 
-_MHA = {
+_MHA: dict[str, Callable[..., torch.Tensor]] = {
     "draft_decode": ops.mha_draft_decode,
     "target_verify": ops.mha_target_verify,
     "draft_extend": ops.mha_draft_extend,
+    "extend": ops.mha_extend,
 }
-_MLA = {
+_MLA: dict[str, Callable[..., torch.Tensor]] = {
     "draft_decode": ops.mla_draft_decode,
     "target_verify": ops.mla_target_verify,
     "draft_extend": ops.mla_draft_extend,
+    "extend": ops.mla_extend,
 }
 
 
@@ -49,10 +53,10 @@ class PagedKVCache(nn.Module):
         self.scale = scale if dtype == torch.float8_e4m3fn else None
         for layer in range(config.num_layers):
             if config.is_mla:
-                shapes = {"kv": (config.kv_lora_rank + config.qk_rope_head_dim,)}
+                names, tail = ["kv"], [config.kv_lora_rank + config.qk_rope_head_dim]
             else:
-                shapes = dict.fromkeys("kv", (config.num_kv_heads, config.head_dim))
-            for name, tail in shapes.items():
+                names, tail = ["k", "v"], [config.num_kv_heads, config.head_dim]
+            for name in names:
                 cache = torch.zeros(num_pages, page_size, *tail, dtype=dtype, device=device)
                 torch._dynamo.mark_static_address(cache)
                 self.register_buffer(f"{name}{layer}", cache, persistent=False)
@@ -89,17 +93,18 @@ class PagedAttention:
     max_q_len: int | None = None
     backend: str = "auto"
 
+    def _queries(self) -> dict[str, Any]:
+        if self.step == "extend":
+            return {"q_indptr": self.q_indptr, "max_q_len": self.max_q_len, "backend": self.backend}
+        return {"tree_mask": self.tree_mask, "mask_len": self.mask_len, "backend": self.backend}
+
     def mha(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window_left: int = -1) -> torch.Tensor:
         """Append `k`, `v` `[..., num_kv_heads, head_dim]`, attend with `q [..., num_heads, head_dim]`."""
         k_cache, v_cache = self.cache.layer(layer)
         scales = {"k_scale": self.cache.scale, "v_scale": self.cache.scale}
         ops.append_kv(k_cache, v_cache, k.flatten(0, -3), v.flatten(0, -3), self.slots.flatten(), **scales)
-        common = {"window_left": window_left, "backend": self.backend, **scales}
-        tables = (self.block_tables, self.seq_lens)
-        if self.step == "extend":
-            return ops.mha_extend(q, k_cache, v_cache, *tables, self.q_indptr, self.max_q_len, **common)
-        tree = {"tree_mask": self.tree_mask, "mask_len": self.mask_len}
-        return _MHA[self.step](q, k_cache, v_cache, *tables, **tree, **common)
+        step = {"window_left": window_left, **self._queries(), **scales}
+        return _MHA[self.step](q, k_cache, v_cache, self.block_tables, self.seq_lens, **step)
 
     def mla(
         self,
@@ -111,13 +116,9 @@ class PagedAttention:
         scale: float,
         window_left: int = -1,
     ) -> torch.Tensor:
-        """Append `c_kv [..., kv_lora_rank]`, `k_rope [..., rope]`; attend with the absorbed `q [..., num_heads, lora + rope]`."""
+        """Append `c_kv [..., kv_lora_rank]`, `k_rope [..., rope]`; attend with absorbed `q [..., num_heads, lora + rope]`."""
         (kv_cache,) = self.cache.layer(layer)
         rank, kv_scale = c_kv.shape[-1], self.cache.scale
         ops.append_mla_kv(kv_cache, c_kv.flatten(0, -2), k_rope.flatten(0, -2), self.slots.flatten(), kv_scale=kv_scale)
-        common = {"scale": scale, "window_left": window_left, "backend": self.backend, "kv_scale": kv_scale}
-        tables = (self.block_tables, self.seq_lens)
-        if self.step == "extend":
-            return ops.mla_extend(q, kv_cache, rank, *tables, self.q_indptr, self.max_q_len, **common)
-        tree = {"tree_mask": self.tree_mask, "mask_len": self.mask_len}
-        return _MLA[self.step](q, kv_cache, rank, *tables, **tree, **common)
+        step = {"scale": scale, "window_left": window_left, **self._queries(), "kv_scale": kv_scale}
+        return _MLA[self.step](q, kv_cache, rank, self.block_tables, self.seq_lens, **step)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.corpus import ByteTokenizer
@@ -37,8 +37,9 @@ def save_pair(directory: str | Path, target: CausalLM, draft: Eagle3Draft, metad
         "draft": draft.config.to_dict(),
         "training": metadata,
     }
-    save_file(_stored(target.state_dict()), directory / _TARGET)
-    save_file(_stored(draft.own_state_dict()), directory / _DRAFT)
+    # Not `save_file`, which gives its files mode 600.
+    (directory / _TARGET).write_bytes(save(_stored(target.state_dict())))
+    (directory / _DRAFT).write_bytes(save(_stored(draft.own_state_dict())))
     (directory / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

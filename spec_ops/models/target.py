@@ -12,8 +12,8 @@ from spec_ops.models.layers import DecoderLayer
 
 
 class TargetOutput(NamedTuple):
-    """`hidden [..., hidden_size]`: after the final norm, what the LM head reads. `aux`: the inputs of `config.aux_layers` side by
-    side, `[..., len(aux_layers) * hidden_size]`, or None."""
+    """`hidden [..., hidden_size]`: after the final norm, what the LM head reads. `aux`: the inputs of `config.aux_layers` side
+    by side, `[..., len(aux_layers) * hidden_size]`, or None."""
 
     hidden: torch.Tensor
     aux: torch.Tensor | None

@@ -20,13 +20,13 @@ class Accepted(NamedTuple):
 
     Attributes:
         tokens: `[bs, P]` int64: accepted draft tokens in order, then the target's own next token; -1 past `lens`.
-        index: `[bs, P]` int64: node of the tree whose target output yielded each token (so `index[:, 0]` is the root, 0, and
-            the accepted path's KV rows are `index[:, :lens]`); -1 past `lens`.
+        path: `[bs, P]` int64: node of the tree whose target output yielded each token (so `path[:, 0]` is the root, 0, and
+            the accepted KV rows are `path[:, :lens]`); -1 past `lens`.
         lens: `[bs]` int32 in [1, P]: accepted drafts + 1.
     """
 
     tokens: torch.Tensor
-    index: torch.Tensor
+    path: torch.Tensor
     lens: torch.Tensor
 
 
@@ -69,9 +69,7 @@ def _check_tree(check: Checker, candidates, parents, path_len) -> int:
     check.tensor("candidates", candidates, rank=2, dtypes=INDEX_DTYPES)
     if candidates.shape[1] < 1:
         check.fail("candidates", "of at least one token per request (the root)", f"shape {tuple(candidates.shape)}")
-    check.optional_tensor(
-        "parents", parents, shape=tuple(candidates.shape), dtypes=(torch.int64,), device=candidates.device
-    )
+    check.optional_tensor("parents", parents, shape=tuple(candidates.shape), dtypes=(torch.int64,), device=candidates.device)
     tokens = int(candidates.shape[1])
     if path_len is None:
         return tokens
@@ -124,14 +122,14 @@ def accept_sampled(
     Chain with `draft_probs` (rejection sampling, arXiv:2211.17192): draft `x` is accepted if `u * q(x) < p(x)`; at the first
     rejection the next token is drawn from `max(p - q, 0)`, after full acceptance from `p`. Lossless.
 
-    Without `draft_probs`, chain or tree (target-only sampling, SGLang `tree_speculative_sampling_target_only`): at each node one
-    uniform is compared with the running sum of its children's target probabilities; if no child is taken, the next token is
-    drawn from the target without its children. Lossless for thresholds of 1 and siblings that differ. Lower thresholds
+    Without `draft_probs`, chain or tree (target-only sampling, SGLang `tree_speculative_sampling_target_only`): at each node
+    one uniform is compared with the running sum of its children's target probabilities; if no child is taken, the next token
+    is drawn from the target without its children. Lossless for thresholds of 1 and siblings that differ. Lower thresholds
     accept more and are lossy: a child is also taken when its own probability reaches `threshold_single`, or when the
     uniform is below the running sum over `threshold_acc`.
 
     Args:
-        candidates: `[bs, D]` int32/int64, root first.
+        candidates: `[bs, D]` int32/int64, root first; the root's own token is not looked at.
         target_probs: `[bs, D, V]` float32, each row summing to 1 (one-hot rows give greedy acceptance).
         uniforms: `[bs, D]` float32 in [0, 1): entry `i` decides among the children of node `i`.
         final_uniforms: `[bs]` float32 in [0, 1), for the last token.
@@ -142,7 +140,7 @@ def accept_sampled(
         threshold_single, threshold_acc: in (0, 1]; must be 1 with `draft_probs`.
 
     Returns:
-        `Accepted`.
+        `Accepted`. Where rounding leaves no residual after a rejection, the last token is drawn from the target itself.
     """
     check = Checker("accept_sampled")
     path_len = _check_tree(check, candidates, parents, path_len)
@@ -189,7 +187,8 @@ def sampling_probs(
         logits: `[bs, V]` or `[bs, n, V]`, float32/bfloat16/float16.
         temperature: `[bs]` float32; 0 gives a one-hot row at the (first) maximum.
         top_k: `[bs]` int32/int64; below 1 keeps all. Ties at the boundary go to the lower token id.
-        top_p: `[bs]` float32; keeps the smallest set of most likely tokens whose probability reaches it, at least one.
+        top_p: `[bs]` float32; keeps the smallest set of most likely tokens whose probability reaches it, at least one; ties
+            go to the lower token id, 1 keeps all.
 
     Returns:
         float32, shape of `logits`.

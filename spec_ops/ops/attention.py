@@ -88,8 +88,6 @@ def _check_common(
         check.fail(cache_arg, "of at least one page", f"shape {tuple(cache.shape)}")
     if not 1 <= cache.shape[1] <= MAX_PAGE_SIZE:
         check.fail(cache_arg, f"of page size (dimension 1) in [1, {MAX_PAGE_SIZE}]", cache.shape[1])
-    if cache.dtype not in FP8_DTYPES and cache.dtype != q.dtype:
-        check.fail(cache_arg, f"of the dtype of `q` ({q.dtype}) or float8_e4m3fn", str(cache.dtype), TypeError)
     if cache.stride(-1) != 1:
         check.fail(cache_arg, "contiguous in its last dimension", f"strides {cache.stride()}")
     check.tensor("seq_lens", seq_lens, rank=1, dtypes=(torch.int32,), device=device)
@@ -133,7 +131,7 @@ def _check_ragged(check: Checker, q, q_indptr, seq_lens, max_q_len) -> None:
 
 def _check_mha(check: Checker, q, k_cache, v_cache, rank, scale, k_scale, v_scale) -> tuple[float, float, float]:
     check.tensor("q", q, rank=rank, dtypes=FLOAT_DTYPES)
-    check.tensor("k_cache", k_cache, rank=4, device=q.device)
+    check.tensor("k_cache", k_cache, rank=4, dtypes=(q.dtype, *FP8_DTYPES), device=q.device)
     heads, dim = q.shape[-2:]
     check.tensor("k_cache", k_cache, shape=(None, None, None, dim))
     check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=q.device)
@@ -153,7 +151,7 @@ def _check_mha(check: Checker, q, k_cache, v_cache, rank, scale, k_scale, v_scal
 
 def _check_mla(check: Checker, q, kv_cache, kv_lora_rank, rank, scale, kv_scale) -> tuple[float, float]:
     check.tensor("q", q, rank=rank, dtypes=FLOAT_DTYPES)
-    check.tensor("kv_cache", kv_cache, shape=(None, None, q.shape[-1]), device=q.device)
+    check.tensor("kv_cache", kv_cache, shape=(None, None, q.shape[-1]), dtypes=(q.dtype, *FP8_DTYPES), device=q.device)
     check.integer("kv_lora_rank", kv_lora_rank, 1, q.shape[-1])
     check.number("scale", scale, low=0.0)
     return float(scale), check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)

@@ -32,9 +32,7 @@ append_mla_kv_op = define_op(
     reference.append_mla_kv,
     _no_output,
 )
-move_kv_op = define_op(
-    "move_kv(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots) -> ()", reference.move_kv, _no_output
-)
+move_kv_op = define_op("move_kv(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots) -> ()", reference.move_kv, _no_output)
 
 
 def _check_cache(check: Checker, arg: str, cache, rank: int) -> None:
@@ -75,6 +73,8 @@ def append_kv(
     _check_cache(check, "k_cache", k_cache, 4)
     _check_cache(check, "v_cache", v_cache, 4)
     check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=k_cache.device)
+    if v_cache is k_cache:
+        check.fail("v_cache", "another tensor than `k_cache`", "the same one")
     values = FLOAT_DTYPES if k_cache.dtype in FP8_DTYPES else (k_cache.dtype,)
     check.tensor("k", k, shape=(None, *k_cache.shape[2:]), dtypes=values, device=k_cache.device)
     check.tensor("v", v, shape=(k.shape[0], *v_cache.shape[2:]), dtypes=values, device=k_cache.device)
@@ -106,6 +106,8 @@ def append_mla_kv(
     values = FLOAT_DTYPES if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
     check.tensor("c_kv", c_kv, rank=2, dtypes=values, device=kv_cache.device)
     rope_dim = kv_cache.shape[2] - c_kv.shape[1]
+    if rope_dim < 0:
+        check.fail("c_kv", f"at most {kv_cache.shape[2]} wide, as `kv_cache` is", f"shape {tuple(c_kv.shape)}")
     check.tensor("k_rope", k_rope, shape=(c_kv.shape[0], rope_dim), dtypes=(c_kv.dtype,), device=kv_cache.device)
     check.tensor("slots", slots, shape=(c_kv.shape[0],), dtypes=INDEX_DTYPES, device=kv_cache.device)
     append_mla_kv_op(kv_cache, c_kv, k_rope, slots, check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype))
@@ -119,11 +121,14 @@ def move_kv(caches: torch.Tensor | Sequence[torch.Tensor], src_slots: torch.Tens
 
     Args:
         caches: one cache or several (all layers, K and V), each `[num_pages, page_size, ...]` with the same number of slots.
+            No two may share memory.
         src_slots, dst_slots: `[n]` int32 or int64; a row is dropped where either is negative; valid destinations differ.
 
     Source: SGLang `move_kv_cache`.
     """
     check = Checker("move_kv")
+    if not isinstance(caches, (torch.Tensor, Sequence)):
+        check.fail("caches", "a tensor or a sequence of tensors", type(caches).__name__, TypeError)
     caches = [caches] if isinstance(caches, torch.Tensor) else list(caches)
     if not caches:
         check.fail("caches", "at least one tensor", "an empty sequence")
@@ -134,6 +139,8 @@ def move_kv(caches: torch.Tensor | Sequence[torch.Tensor], src_slots: torch.Tens
         if cache.shape[0] * cache.shape[1] != caches[0].shape[0] * caches[0].shape[1]:
             slots = caches[0].shape[0] * caches[0].shape[1]
             check.fail(f"caches[{i}]", f"of {slots} slots, as caches[0] has", f"shape {tuple(cache.shape)}")
+        if any(cache is other for other in caches[:i]):
+            check.fail(f"caches[{i}]", "a cache of its own", "one that is already in the list")
     check.tensor("src_slots", src_slots, rank=1, dtypes=INDEX_DTYPES, device=caches[0].device)
     check.tensor("dst_slots", dst_slots, shape=(src_slots.shape[0],), dtypes=INDEX_DTYPES, device=caches[0].device)
     move_kv_op(caches, src_slots, dst_slots)

@@ -49,6 +49,8 @@ draft_kv_indices_steps_op = define_op(
 
 def _check_source(check: Checker, req_to_token, req_pool_indices, seq_lens) -> None:
     check.tensor("req_to_token", req_to_token, rank=2, dtypes=(torch.int32,))
+    if req_to_token.shape[1] < 1:
+        check.fail("req_to_token", "at least one token wide", f"shape {tuple(req_to_token.shape)}")
     device = req_to_token.device
     check.tensor("req_pool_indices", req_pool_indices, rank=1, dtypes=INDEX_DTYPES, device=device)
     check.tensor("seq_lens", seq_lens, shape=(req_pool_indices.shape[0],), dtypes=INDEX_DTYPES, device=device)

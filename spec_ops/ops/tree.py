@@ -141,7 +141,7 @@ def full_mask_to_tree_mask(mask: torch.Tensor, prefix_lens: list[int], num_token
     """SGLang's FULL_MASK (flat bool) to `[bs, num_tokens]` int64 words; prefix columns must all be True."""
     check = Checker("full_mask_to_tree_mask")
     check.integer("num_tokens", num_tokens, 1, MAX_TREE_TOKENS)
-    _check_prefix_lens(check, prefix_lens, len(prefix_lens))
+    _check_prefix_lens(check, prefix_lens, None)
     sizes = [num_tokens * (n + num_tokens) for n in prefix_lens]
     check.tensor("mask", mask, shape=(sum(sizes),), dtypes=(torch.bool,))
     squares = []
@@ -161,8 +161,8 @@ def _check_mask(check: Checker, tree_mask) -> None:
         check.fail("tree_mask", f"of width at most {MAX_TREE_TOKENS}", tree_mask.shape[1])
 
 
-def _check_prefix_lens(check: Checker, prefix_lens, bs: int) -> None:
-    if not isinstance(prefix_lens, (list, tuple)) or not all(isinstance(n, int) and n >= 0 for n in prefix_lens):
+def _check_prefix_lens(check: Checker, prefix_lens, bs: int | None) -> None:
+    if not isinstance(prefix_lens, (list, tuple)) or not all(type(n) is int and n >= 0 for n in prefix_lens):
         check.fail("prefix_lens", "a list of non-negative ints", prefix_lens, TypeError)
-    if len(prefix_lens) != bs:
+    if bs is not None and len(prefix_lens) != bs:
         check.fail("prefix_lens", f"of length {bs}", len(prefix_lens))

@@ -47,8 +47,7 @@ def sample_tokens(probs, uniforms):
 
 def _walk_target_only(candidates, target_probs, uniforms, parents, path_len, threshold_single, threshold_acc):
     """Per level: `(node, going)` before it, and finally the children rejected at the node where the walk ended."""
-    bs, num_nodes = candidates.shape
-    node = candidates.new_zeros(bs)
+    node = candidates.new_zeros(candidates.shape[0])
     going = torch.ones_like(node, dtype=torch.bool)
     nodes, alive = [node], [going]
     for _ in range(path_len - 1):
@@ -79,7 +78,8 @@ def accept_sampled(
     candidates, target_probs, uniforms, final_uniforms, parents, draft_probs, draft_to_target, path_len: int,
     threshold_single: float, threshold_acc: float,
 ):  # fmt: skip
-    candidates = candidates.long()
+    # The root's own token is never looked at, and padding may hold -1, which no gather takes.
+    candidates = torch.cat([torch.zeros_like(candidates[:, :1]), candidates[:, 1:]], 1).long()
     bs, _, vocab = target_probs.shape
     row = torch.arange(bs, device=candidates.device)
     if draft_probs is not None:
@@ -106,7 +106,7 @@ def accept_sampled(
 
     # tokens[j] is what came after node j on the path: the next accepted draft, or the final token at the end.
     following = [candidates.gather(1, n[:, None])[:, 0] for n in nodes[1:]] + [final]
-    ended = alive[1:] + [torch.zeros_like(alive[0])]
+    ended = [*alive[1:], torch.zeros_like(alive[0])]
     tokens = [torch.where(more, token, final) for token, more in zip(following, ended, strict=True)]
     return _result(tokens, nodes, alive)
 

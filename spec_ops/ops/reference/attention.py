@@ -95,7 +95,8 @@ def _attend(q, k, v, visible, scale: float, softcap: float, sinks) -> torch.Tens
         total = total + torch.exp(sink - top)
     weights = torch.where(total > 0, weights / total, 0.0)
     out = torch.einsum("bhgqk,bkhd->bqhgd", weights, v)
-    return out.reshape(bs, q_len, heads, v.shape[-1])
+    # einsum returns a permuted view where it can; the fake promises contiguous strides.
+    return out.reshape(bs, q_len, heads, v.shape[-1]).contiguous()
 
 
 def _uniform_visible(seq_lens, tree_mask, mask_len: int, q_len: int, length: int, window_left: int) -> torch.Tensor:

@@ -21,12 +21,13 @@ def _write_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, va
     with what it holds: a fixed-shape scatter that needs no sync and no spare slot.
     """
     page_size = cache.shape[1]
-    first = valid.to(torch.int32).argmax()
-    target = torch.where(valid.any(), slots[first], 0)
-    value = torch.where(valid.any(), rows[first], cache[target // page_size, target % page_size].to(rows.dtype))
-    slots = torch.where(valid, slots, target).long()
+    first = valid.to(torch.int32).argmax(0, keepdim=True)  # of shape [1]: indexing with a 0-dim tensor would sync
+    any_valid = valid.any()
+    target = torch.where(any_valid, slots[first], 0)
     keep = valid.reshape(-1, *([1] * (rows.dim() - 1)))
+    value = torch.where(any_valid, rows[first], cache[target // page_size, target % page_size].to(rows.dtype))
     rows = torch.where(keep, rows, value)
+    slots = torch.where(valid, slots, target).long()
     index = (slots // page_size, slots % page_size)
     if cache.dtype == torch.float8_e4m3fn:  # index_put has no fp8 kernel; the bytes are what is moved
         cache.view(torch.uint8).index_put_(index, rows.to(cache.dtype).view(torch.uint8))
@@ -60,7 +61,7 @@ def append_mla_kv(kv_cache, c_kv, k_rope, slots, kv_scale: float) -> None:
 def move_kv(caches, src_slots, dst_slots) -> None:
     if src_slots.numel() == 0:
         return
-    for i, cache in enumerate(caches):
+    for cache in caches:
         _check_slots("move_kv", "src_slots", src_slots, cache)
         _check_slots("move_kv", "dst_slots", dst_slots, cache)
         valid = (src_slots >= 0) & (dst_slots >= 0)

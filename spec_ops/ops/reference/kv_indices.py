@@ -51,15 +51,15 @@ def kv_indices(req_to_token, req_pool_indices, seq_lens, capacity: int):
     return indptr.to(torch.int32), torch.where(used, slots, 0).to(torch.int32)
 
 
-def draft_kv_indices(
-    req_to_token, req_pool_indices, seq_lens, step: int, num_steps: int, topk: int, page_size: int, capacity: int
+def _draft_step(
+    op: str, req_to_token, req_pool_indices, seq_lens, step: int, num_steps: int, topk: int, page_size: int, capacity: int
 ):
     if seq_lens.shape[0] == 0:
         return _empty(seq_lens, 0, capacity)
-    _check_lengths("draft_kv_indices", req_to_token, req_pool_indices, seq_lens, req_to_token.shape[1])
+    _check_lengths(op, req_to_token, req_pool_indices, seq_lens, req_to_token.shape[1])
     prefix = seq_lens.long()
     indptr, segment, offset, used = _segments((prefix + step + 1).repeat_interleave(topk), capacity)
-    _check_capacity("draft_kv_indices", indptr, capacity)
+    _check_capacity(op, indptr, capacity)
     request, branch = segment // topk, segment % topk
     length = prefix[request]
     if page_size == 1 or topk == 1:
@@ -72,18 +72,25 @@ def draft_kv_indices(
     column = torch.where(used, column, 0)
     if column.device.type == "cpu" and column.numel() and int(column.max()) >= req_to_token.shape[1]:
         raise IndexError(
-            f"draft_kv_indices: `req_to_token` must be at least {int(column.max()) + 1} tokens wide for these drafts, "
+            f"{op}: `req_to_token` must be at least {int(column.max()) + 1} tokens wide for these drafts, "
             f"got {req_to_token.shape[1]}"
         )
     slots = req_to_token[req_pool_indices.long()[request], column]
     return indptr.to(torch.int32), torch.where(used, slots, 0).to(torch.int32)
 
 
-def draft_kv_indices_steps(
-    req_to_token, req_pool_indices, seq_lens, num_steps: int, topk: int, page_size: int, capacity: int
+def draft_kv_indices(
+    req_to_token, req_pool_indices, seq_lens, step: int, num_steps: int, topk: int, page_size: int, capacity: int
 ):
+    return _draft_step("draft_kv_indices", req_to_token, req_pool_indices, seq_lens, step, num_steps, topk, page_size, capacity)
+
+
+def draft_kv_indices_steps(req_to_token, req_pool_indices, seq_lens, num_steps: int, topk: int, page_size: int, capacity: int):
+    # The last step first: it is the longest, so an error names what the whole draft needs.
     steps = [
-        draft_kv_indices(req_to_token, req_pool_indices, seq_lens, step, num_steps, topk, page_size, capacity)
-        for step in range(num_steps)
-    ]
+        _draft_step(
+            "draft_kv_indices_steps", req_to_token, req_pool_indices, seq_lens, step, num_steps, topk, page_size, capacity
+        )
+        for step in reversed(range(num_steps))
+    ][::-1]
     return torch.stack([indptr for indptr, _ in steps]), torch.stack([indices for _, indices in steps])

@@ -25,6 +25,8 @@ def build_tree(parent_list, selected_index, seq_lens, topk: int):
     candidate = parent_list.gather(1, slot.clamp(0, parent_list.shape[1] - 1)) if parent_list.shape[1] else slot
     match = candidate[:, :, None] == selected_index[:, None, :]
     found = match.any(-1) & (slot < parent_list.shape[1])
+    if device.type == "cpu" and bool((selected_index.diff(dim=1) <= 0).any()):
+        raise ValueError("build_tree: `selected_index` must be strictly ascending, got another order")
     if device.type == "cpu" and bool(((slot > 0) & ~found).any()):
         raise ValueError("build_tree: `selected_index` must hold the parent of every selected candidate, got an orphan")
     parents = torch.where((slot > 0) & found, match.to(torch.int8).argmax(-1) + 1, 0)

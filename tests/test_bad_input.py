@@ -1,0 +1,449 @@
+"""Wrong calls of every public op: the exception's type, the argument it names, what it says came, and caches left untouched.
+
+Each case is one change to a call that is valid by itself (`test_the_unchanged_calls_are_valid`), so it fails for that change
+alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import spec_ops
+
+FP8 = torch.float8_e4m3fn
+BS, Q_LEN, HEADS, KV_HEADS, DIM, RANK = 2, 3, 4, 2, 16, 12
+PAGES, PAGE_SIZE, WIDTH, ROWS = 7, 4, 3, 5
+STEPS = ("draft_decode", "target_verify", "draft_extend", "extend")
+NAN, INF = float("nan"), float("inf")
+
+
+def int32(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def attention_call(kind: str, step: str) -> dict[str, Any]:
+    if kind == "mha":
+        call = {name: torch.randn(PAGES, PAGE_SIZE, KV_HEADS, DIM) for name in ("k_cache", "v_cache")}
+    else:
+        call = {"kv_cache": torch.randn(PAGES, PAGE_SIZE, DIM), "kv_lora_rank": RANK, "scale": 0.25}
+    call |= {"block_tables": int32([0, 3, 1], [5, 6, 2]), "seq_lens": int32(9, 5)}
+    if step == "extend":
+        return call | {"q": torch.randn(Q_LEN + 2, HEADS, DIM), "q_indptr": int32(0, 3, 4), "max_q_len": Q_LEN}
+    return call | {"q": torch.randn(BS, Q_LEN, HEADS, DIM)}
+
+
+def append_kv_call() -> dict[str, Any]:
+    call = {name: torch.randn(PAGES, PAGE_SIZE, KV_HEADS, DIM) for name in ("k_cache", "v_cache")}
+    return call | {"k": torch.randn(3, KV_HEADS, DIM), "v": torch.randn(3, KV_HEADS, DIM), "slots": int32(0, 9, -1)}
+
+
+def append_mla_kv_call() -> dict[str, Any]:
+    rows = {"c_kv": torch.randn(3, RANK), "k_rope": torch.randn(3, DIM - RANK)}
+    return {"kv_cache": torch.randn(PAGES, PAGE_SIZE, DIM), **rows, "slots": int32(0, 9, -1)}
+
+
+def move_kv_call() -> dict[str, Any]:
+    caches = [torch.randn(PAGES, PAGE_SIZE, DIM) for _ in range(2)]
+    return {"caches": caches, "src_slots": int32(1, 2), "dst_slots": int32(2, 3)}
+
+
+def pool_call(**rest: Any) -> dict[str, Any]:
+    table = torch.arange(ROWS * 24, dtype=torch.int32).reshape(ROWS, 24)
+    return {"req_to_token": table, "req_pool_indices": int32(3, 0), "seq_lens": int32(9, 5), **rest}
+
+
+def accept_sampled_call() -> dict[str, Any]:
+    probs = torch.softmax(torch.randn(BS, Q_LEN, 8), -1)
+    tokens = {"candidates": torch.ones(BS, Q_LEN, dtype=torch.int64), "target_probs": probs}
+    return tokens | {"uniforms": torch.rand(BS, Q_LEN), "final_uniforms": torch.rand(BS)}
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"{kind}_{step}": (lambda k=kind, s=step: attention_call(k, s)) for kind in ("mha", "mla") for step in STEPS},
+    "append_kv": append_kv_call,
+    "append_mla_kv": append_mla_kv_call,
+    "move_kv": move_kv_call,
+    "page_table": lambda: pool_call(page_size=PAGE_SIZE),
+    "kv_indices": pool_call,
+    "draft_kv_indices": lambda: pool_call(step=1, num_steps=3, topk=2, page_size=1),
+    "draft_kv_indices_steps": lambda: pool_call(num_steps=3, topk=2, page_size=1),
+    "accept_greedy": lambda: {name: torch.ones(BS, Q_LEN, dtype=torch.int64) for name in ("candidates", "target_tokens")},
+    "accept_sampled": accept_sampled_call,
+    "sampling_probs": lambda: {"logits": torch.randn(BS, 8), "temperature": torch.ones(BS)},
+    "sample_tokens": lambda: {"probs": torch.rand(BS, 8), "uniforms": torch.rand(BS)},
+    "select_draft_tokens": lambda: {
+        "scores": torch.rand(BS, 6), "tokens": torch.ones(BS, 6, dtype=torch.int64), "num_tokens": 4
+    },
+    "build_tree": lambda: {
+        "parent_list": torch.tensor([[-1, 0, 1]] * BS), "selected_index": torch.tensor([[0, 1, 3]] * BS),
+        "seq_lens": int32(4, 5), "topk": 2,
+    },
+    "tree_mask_to_qlen_mask": lambda: {"tree_mask": torch.ones(BS, Q_LEN, dtype=torch.int64)},
+    "qlen_mask_to_tree_mask": lambda: {"mask": torch.ones(BS, Q_LEN, Q_LEN, dtype=torch.bool)},
+    "tree_mask_to_full_mask": lambda: {"tree_mask": torch.ones(BS, Q_LEN, dtype=torch.int64), "prefix_lens": [2, 0]},
+    "full_mask_to_tree_mask": lambda: {
+        "mask": torch.ones(2 * (4 + 2), dtype=torch.bool), "prefix_lens": [4], "num_tokens": 2
+    },
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """`changes` to a valid call (a function gets the call) raise `error`, naming `arg` and saying that `came` came."""
+
+    op: str
+    arg: str
+    came: Any
+    error: type[Exception]
+    changes: dict[str, Any]
+
+    def call(self) -> dict[str, Any]:
+        torch.manual_seed(0)
+        call = CALLS[self.op]()
+        return call | {name: value(call) if callable(value) else value for name, value in self.changes.items()}
+
+    def raised(self, call: dict[str, Any]) -> Exception:
+        with pytest.raises(Exception) as caught:
+            getattr(spec_ops, self.op)(**call)
+        return caught.value
+
+
+CASES: list[Wrong] = []
+
+
+def wrong(ops: str | list[str], arg: str, came: Any, error: type[Exception] = ValueError, **changes: Any) -> None:
+    """One case per op; without `changes`, `arg` itself is replaced by `came`."""
+    for op in [ops] if isinstance(ops, str) else ops:
+        shown = came if isinstance(came, str) and changes else came if changes else type(came).__name__
+        if not changes and error is ValueError:
+            shown = repr(came) if isinstance(came, str) else str(came)
+        CASES.append(Wrong(op, arg, shown, error, changes or {arg: came}))
+
+
+def to_meta(name: str) -> dict[str, Any]:
+    return {name: lambda call: call[name].to("meta")}
+
+
+def bad_tensor(ops: str | list[str], name: str, *, dtype: torch.dtype | None = None, device: bool = True) -> None:
+    """What every tensor argument must refuse: no tensor, another rank, another dtype, another device."""
+    wrong(ops, name, [1.0], TypeError)
+    wrong(ops, name, "shape (1, 1, 1, 1, 1)", **{name: lambda call: call[name].new_zeros((1,) * 5)})
+    if dtype is not None:
+        shown = str(dtype).removeprefix("torch.")
+        wrong(ops, name, shown, TypeError, **{name: lambda call: call[name].to(dtype)})
+    if device:
+        wrong(ops, name, "device meta", **to_meta(name))
+
+
+def bad_integer(ops: str | list[str], name: str, low: int, high: int | None = None) -> None:
+    for value in (True, 2.0, "2"):
+        wrong(ops, name, value, TypeError)
+    wrong(ops, name, low - 1)
+    if high is not None:
+        wrong(ops, name, high + 1)
+
+
+def bad_scale(ops: str | list[str], name: str, *caches: str) -> None:
+    """Scales belong to fp8 caches, must be given with them, and must be positive finite numbers."""
+    fp8 = {cache: lambda call, cache=cache: call[cache].to(FP8) for cache in caches}
+    valid = {other: 1.0 for other in ("k_scale", "v_scale") if "k_cache" in caches}
+    wrong(ops, name, "0.5", **{name: 0.5})
+    wrong(ops, name, "None", **fp8, **{**valid, name: None})
+    for value in (0.0, -1.0, NAN, INF):
+        wrong(ops, name, str(value), **fp8, **{**valid, name: value})
+    for value in (True, "1"):
+        wrong(ops, name, type(value).__name__, TypeError, **fp8, **{**valid, name: value})
+
+
+def transposed(name: str) -> dict[str, Any]:
+    return {name: lambda call: call[name].transpose(-1, -2).contiguous().transpose(-1, -2)}
+
+
+MHA, MLA = ([f"{kind}_{step}" for step in STEPS] for kind in ("mha", "mla"))
+UNIFORM, RAGGED = [op for op in MHA + MLA if not op.endswith("_extend") or "draft" in op], ["mha_extend", "mla_extend"]
+
+bad_tensor(MHA + MLA, "q", dtype=torch.float64, device=False)
+for ops, cache in ((MHA, "k_cache"), (MHA, "v_cache"), (MLA, "kv_cache")):
+    bad_tensor(ops, cache, dtype=None if cache == "k_cache" else torch.float16)
+    wrong(ops, cache, "strides", **transposed(cache))
+for dtype in (torch.float16, torch.int8):
+    both = {c: lambda call, c=c, d=dtype: call[c].to(d) for c in ("k_cache", "v_cache")}
+    wrong(MHA, "k_cache", str(dtype).removeprefix("torch."), TypeError, **both)
+wrong(MLA, "kv_cache", "float8_e5m2", TypeError, kv_cache=lambda call: call["kv_cache"].to(torch.float8_e5m2))
+for page_size in (0, 129):
+    caches = {c: torch.zeros(2, page_size, KV_HEADS, DIM) for c in ("k_cache", "v_cache")}
+    wrong(MHA, "k_cache", str(page_size), **caches)
+    wrong(MLA, "kv_cache", str(page_size), kv_cache=torch.zeros(2, page_size, DIM))
+wrong(MHA, "k_cache", "(0, 4, 2, 16)", **{c: torch.zeros(0, PAGE_SIZE, KV_HEADS, DIM) for c in ("k_cache", "v_cache")})
+wrong(MLA, "kv_cache", "(0, 4, 16)", kv_cache=torch.zeros(0, PAGE_SIZE, DIM))
+wrong(MHA, "k_cache", "shape (7, 4, 2, 15)", k_cache=lambda call: call["k_cache"][..., :-1])
+wrong(MLA, "kv_cache", "shape (7, 4, 15)", kv_cache=lambda call: call["kv_cache"][..., :-1])
+wrong(MHA, "v_cache", "shape (6, 4, 2, 16)", v_cache=lambda call: call["v_cache"][1:])
+wrong(MHA, "v_cache", "shape (7, 4, 1, 16)", v_cache=lambda call: call["v_cache"][:, :, :1])
+wrong(MHA, "q", "4 heads", **{c: torch.zeros(PAGES, PAGE_SIZE, 3, DIM) for c in ("k_cache", "v_cache")})
+wrong(MHA, "q", "4 heads", **{c: torch.zeros(PAGES, PAGE_SIZE, 0, DIM) for c in ("k_cache", "v_cache")})
+bad_integer(MLA, "kv_lora_rank", 1, DIM)
+for value in (0.0, -0.5, NAN, INF):
+    wrong(MHA + MLA, "scale", value)
+for value in (True, "1", int32(1)):
+    wrong(MHA + MLA, "scale", value, TypeError)
+wrong(MLA, "scale", None, TypeError)
+bad_scale(MHA, "k_scale", "k_cache", "v_cache")
+bad_scale(MHA, "v_scale", "k_cache", "v_cache")
+bad_scale(MLA, "kv_scale", "kv_cache")
+
+bad_tensor(MHA + MLA, "seq_lens", dtype=torch.int64)
+bad_tensor(MHA + MLA, "block_tables", dtype=torch.int64)
+wrong(MHA + MLA, "block_tables", "float32", TypeError, block_tables=torch.zeros(BS, WIDTH))
+wrong(MHA + MLA, "block_tables", "shape (1, 3)", block_tables=lambda call: call["block_tables"][:1])
+wrong(UNIFORM, "seq_lens", "shape (2,)", q=torch.zeros(3, Q_LEN, HEADS, DIM))
+csr = {"kv_indptr": int32(0, 9, 14), "kv_indices": torch.arange(14)}
+wrong(MHA + MLA, "kv_indptr", "only one", kv_indptr=csr["kv_indptr"])
+wrong(MHA + MLA, "kv_indptr", "only one", kv_indices=csr["kv_indices"])
+wrong(MHA + MLA, "kv_indptr", "int64", TypeError, **{**csr, "kv_indptr": csr["kv_indptr"].long()})
+wrong(MHA + MLA, "kv_indices", "float32", TypeError, **{**csr, "kv_indices": csr["kv_indices"].float()})
+wrong(MHA + MLA, "kv_indices", "device meta", **{**csr, "kv_indices": csr["kv_indices"].to("meta")})
+wrong(MHA + MLA, "kv_indices", "shape (1, 14)", **{**csr, "kv_indices": csr["kv_indices"][None]})
+wrong(MHA + MLA, "seq_lens_cpu", "shape (3,)", seq_lens_cpu=torch.zeros(3, dtype=torch.int64))
+wrong(MHA + MLA, "seq_lens_cpu", "device meta", seq_lens_cpu=torch.zeros(BS, dtype=torch.int64, device="meta"))
+wrong(MHA + MLA, "seq_lens_cpu", [9, 5], TypeError)
+bad_integer(MHA + MLA, "max_seq_len", 1)
+bad_integer(MHA + MLA, "window_left", -1)
+wrong(MHA + MLA, "sinks", "shape (3,)", sinks=torch.zeros(3))
+wrong(MHA + MLA, "sinks", "bfloat16", TypeError, sinks=torch.zeros(HEADS, dtype=torch.bfloat16))
+wrong(MHA + MLA, "sinks", "device meta", sinks=torch.zeros(HEADS, device="meta"))
+for value in (-1.0, NAN, INF):
+    wrong(MHA + MLA, "softcap", value)
+for value in (True, "30", None):
+    wrong(MHA + MLA, "softcap", value, TypeError)
+wrong(MHA + MLA, "backend", 3, TypeError)
+wrong(MHA + MLA, "backend", None, TypeError)
+wrong(MHA + MLA, "backend", "no_such_backend")
+
+mask = torch.ones(BS, Q_LEN, dtype=torch.int64)
+wrong(UNIFORM, "mask_len", "3", mask_len=3)
+wrong(UNIFORM, "mask_len", "2", tree_mask=mask, mask_len=2)
+wrong(UNIFORM, "mask_len", "0", tree_mask=mask, mask_len=0)
+wrong(UNIFORM, "mask_len", "65", tree_mask=mask, mask_len=65)
+wrong(UNIFORM, "mask_len", "65", tree_mask=torch.ones(BS, 65, dtype=torch.int64), q=torch.zeros(BS, 65, HEADS, DIM))
+wrong(UNIFORM, "mask_len", "bool", TypeError, tree_mask=mask, mask_len=True)
+wrong(UNIFORM, "tree_mask", "shape (2, 4)", tree_mask=torch.ones(BS, 4, dtype=torch.int64))
+wrong(UNIFORM, "tree_mask", "int32", TypeError, tree_mask=mask.int())
+wrong(UNIFORM, "tree_mask", "bool", TypeError, tree_mask=mask.bool())
+wrong(UNIFORM, "tree_mask", "device meta", tree_mask=mask.to("meta"))
+bad_tensor(RAGGED, "q_indptr", dtype=torch.int64)
+wrong(RAGGED, "q_indptr", "shape (4,)", q_indptr=int32(0, 1, 2, 3))
+bad_integer(RAGGED, "max_q_len", 1)
+
+# Values inside tensors are looked at on CPU, where that needs no sync.
+wrong(MHA + MLA, "seq_lens", "[5, 13]", IndexError, seq_lens=int32(13, 5))
+wrong(MHA + MLA, "seq_lens", "[-1, 5]", IndexError, seq_lens=int32(-1, 5))
+wrong(MHA + MLA, "block_tables", "[0, 7]", IndexError, block_tables=int32([0, 3, 1], [7, 6, 2]))
+wrong(MHA + MLA, "block_tables", "[-1, 6]", IndexError, block_tables=int32([0, 3, -1], [5, 6, 2]))
+wrong(MHA + MLA, "max_seq_len", "8 for 9", IndexError, max_seq_len=8)
+wrong(RAGGED, "q_indptr", "[1, 3, 4]", IndexError, q_indptr=int32(1, 3, 4))
+wrong(RAGGED, "q_indptr", "[0, 3, 2]", IndexError, q_indptr=int32(0, 3, 2))
+wrong(RAGGED, "q_indptr", "[0, 3, 6]", IndexError, q_indptr=int32(0, 3, 6))
+wrong(RAGGED, "max_q_len", "2 for 3", IndexError, max_q_len=2)
+
+for op, caches in (("append_kv", ("k_cache", "v_cache")), ("append_mla_kv", ("kv_cache",))):
+    for cache in caches:
+        wrong(op, cache, [1.0], TypeError)
+        wrong(op, cache, "shape (4,)", **{cache: torch.zeros(4)})
+        wrong(op, cache, "float64", TypeError, **{cache: lambda call, c=cache: call[c].double()})
+        wrong(op, cache, "strides", **transposed(cache))
+        wrong(op, cache, "strides (0,", **{cache: lambda call, c=cache: call[c][:1].expand(PAGES, *call[c].shape[1:])})
+        wrong(op, cache, "(7, 0,", **{cache: lambda call, c=cache: call[c][:, :0]})
+        wrong(op, cache, "(2, 129,", **{cache: lambda call, c=cache: call[c].new_zeros(2, 129, *call[c].shape[2:])})
+        wrong(op, cache, "(0, 4,", **{cache: lambda call, c=cache: call[c][:0]})
+        bad_scale(op, cache[0] + "_scale" if op == "append_kv" else "kv_scale", *caches)
+    bad_tensor(op, "slots", dtype=torch.int16)
+    wrong(op, "slots", "shape (2,)", slots=int32(1, 2))
+    wrong(op, "slots", "28", IndexError, slots=int32(1, 28, 2))
+wrong("append_kv", "v_cache", "shape (6, 4, 2, 16)", v_cache=lambda call: call["v_cache"][1:])
+wrong("append_kv", "v_cache", "float16", TypeError, v_cache=lambda call: call["v_cache"].half())
+wrong("append_kv", "v_cache", "device meta", **to_meta("v_cache"))
+for name in ("k", "v"):
+    bad_tensor("append_kv", name, dtype=torch.bfloat16)
+    wrong("append_kv", name, "shape (3, 2, 15)", **{name: torch.zeros(3, KV_HEADS, DIM - 1)})
+wrong("append_kv", "v", "shape (2, 2, 16)", v=torch.zeros(2, KV_HEADS, DIM))
+bad_tensor("append_mla_kv", "c_kv", dtype=torch.bfloat16)
+bad_tensor("append_mla_kv", "k_rope", dtype=torch.bfloat16)
+wrong("append_mla_kv", "c_kv", "shape (3, 17)", c_kv=torch.zeros(3, DIM + 1))
+wrong("append_mla_kv", "k_rope", "shape (3, 3)", k_rope=torch.zeros(3, DIM - RANK - 1))
+wrong("append_mla_kv", "k_rope", "shape (2, 4)", k_rope=torch.zeros(2, DIM - RANK))
+
+wrong("move_kv", "caches", None, TypeError)
+wrong("move_kv", "caches", "an empty", caches=[])
+second = {
+    "list": ([1.0], TypeError), "shape (28, 16)": (torch.zeros(28, DIM), ValueError),
+    "float64": (torch.zeros(PAGES, PAGE_SIZE, DIM, dtype=torch.float64), TypeError),
+    "shape (6, 4, 16)": (torch.zeros(6, PAGE_SIZE, DIM), ValueError),
+    "strides (0,": (torch.zeros(1, PAGE_SIZE, DIM).expand(PAGES, -1, -1), ValueError),
+    "strides": (torch.zeros(PAGES, DIM, PAGE_SIZE).transpose(1, 2), ValueError),
+    "(7, 0, 16)": (torch.zeros(PAGES, 0, DIM), ValueError),
+    "device meta": (torch.zeros(PAGES, PAGE_SIZE, DIM, device="meta"), ValueError),
+}  # fmt: skip
+for came, (cache, error) in second.items():
+    wrong("move_kv", "caches[1]", came, error, caches=lambda call, cache=cache: [call["caches"][0], cache])
+for name in ("src_slots", "dst_slots"):
+    bad_tensor("move_kv", name, dtype=torch.uint8)
+    wrong("move_kv", name, "28", IndexError, **{name: int32(28, 0)})
+wrong("move_kv", "dst_slots", "shape (3,)", dst_slots=int32(4, 5, 6))
+
+POOL = ["page_table", "kv_indices", "draft_kv_indices", "draft_kv_indices_steps"]
+bad_tensor(POOL, "req_to_token", dtype=torch.int64, device=False)
+bad_tensor(POOL, "req_pool_indices", dtype=torch.float32)
+bad_tensor(POOL, "seq_lens", dtype=torch.int16)
+wrong(POOL, "seq_lens", "shape (3,)", seq_lens=int32(1, 2, 3))
+wrong(POOL, "req_pool_indices", "[3, 5]", IndexError, req_pool_indices=int32(3, 5))
+wrong(POOL, "req_pool_indices", "[-1, 0]", IndexError, req_pool_indices=int32(-1, 0))
+wrong(POOL, "seq_lens", "[25, 5]", IndexError, seq_lens=int32(25, 5))
+wrong(POOL, "seq_lens", "[9, -1]", IndexError, seq_lens=int32(9, -1))
+wrong("page_table", "seq_lens", "[9, 5]", IndexError, max_pages=2)
+bad_integer(["page_table", *POOL[2:]], "page_size", 1, 128)
+bad_integer("page_table", "max_pages", 1, 6)
+bad_integer(POOL[1:], "capacity", 0)
+wrong(POOL[1:], "capacity", "13", IndexError, capacity=13)
+bad_integer(POOL[2:], "num_steps", 1)
+bad_integer(POOL[2:], "topk", 1)
+bad_integer("draft_kv_indices", "step", 0, 2)
+wrong(POOL[2:], "req_to_token", "24", IndexError, topk=6)
+
+ACCEPT = ["accept_greedy", "accept_sampled"]
+parents = torch.tensor([[-1, 0, 0]] * BS)
+bad_tensor(ACCEPT, "candidates", dtype=torch.float32, device=False)
+wrong(ACCEPT, "candidates", "shape (2, 0)", candidates=torch.zeros(BS, 0, dtype=torch.int64))
+wrong(ACCEPT, "parents", "int32", TypeError, parents=parents.int())
+wrong(ACCEPT, "parents", "shape (2, 2)", parents=parents[:, :2])
+wrong(ACCEPT, "parents", "device meta", parents=parents.to("meta"))
+wrong(ACCEPT, "path_len", "2", path_len=2)
+for came, error in ((0, ValueError), (4, ValueError), (True, TypeError), (2.0, TypeError)):
+    shown = str(came) if error is ValueError else type(came).__name__
+    wrong(ACCEPT, "path_len", shown, error, path_len=came, parents=parents)
+bad_tensor("accept_greedy", "target_tokens", dtype=torch.float32)
+for name in ("target_probs", "uniforms", "final_uniforms"):
+    bad_tensor("accept_sampled", name, dtype=torch.float16)
+wrong("accept_sampled", "target_probs", "shape (2, 2, 8)", target_probs=torch.zeros(BS, 2, 8))
+wrong("accept_sampled", "uniforms", "shape (2, 2)", uniforms=torch.zeros(BS, 2))
+draft = {"draft_probs": torch.rand(BS, Q_LEN - 1, 8)}
+for name in ("threshold_single", "threshold_acc"):
+    for value in (0.0, -0.5, 1.5, NAN, INF):
+        wrong("accept_sampled", name, value)
+    for value in (True, None, "1"):
+        wrong("accept_sampled", name, value, TypeError)
+    wrong("accept_sampled", name, "0.5", **draft, **{name: 0.5})
+wrong("accept_sampled", "draft_probs", "a tensor", **draft, parents=parents)
+wrong("accept_sampled", "draft_probs", "shape (2, 3, 8)", draft_probs=torch.rand(BS, Q_LEN, 8))
+wrong("accept_sampled", "draft_probs", "shape (2, 2, 7)", draft_probs=torch.rand(BS, Q_LEN - 1, 7))
+wrong("accept_sampled", "draft_probs", "float64", TypeError, draft_probs=torch.rand(BS, Q_LEN - 1, 8).double())
+wrong("accept_sampled", "draft_to_target", "a tensor", draft_to_target=torch.arange(8))
+wrong("accept_sampled", "draft_to_target", "shape (7,)", **draft, draft_to_target=torch.arange(7))
+wrong("accept_sampled", "draft_to_target", "int32", TypeError, **draft, draft_to_target=torch.arange(8).int())
+
+bad_tensor("sampling_probs", "logits", dtype=torch.float64, device=False)
+bad_tensor("sampling_probs", "temperature", dtype=torch.float16)
+wrong("sampling_probs", "temperature", "float", TypeError, temperature=1.0)
+wrong("sampling_probs", "top_k", "float32", TypeError, top_k=torch.ones(BS))
+wrong("sampling_probs", "top_k", "shape (3,)", top_k=torch.ones(3, dtype=torch.int64))
+wrong("sampling_probs", "top_p", "float64", TypeError, top_p=torch.ones(BS).double())
+wrong("sampling_probs", "top_p", "device meta", top_p=torch.ones(BS, device="meta"))
+wrong("sample_tokens", "probs", "float16", TypeError, probs=torch.rand(BS, 8).half())
+wrong("sample_tokens", "probs", "shape (2, 0)", probs=torch.rand(BS, 0))
+wrong("sample_tokens", "probs", "shape ()", probs=torch.tensor(1.0))
+bad_tensor("sample_tokens", "uniforms", dtype=torch.float64)
+
+bad_tensor("select_draft_tokens", "scores", dtype=torch.float64, device=False)
+bad_tensor("select_draft_tokens", "tokens", dtype=torch.float32)
+bad_integer("select_draft_tokens", "num_tokens", 1, 6)
+wide = {"scores": torch.rand(BS, 100), "tokens": torch.ones(BS, 100, dtype=torch.int64)}
+wrong("select_draft_tokens", "num_tokens", "64", num_tokens=64, **wide)
+bad_tensor("build_tree", "selected_index", dtype=torch.int32, device=False)
+bad_tensor("build_tree", "parent_list", dtype=torch.int32)
+bad_tensor("build_tree", "seq_lens", dtype=torch.float32)
+bad_integer("build_tree", "topk", 1)
+wrong("build_tree", "selected_index", "shape (2, 64)", selected_index=torch.zeros(BS, 64, dtype=torch.int64))
+wrong("build_tree", "selected_index", "shape (2, 0)", selected_index=torch.zeros(BS, 0, dtype=torch.int64))
+wrong("build_tree", "parent_list", "shape (1, 3)", parent_list=torch.tensor([[-1, 0, 1]]))
+wrong("build_tree", "selected_index", "orphan", selected_index=torch.tensor([[0, 4, 5]] * BS))
+
+for op in ("tree_mask_to_qlen_mask", "tree_mask_to_full_mask"):
+    bad_tensor(op, "tree_mask", dtype=torch.int32, device=False)
+    wrong(op, "tree_mask", "65", tree_mask=torch.ones(BS, 65, dtype=torch.int64))
+bad_tensor("qlen_mask_to_tree_mask", "mask", dtype=torch.int64, device=False)
+wrong("qlen_mask_to_tree_mask", "mask", "shape (2, 3, 4)", mask=torch.ones(BS, 3, 4, dtype=torch.bool))
+wrong("qlen_mask_to_tree_mask", "mask", "65", mask=torch.ones(BS, 65, 65, dtype=torch.bool))
+for op in ("tree_mask_to_full_mask", "full_mask_to_tree_mask"):
+    for value in (4, [-1], [2.0], [True], None):
+        wrong(op, "prefix_lens", str(value), TypeError, prefix_lens=value)
+wrong("tree_mask_to_full_mask", "prefix_lens", "1", prefix_lens=[4])
+bad_integer("full_mask_to_tree_mask", "num_tokens", 1, 64)
+bad_tensor("full_mask_to_tree_mask", "mask", dtype=torch.int64, device=False)
+wrong("full_mask_to_tree_mask", "mask", "shape (11,)", mask=torch.ones(11, dtype=torch.bool))
+wrong("full_mask_to_tree_mask", "mask", "a hidden", mask=torch.arange(12) != 2)
+
+
+def identifier(case: Wrong) -> str:
+    return f"{case.op}-{case.arg}-{case.came}"
+
+
+def tensors(call: dict[str, Any]) -> list[torch.Tensor]:
+    items = [item for value in call.values() for item in (value if isinstance(value, list) else [value])]
+    return [item for item in items if isinstance(item, torch.Tensor) and item.device.type != "meta"]
+
+
+def stored_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+
+
+def test_the_cases_cover_every_public_op():
+    functions = {name for name in spec_ops.ops.__all__ if name not in ("Accepted", "Tree")}
+    assert set(CALLS) == functions
+    assert {case.op for case in CASES} == functions
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_the_unchanged_calls_are_valid(op):
+    getattr(spec_ops, op)(**CALLS[op]())
+
+
+@pytest.mark.parametrize("case", CASES, ids=identifier)
+def test_wrong_call(case):
+    call = case.call()
+    before = [stored_bytes(tensor) for tensor in tensors(call)]
+    error = case.raised(call)
+    assert type(error) is case.error, error
+    assert str(error).startswith(f"{case.op}: `{case.arg}` must ")
+    for tensor, was in zip(tensors(call), before, strict=True):
+        assert torch.equal(stored_bytes(tensor), was)
+
+
+def test_every_message_says_what_came():
+    silent = []
+    for case in CASES:
+        message = str(case.raised(case.call()))
+        if ", got " not in message or case.came not in message.split(", got ", 1)[1]:
+            silent.append(f"{identifier(case)}: {message}")
+    assert not silent, "\n".join(silent)
+
+
+@pytest.mark.parametrize("op", ["mha_target_verify", "append_kv", "page_table", "build_tree"])
+def test_checks_are_not_skipped_while_tracing(op):
+    """In a whole graph the message reaches the user through Dynamo's; with graph breaks allowed the error itself does."""
+    case = next(c for c in CASES if c.op == op and c.error is TypeError and c.came.startswith(("float", "int")))
+    call = case.call()
+
+    def function(**kwargs):
+        return getattr(spec_ops, op)(**kwargs)
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=rf"{op}: `{case.arg}` must .*, got {case.came}"):
+        torch.compile(function, backend="eager", fullgraph=True)(**call)
+    torch._dynamo.reset()
+    with pytest.raises(case.error, match=rf"^{op}: `{case.arg}` must .*, got {case.came}"):
+        torch.compile(function, backend="eager")(**call)

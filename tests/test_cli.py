@@ -1,0 +1,89 @@
+"""The command line, run in process: what it prints, its exit codes, its errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from spec_ops import cli
+from spec_ops.decoding import Generator
+
+
+def run(*args: str):
+    return CliRunner().invoke(cli.app, list(args))
+
+
+def test_help_names_the_commands():
+    shown = subprocess.run([sys.executable, "-m", "spec_ops", "--help"], capture_output=True, text=True, check=True).stdout
+    assert "generate" in shown
+    assert "bench" in shown
+
+
+@pytest.mark.parametrize("shape", [[], ["--steps", "2", "--tree-width", "3"]], ids=["chain", "tree"])
+def test_compare_finds_equal_texts(shape):
+    result = run("generate", "--compare", "--max-new-tokens", "48", "--device", "cpu", *shape)
+    assert result.exit_code == 0, result.output
+    assert "texts are equal" in result.output
+    plain, speculative = (int(n) for n in re.search(r"\((\d+) to (\d+)\)", result.output).groups())
+    assert plain == 47
+    assert speculative < 0.7 * plain
+    assert result.output.count("class Matrix:") == 2
+
+
+def test_compare_fails_on_different_texts(monkeypatch):
+    class Wrong(Generator):
+        def generate(self, *args, **kwargs):
+            result = super().generate(*args, **kwargs)
+            if self.draft is not None:
+                result.tokens[0][-1] ^= 1
+            return result
+
+    monkeypatch.setattr(cli, "Generator", Wrong)
+    result = run("generate", "--compare", "--max-new-tokens", "8", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "texts differ" in result.output
+
+
+def test_generate_streams_any_prompt(tmp_path):
+    """Multi-byte characters, rich markup in the text, a prompt file; plain and sampled."""
+    prompt = tmp_path / "prompt.py"
+    prompt.write_text("# Füße [bold] → x\nx = [", encoding="utf-8")
+    for options in (["--plain"], ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9", "--seed", "3"]):
+        result = run("generate", "--prompt-file", str(prompt), "--max-new-tokens", "16", "--device", "cpu", *options)
+        assert result.exit_code == 0, result.output
+        assert "# Füße [bold] → x\nx = [" in result.output
+
+
+def test_held_out_accept_length():
+    """A small sample of what `python -m spec_ops bench accept` prints for all of them; the promise is 2.5."""
+    result = run("bench", "accept", "--files", "8", "--prompt-tokens", "128", "--max-new-tokens", "64", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert float(re.search(r"accept length ([\d.]+)", result.output).group(1)) >= 2.5
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["generate", "--dtype", "int8"], "--dtype"),
+        (["generate", "--device", "nonsense"], "--device"),
+        (["generate", "--steps", "0"], "--steps"),
+        (["generate", "--tree-width", "2", "--tree-tokens", "99"], "--tree-tokens"),
+        (["generate", "--compare", "--plain"], "--compare"),
+        (["generate", "--top-p", "1.5"], "--top-p"),
+        (["bench", "accept", "--files", "100000"], "--files"),
+    ],
+)
+def test_bad_options_are_named(args, named):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert named in result.output
+
+
+def test_missing_pair_names_the_file(tmp_path):
+    result = run("generate", "--pair", str(tmp_path), "--device", "cpu")
+    assert isinstance(result.exception, FileNotFoundError)
+    assert "config.json" in str(result.exception)

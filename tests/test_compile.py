@@ -1,0 +1,78 @@
+"""The round under torch.compile: one full graph, no recompile inside a bucket, the same tokens as eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
+from tests.test_generate import PROMPTS, make_draft, make_target
+
+OPTIONS = {"max_batch_size": 4, "max_seq_len": 64, "page_size": 4}
+
+
+def compiled_generator(target, draft, config, backend: str) -> Generator:
+    """A generator whose rounds are compiled for `backend`; "inductor" is what `compile=True` gives."""
+    generator = Generator(target, draft, config, compile=backend == "inductor", **OPTIONS)
+    if backend != "inductor":
+        build = generator._round
+
+        def compiled(*args):
+            return torch.compile(build(*args), backend=backend, fullgraph=True, dynamic=False)
+
+        generator._round = compiled
+    return generator
+
+
+CHAIN, TREE = SpeculationConfig(3), SpeculationConfig(3, 2)
+
+
+# Each case costs seconds: every attention kind, draft, shape and acceptance appears twice, not every product of them.
+@pytest.mark.parametrize(
+    ("mla", "kind", "config", "sampled"),
+    [
+        pytest.param(False, "eagle3", CHAIN, True, id="gqa-eagle3-chain-sampled"),
+        pytest.param(False, "mtp", TREE, False, id="gqa-mtp-tree-greedy"),
+        pytest.param(True, "standalone", CHAIN, False, id="mla-standalone-chain-greedy"),
+        pytest.param(True, "eagle3", TREE, True, id="mla-eagle3-tree-sampled"),
+        pytest.param(True, "mtp", CHAIN, True, id="mla-mtp-chain-sampled"),
+        pytest.param(False, "standalone", TREE, False, id="gqa-standalone-tree-greedy"),
+    ],
+)
+def test_round_is_one_graph(mla, kind, config, sampled):
+    torch._dynamo.reset()
+    target = make_target(mla)
+    draft = make_draft(kind, target)
+    sampling = SamplingParams(temperature=float(sampled), top_k=30, top_p=0.9)
+    expected = Generator(target, draft, config, **OPTIONS).generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling)
+    generator = compiled_generator(target, draft, config, "aot_eager")
+    counters.clear()
+    assert generator.generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling).tokens == expected.tokens
+    assert counters["stats"]["unique_graphs"] == 1
+    with torch._dynamo.config.patch(error_on_recompile=True):  # another batch in the bucket: other lengths, other prompts
+        generator.generate(PROMPTS[3:7], max_new_tokens=9, sampling=sampling)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_plain_round_is_one_graph():
+    torch._dynamo.reset()
+    target = make_target(False)
+    generator = compiled_generator(target, None, None, "aot_eager")
+    counters.clear()
+    expected = Generator(target, **OPTIONS).generate(PROMPTS[:3], max_new_tokens=12).tokens
+    assert generator.generate(PROMPTS[:3], max_new_tokens=12).tokens == expected
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_inductor_round_equals_eager(capsys):
+    """The real thing, once (tens of seconds): sampled, so that the hash of the uniforms runs through the C++ code generator."""
+    torch._dynamo.reset()
+    target = make_target(False)
+    draft = make_draft("eagle3", target)
+    sampling = SamplingParams(temperature=1.0, seed=11)
+    config = SpeculationConfig(2)
+    expected = Generator(target, draft, config, **OPTIONS).generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling).tokens
+    generator = compiled_generator(target, draft, config, "inductor")
+    assert generator.generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling, progress=True).tokens == expected
+    assert "compiling the round for batch size 4" in "".join(capsys.readouterr())

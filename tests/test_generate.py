@@ -1,0 +1,267 @@
+"""Generation: greedy speculation equals plain greedy decoding; caches, stops, limits, buckets, streaming, statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, generate
+from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig, MTPDraft, PagedAttention, PagedKVCache, StandaloneDraft
+
+VOCAB = 97
+PROMPTS = [[1, 2, 3, 4, 5], [7], list(range(20, 41)), [9, 9], [3] * 13, [50, 51, 52], list(range(60, 90)), [2, 4, 8, 16]]
+CHAINS = [SpeculationConfig(steps) for steps in (1, 3, 5)]
+TREES = [SpeculationConfig(3, 2), SpeculationConfig(3, 4, 10), SpeculationConfig(1, 4), SpeculationConfig(5, 4, 64)]
+
+
+def config_id(config: SpeculationConfig) -> str:
+    return f"S{config.num_steps}K{config.topk}D{config.num_tokens}"
+
+
+def model_config(mla: bool, num_layers: int = 3, **sizes) -> ModelConfig:
+    common = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_layers": num_layers, "num_heads": 4}
+    if mla:
+        attention = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    else:
+        attention = {"num_kv_heads": 2, "head_dim": 16}
+    return ModelConfig(**{**common, **attention, **sizes})
+
+
+def make_target(mla: bool, device: str = "cpu", **sizes) -> CausalLM:
+    torch.manual_seed(1)
+    return CausalLM(model_config(mla, aux_layers=(0, 1, 2), **sizes)).to(device)
+
+
+def make_draft(kind: str, target: CausalLM, seed: int = 2):
+    torch.manual_seed(seed)
+    mla, device = target.config.is_mla, target.embed.weight.device
+    if kind == "eagle3":
+        reduced = torch.randperm(VOCAB)[:40].sort().values
+        draft = Eagle3Draft(model_config(False, 1), target, reduced)
+    elif kind == "mtp":
+        draft = MTPDraft(model_config(mla, 1), target)
+    elif kind == "standalone":
+        draft = StandaloneDraft(CausalLM(model_config(mla, 2, hidden_size=48)))
+    else:  # the target drafting for itself: every draft that reaches the target is accepted
+        draft = StandaloneDraft(target)
+    return draft.to(device)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["gqa", "mla"])
+def target(request) -> CausalLM:
+    return make_target(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(target) -> list[list[int]]:
+    return generate(target, PROMPTS, max_new_tokens=24, page_size=4).tokens
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "standalone", "self"])
+@pytest.mark.parametrize("config", CHAINS + TREES, ids=config_id)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_greedy_speculation_equals_plain_greedy(target, plain_tokens, kind, config, batch):
+    draft = make_draft(kind, target)
+    result = generate(target, PROMPTS[:batch], draft, config, max_new_tokens=24, page_size=4)
+    assert result.tokens == plain_tokens[:batch]
+    if kind == "self" and config.topk == 1:
+        # 23 tokens after the prefill's: all drafts are accepted, so only the last round is cut short.
+        assert result.stats.rounds == -(-23 // (config.num_steps + 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mla", [False, True], ids=["gqa", "mla"])
+@pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(3, 4, 10)], ids=config_id)
+def test_greedy_speculation_equals_plain_greedy_on_cuda(mla, config):
+    target = make_target(mla, "cuda")
+    plain = generate(target, PROMPTS, max_new_tokens=24)
+    for kind in ("eagle3", "mtp", "standalone", "self"):
+        assert generate(target, PROMPTS, make_draft(kind, target), config, max_new_tokens=24).tokens == plain.tokens
+
+
+def test_plain_decoding_equals_recomputing_every_token(target):
+    """Against an argmax over a full prefill per token: no KV of an earlier call is reused."""
+    result = generate(target, PROMPTS[:3], max_new_tokens=6, page_size=4)
+    for prompt, got in zip(PROMPTS, result.tokens, strict=False):
+        text = list(prompt)
+        for _ in range(6):
+            text.append(int(target.logits(full_prefill(target, text)[0].hidden[-1]).argmax()))
+        assert got == text[len(prompt) :]
+
+
+def full_prefill(model, tokens: list[int], hidden: torch.Tensor | None = None, page_size: int = 4):
+    """One ragged extend over `tokens` into a fresh cache; returns `(output, cache)`."""
+    length = len(tokens)
+    cache = PagedKVCache(model.config, -(-length // page_size), page_size)
+    attention = PagedAttention(
+        cache,
+        "extend",
+        torch.arange(cache.num_pages, dtype=torch.int32)[None],
+        torch.tensor([length], dtype=torch.int32),
+        torch.arange(length),
+        q_indptr=torch.tensor([0, length], dtype=torch.int32),
+        max_q_len=length,
+    )
+    inputs = (torch.tensor(tokens),) if hidden is None else (torch.tensor(tokens), hidden)
+    with torch.no_grad():
+        return model(*inputs, torch.arange(length), attention), cache
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "standalone", "self"])
+@pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(4, 3, 12)], ids=config_id)
+def test_caches_after_generation_equal_a_fresh_prefill(target, kind, config):
+    """Slots, extends and the tree's compaction: after many rounds every committed row of both caches is what one prefill of
+    the final text writes (the draft's with the target's features)."""
+    draft = make_draft(kind, target)
+    generator = Generator(target, draft, config, max_batch_size=2, max_seq_len=64, page_size=4)
+    prompts = PROMPTS[1:3]
+    tokens = generator.generate(prompts, max_new_tokens=17).tokens
+    state = generator._state(2)
+    for row, (prompt, new) in enumerate(zip(prompts, tokens, strict=True)):
+        text = list(prompt) + new
+        committed = int(state.committed_lens[row])
+        assert committed == len(text) - 1
+        output, fresh = full_prefill(target, text[:committed])
+        if draft.token_offset == 0:
+            _, fresh_draft = full_prefill(draft, text[1 : committed + 1], draft.encode(output))
+        else:
+            _, fresh_draft = full_prefill(draft, text[: committed + 1], torch.zeros(committed + 1, draft.config.hidden_size))
+        pages = state.block_tables[row].long()
+        for cache, expected, length in (
+            (generator.target_cache, fresh, committed),
+            (generator.draft_cache, fresh_draft, committed + draft.token_offset),
+        ):
+            for got, want in zip(cache.tensors(), expected.tensors(), strict=True):
+                # fp32; different batch shapes change the order of sums in the matrix products
+                torch.testing.assert_close(got[pages].flatten(0, 1)[:length], want.flatten(0, 1)[:length], rtol=1e-4, atol=1e-5)
+
+
+def test_sliding_window_target(plain_tokens):
+    target = make_target(False, sliding_window=6)
+    plain = generate(target, PROMPTS, max_new_tokens=24, page_size=4).tokens
+    assert plain != plain_tokens
+    for config in (SpeculationConfig(3), SpeculationConfig(3, 4, 10)):
+        for kind in ("eagle3", "self"):
+            assert generate(target, PROMPTS, make_draft(kind, target), config, max_new_tokens=24).tokens == plain
+
+
+@pytest.mark.parametrize("kind", [None, "eagle3", "self"])
+def test_stop_tokens_and_lengths(target, plain_tokens, kind):
+    draft = None if kind is None else make_draft(kind, target)
+    full = plain_tokens[:3]
+    stop = full[0][10]  # appears in the middle of a round for some configurations
+    limits = [24, 5, 1]
+    result = generate(target, PROMPTS[:3], draft, max_new_tokens=limits, stop_tokens=[stop], page_size=4)
+    for got, want, limit in zip(result.tokens, full, limits, strict=True):
+        want = want[:limit]
+        assert got == (want[: want.index(stop) + 1] if stop in want else want)
+    assert result.stats.new_tokens == sum(map(len, result.tokens))
+
+
+def test_a_request_does_not_depend_on_its_batch(target):
+    draft = make_draft("eagle3", target)
+    sampling = SamplingParams(temperature=1.0, seed=5)
+    together = generate(target, PROMPTS, draft, max_new_tokens=16, sampling=sampling).tokens
+    for i in (0, 3, 7):
+        alone = generate(target, [PROMPTS[i]], draft, max_new_tokens=16, sampling=SamplingParams(1.0, seed=5 + i)).tokens[0]
+        assert alone == together[i]
+
+
+def test_groups_buckets_and_reuse(target, plain_tokens):
+    """More prompts than rows run in groups; a bucket's state and round are made once."""
+    generator = Generator(target, make_draft("mtp", target), max_batch_size=3, max_seq_len=64)
+    assert [generator.bucket(n) for n in (1, 2, 3)] == [1, 2, 3]
+    for _ in range(2):
+        assert generator.generate(PROMPTS, max_new_tokens=24).tokens == plain_tokens
+    assert set(generator._rounds) == {(3, False), (2, False)}
+    assert Generator(target, max_batch_size=6).bucket(5) == 6
+
+
+def test_streaming_and_statistics(target):
+    seen: dict[int, list[int]] = {}
+    calls = []
+
+    def on_tokens(request: int, tokens: list[int]) -> None:
+        seen.setdefault(request, []).extend(tokens)
+        calls.append(len(tokens))
+
+    result = generate(target, PROMPTS[:3], make_draft("self", target), max_new_tokens=[24, 9, 1], on_tokens=on_tokens)
+    assert [seen[i] for i in range(3)] == result.tokens
+    stats = result.stats
+    assert max(calls) == 4
+    assert stats.new_tokens == 34
+    assert stats.rounds == 6  # 23 tokens, 4 a round
+    assert stats.request_rounds == 6 + 2
+    assert stats.accept_length == (23 + 8) / 8
+    assert stats.tokens_per_second > 0
+
+
+def test_progress_bar_is_shown(target, capsys):
+    generate(target, PROMPTS[:1], max_new_tokens=3, progress=True)
+    assert "3/3" in capsys.readouterr().err
+    generate(target, PROMPTS[:1], max_new_tokens=3)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "standalone"])
+@pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(2, 3)], ids=config_id)
+def test_sampling_repeats_and_near_zero_temperature_is_greedy(target, plain_tokens, kind, config):
+    draft = make_draft(kind, target)
+
+    def run(temperature: float, seed: int = 3) -> list[list[int]]:
+        sampling = SamplingParams(temperature, top_k=20, top_p=0.95, seed=seed)
+        return generate(target, PROMPTS[:3], draft, config, max_new_tokens=24, sampling=sampling, page_size=4).tokens
+
+    assert run(1.0) == run(1.0)
+    assert run(1.0) != run(1.0, seed=4)
+    assert run(1e-4) == plain_tokens[:3]
+
+
+def test_fp8_cache_decodes(target):
+    """Tokens may change with the cache's rounding; speculation must still start as plain decoding does, and run."""
+    options = {"max_new_tokens": 12, "cache_dtype": torch.float8_e4m3fn}
+    plain = generate(target, PROMPTS[:3], **options).tokens
+    chain = generate(target, PROMPTS[:3], make_draft("eagle3", target), **options).tokens
+    assert [t[0] for t in chain] == [t[0] for t in plain]
+    assert [len(t) for t in chain] == [12] * 3
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [
+        ({"prompts": [[]]}, "prompts[0]"),
+        ({"prompts": [[1], [VOCAB]]}, "prompts[1]"),
+        ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": [1, 2]}, "max_new_tokens"),
+        ({"prompts": [[1] * 60], "max_new_tokens": 10}, "max_seq_len"),
+        ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": list(range(9))}, "stop_tokens"),
+    ],
+)
+def test_bad_generate_arguments(target, kwargs, name):
+    generator = Generator(target, max_seq_len=64)
+    with pytest.raises(ValueError, match=name.replace("[", r"\[").replace("]", r"\]")):
+        generator.generate(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [
+        ({"num_steps": 0}, "num_steps"),
+        ({"topk": 0}, "topk"),
+        ({"num_steps": 3, "num_draft_tokens": 5}, "num_draft_tokens"),
+        ({"num_steps": 2, "topk": 2, "num_draft_tokens": 8}, "num_draft_tokens"),
+        ({"num_steps": 18, "topk": 4}, "topk"),
+        ({"num_steps": 64}, "num_steps"),
+    ],
+)
+def test_bad_speculation_config(kwargs, name):
+    with pytest.raises(ValueError, match=name):
+        SpeculationConfig(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"), [({"temperature": -1.0}, "temperature"), ({"top_k": -1}, "top_k"), ({"top_p": 0.0}, "top_p")]
+)
+def test_bad_sampling_params(kwargs, name):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**kwargs)

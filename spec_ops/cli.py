@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -13,6 +13,7 @@ from rich.table import Table
 from spec_ops.decoding import GenerationResult, Generator, SamplingParams, SpeculationConfig
 from spec_ops.models.corpus import ByteTokenizer, split_of, stdlib_files
 from spec_ops.models.pretrained import load_pair
+from spec_ops.results import write_rows
 
 app = typer.Typer(
     help="Speculative decoding as plain PyTorch.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -158,6 +159,7 @@ def accept(
     steps: Steps = 3,
     tree_width: TopK = 1,
     tree_tokens: TreeTokens = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation, to compare the speed.")] = False,
     files: Annotated[int, typer.Option(min=1, help="Held-out files to take a prompt from.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 256,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
@@ -167,18 +169,29 @@ def accept(
     pair: PairPath = None,
     device: Device = None,
     dtype: DType = "float32",
+    compile: Compile = False,
+    json: Annotated[Path | None, typer.Option(help="Also write the figures, with machine, versions and commit.")] = None,
 ) -> None:
     """Accept length on text the pair was never trained on: files of the standard library that the split holds out."""
     target, draft, tokenizer = load_pair(pair, device=_device(device), dtype=_dtype(dtype))
     config = _config(steps, tree_width, tree_tokens)
     prompts = _held_out_prompts(tokenizer, files, prompt_tokens, corpus)
-    generator = Generator(target, draft, config, max_batch_size=batch_size, max_seq_len=prompt_tokens + max_new_tokens)
+    options: dict[str, Any] = {"max_batch_size": batch_size, "max_seq_len": prompt_tokens + max_new_tokens, "compile": compile}
+    generator = Generator(target, None if plain else draft, config, **options)
     sampling = SamplingParams(temperature)
+    generator.generate(prompts[:batch_size], max_new_tokens=8, sampling=sampling, progress=compile)  # warms up
     stats = generator.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, progress=True).stats
     console.print(
-        f"{_describe(config)}: accept length [bold]{stats.accept_length:.3f}[/bold] tokens a round over {len(prompts)} "
-        f"held-out files, {stats.new_tokens} new tokens ({'greedy' if temperature == 0 else f'temperature {temperature}'})"
+        f"{'plain' if plain else _describe(config)}: accept length [bold]{stats.accept_length:.3f}[/bold] tokens a round over "
+        f"{len(prompts)} held-out files, {stats.new_tokens} new tokens "
+        f"({'greedy' if temperature == 0 else f'temperature {temperature}'}), "
+        f"{stats.tokens_per_second:.0f} tokens/s at batch size {batch_size}"
     )
+    if json is not None:
+        shape = {"steps": 0} if plain else {"steps": steps, "topk": tree_width, "num_tokens": config.num_tokens}
+        row = {**shape, "temperature": temperature, "files": len(prompts), "new_tokens": stats.new_tokens, "dtype": dtype}
+        row |= {"accept_length": round(stats.accept_length, 3), "tokens_per_second": round(stats.tokens_per_second, 1)}
+        write_rows(json, [row | {"batch_size": batch_size, "device": str(target.embed.weight.device), "compile": compile}])
 
 
 def _held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, corpus: Path | None) -> list[list[int]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from spec_ops import cli
@@ -58,11 +60,19 @@ def test_generate_streams_any_prompt(tmp_path):
         assert "# Füße [bold] → x\nx = [" in result.output
 
 
-def test_held_out_accept_length():
-    """A small sample of what `python -m spec_ops bench accept` prints for all of them; the promise is 2.5."""
-    result = run("bench", "accept", "--files", "8", "--prompt-tokens", "128", "--max-new-tokens", "64", "--device", "cpu")
+def test_held_out_accept_length(tmp_path):
+    """A small sample of what `python -m spec_ops bench accept` prints for more files; the promise is 2.5."""
+    small = ["--files", "8", "--prompt-tokens", "128", "--max-new-tokens", "64", "--device", "cpu"]
+    path = tmp_path / "figures" / "accept.json"
+    result = run("bench", "accept", *small, "--json", str(path))
     assert result.exit_code == 0, result.output
-    assert float(re.search(r"accept length ([\d.]+)", result.output).group(1)) >= 2.5
+    length = float(re.search(r"accept length ([\d.]+)", result.output).group(1))
+    assert length >= 2.5
+    figures = json.loads(path.read_text())
+    assert figures["rows"][0]["accept_length"] == length
+    assert figures["environment"]["torch"] == torch.__version__
+    plain = run("bench", "accept", *small, "--plain")
+    assert "plain: accept length 1.000" in plain.output
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -217,3 +217,15 @@ def run_attention(op: str, args: tuple) -> torch.Tensor:
     """The implementation of every attention op: select, load, call."""
     selection = select_backend(attention_meta(op, args), device_arch(args[0].device), args[-1])
     return _load(selection.backend.kernels[op])(*args[:-1])
+
+
+def declarations() -> str:
+    """Every registered declaration as text, the same in every process: part of the passes' cache key, since selections end up
+    in compiled code."""
+
+    def text(setting: object) -> str:
+        if isinstance(setting, Mapping):
+            return repr(sorted(setting.items()))
+        return repr(sorted(map(str, setting))) if isinstance(setting, frozenset) else repr(setting)
+
+    return repr([[f"{f.name}={text(getattr(b, f.name))}" for f in fields(b)] for _, b in sorted(_BACKENDS.items())])

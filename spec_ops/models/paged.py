@@ -91,12 +91,23 @@ class PagedAttention:
     mask_len: int | None = None
     q_indptr: torch.Tensor | None = None
     max_q_len: int | None = None
+    kv_indptr: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    seq_lens_cpu: torch.Tensor | None = None
+    max_seq_len: int | None = None
     backend: str = "auto"
 
     def _queries(self) -> dict[str, Any]:
+        common = {
+            "kv_indptr": self.kv_indptr,
+            "kv_indices": self.kv_indices,
+            "seq_lens_cpu": self.seq_lens_cpu,
+            "max_seq_len": self.max_seq_len,
+            "backend": self.backend,
+        }
         if self.step == "extend":
-            return {"q_indptr": self.q_indptr, "max_q_len": self.max_q_len, "backend": self.backend}
-        return {"tree_mask": self.tree_mask, "mask_len": self.mask_len, "backend": self.backend}
+            return {"q_indptr": self.q_indptr, "max_q_len": self.max_q_len, **common}
+        return {"tree_mask": self.tree_mask, "mask_len": self.mask_len, **common}
 
     def mha(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window_left: int = -1) -> torch.Tensor:
         """Append `k`, `v` `[..., num_kv_heads, head_dim]`, attend with `q [..., num_heads, head_dim]`."""

@@ -1,0 +1,99 @@
+"""Reading and rewriting post-grad graphs: arguments by schema name, fake values, user source lines.
+
+At this point of Inductor the graph is functional: a mutating op is an `auto_functionalized_v2` node, and a node's value never
+changes. Two uses of one node see the same contents, so value identity is node identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from spec_ops.ops import attention
+from spec_ops.ops.kv_indices import draft_kv_indices_op, draft_kv_indices_steps_op, kv_indices_op, page_table_op
+
+ATTENTION_OPS: dict[Any, str] = {
+    getattr(attention, f"{kind}_{step}_op"): f"{kind}_{step}" for kind in ("mha", "mla") for step in attention.STEPS
+}
+INDEX_OPS: dict[Any, str] = {
+    page_table_op: "page_table",
+    kv_indices_op: "kv_indices",
+    draft_kv_indices_op: "draft_kv_indices",
+    draft_kv_indices_steps_op: "draft_kv_indices_steps",
+}
+
+
+def calls(graph: fx.Graph, *targets: Any) -> Iterator[fx.Node]:
+    """Nodes that call one of `targets`, in order; safe while the graph is edited."""
+    wanted = set(targets)
+    return iter([node for node in graph.nodes if node.op == "call_function" and node.target in wanted])
+
+
+def attention_calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    return calls(graph, *ATTENTION_OPS)
+
+
+def _position(node: fx.Node, name: str) -> int:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if name not in names:
+        raise KeyError(f"{node.target} has no argument {name!r}")
+    return names.index(name)
+
+
+def has_arg(node: fx.Node, name: str) -> bool:
+    return any(argument.name == name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+
+
+def arg(node: fx.Node, name: str) -> Any:
+    """Argument of an op call by its schema name, wherever it was passed; the schema's default if it was not."""
+    index = _position(node, name)
+    if index < len(node.args):
+        return node.args[index]
+    return node.kwargs.get(name, node.target._schema.arguments[index].default_value)  # type: ignore[union-attr]
+
+
+def set_arg(node: fx.Node, name: str, value: Any) -> None:
+    index = _position(node, name)
+    if index < len(node.args):
+        node.update_arg(index, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def value(node: Any) -> Any:
+    """Fake value of a node (what it is otherwise: itself)."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def insert(
+    graph: fx.Graph, before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None, source: fx.Node | None = None
+) -> fx.Node:
+    """A new call before `before`, with its fake value computed; it inherits the source line of `source` (default `before`)."""
+    kwargs = kwargs or {}
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value)
+    mode = torch._guards.detect_fake_mode([v for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)])
+    with mode or contextlib.nullcontext():
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in (source or before).meta:
+            node.meta[key] = (source or before).meta[key]
+    return node
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def source_line(node: fx.Node) -> str:
+    """`file:line` of the user's code that made `node`: the innermost frame outside the op wrappers and torch."""
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+    for file, line in reversed(frames):
+        if "/spec_ops/ops/" not in file and "/torch/" not in file:
+            return f"{file}:{line}"
+    return "unknown source"

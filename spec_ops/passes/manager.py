@@ -1,0 +1,149 @@
+"""Runs the passes inside Inductor: order, switches, counters, cache key.
+
+Inductor calls `PassManager` on every post-grad graph (`post_grad_custom_pre_pass`). Whatever the user installed there runs
+first and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from spec_ops.backends.registry import declarations
+from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.report import GraphReport, count_nodes
+from spec_ops.passes.select_backends import SelectBackends
+
+logger = logging.getLogger("spec_ops.passes")
+
+PASSES: tuple[GraphPass, ...] = (SelectBackends(),)
+
+
+def pass_names() -> tuple[str, ...]:
+    """The passes in the order they run."""
+    return tuple(p.name for p in PASSES)
+
+
+class PassManager(CustomGraphPass):
+    """All enabled passes, as one Inductor graph pass.
+
+    Args:
+        switches: pass name to on or off; passes that are not named are on.
+        arch: compute capability to plan for, see `PassContext`.
+        listener: called with the `GraphReport` of every graph that calls our ops.
+    """
+
+    def __init__(
+        self,
+        switches: Mapping[str, bool] | None = None,
+        arch: int | None = None,
+        listener: Callable[[GraphReport], None] | None = None,
+    ) -> None:
+        switches = dict(switches or {})
+        if unknown := set(switches) - set(pass_names()):
+            raise ValueError(f"passes: unknown pass {sorted(unknown)}; there are {list(pass_names())}")
+        self.passes = tuple(p for p in PASSES if switches.get(p.name, True))
+        self.context = PassContext(arch)
+        self.listener = listener
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if not any(getattr(node.target, "namespace", None) == "spec_ops" for node in graph.nodes):
+            return
+        report = GraphReport(before=count_nodes(graph))
+        for graph_pass in self.passes:
+            result = PassResult(graph_pass.name)
+            graph_pass.run(graph, self.context, result)
+            graph.eliminate_dead_code()
+            counters["inductor"][f"spec_ops_{graph_pass.name}"] += result.matches
+            for note in result.refused:
+                logger.debug("%s refused at %s: %s", graph_pass.name, note.where, note.text)
+            report.results.append(result)
+        graph.lint()
+        report.after = count_nodes(graph)
+        if self.listener is not None:
+            self.listener(report)
+
+    def uuid(self) -> str | None:
+        """Part of Inductor's cache key: our sources, the enabled passes, the target and the registered backends. None, which turns
+        the cache off, if a listener waits for reports: a graph from the cache would make none."""
+        if self.listener is not None:
+            return None
+        state = (_sources_hash(), [p.name for p in self.passes], self.context, declarations())
+        return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def _sources_hash() -> str:
+    """Over every file a rewrite depends on: passes, backend declarations and op schemas."""
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for folder in ("passes", "backends", "ops"):
+        for path in sorted((package / folder).rglob("*.py")):
+            digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+class _Chain(CustomGraphPass):
+    """Several passes in one slot, for torch releases whose slot holds one."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for part in self.parts:
+            part(graph)
+
+    def uuid(self) -> Any | None:
+        ids = [part.uuid() if isinstance(part, CustomGraphPass) else None for part in self.parts]
+        # A plain function has no id: Inductor then does not cache, as it would not have without us.
+        return None if None in ids else tuple(ids)
+
+
+def _installed() -> list[Any]:
+    slot = inductor_config.post_grad_custom_pre_pass
+    if slot is None:
+        return []
+    if isinstance(slot, _Chain):
+        return list(slot.parts)
+    return list(slot) if isinstance(slot, (list, tuple)) else [slot]
+
+
+def _slot(parts: list[Any]) -> Any:
+    return None if not parts else parts[0] if len(parts) == 1 else _Chain(parts)
+
+
+@contextlib.contextmanager
+def enabled(
+    switches: Mapping[str, bool] | None = None,
+    *,
+    arch: int | None = None,
+    listener: Callable[[GraphReport], None] | None = None,
+) -> Iterator[PassManager]:
+    """Run our passes, after those the user installed, in every graph that Inductor compiles inside the block."""
+    manager = PassManager(switches, arch, listener)
+    others = [part for part in _installed() if not isinstance(part, PassManager)]
+    with inductor_config.patch(post_grad_custom_pre_pass=_slot([*others, manager])):
+        yield manager
+
+
+def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
+    """Run our passes in every later Inductor compilation of this process; returns the function that undoes it.
+
+    Plain `torch.compile(model, mode="reduce-overhead")` then has them. Passes that the user installed stay, before ours; a pass
+    added to the slot afterwards stays too, also when ours is taken out.
+    """
+    manager = PassManager(switches)
+    inductor_config.post_grad_custom_pre_pass = _slot([*_installed(), manager])
+
+    def uninstall() -> None:
+        inductor_config.post_grad_custom_pre_pass = _slot([part for part in _installed() if part is not manager])
+
+    return uninstall

@@ -1,0 +1,41 @@
+"""Choose the kernel of every attention call.
+
+    mha_target_verify(q, ..., backend="auto")   ->   mha_target_verify(q, ..., backend="reference")
+
+Selection is `backends.select_backend` on the call's fake tensors, for the tensors' device or a stated architecture. A call
+that no backend can run is left as it is: it raises at run time, with the reasons, which also stand in the report.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from spec_ops.backends import BackendError, attention_meta, select_backend
+from spec_ops.backends.registry import device_arch
+from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.graph import ATTENTION_OPS, arg, attention_calls, set_arg, value
+
+
+class SelectBackends(GraphPass):
+    name = "select_backends"
+
+    def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
+        for node in attention_calls(graph):
+            op = ATTENTION_OPS[node.target]
+            if any(isinstance(n, fx.Node) and value(n) is None for n in node.all_input_nodes):
+                result.refuse(node, f"{op}: an input has no fake value to select by")
+                continue
+            meta = attention_meta(op, tuple(fx.node.map_arg(node.args, value)))
+            q = value(arg(node, "q"))
+            assert isinstance(q, torch.Tensor)
+            arch = context.arch if context.arch is not None else device_arch(q.device)
+            name = arg(node, "backend")
+            try:
+                selection = select_backend(meta, arch, name)
+            except BackendError as error:
+                result.refuse(node, str(error))
+                continue
+            others = "; ".join(f"{other} {why}" for other, why in selection.reasons.items())
+            set_arg(node, "backend", selection.backend.name)
+            result.did(node, f"{op}: {selection.backend.name}" + (f" ({others})" if others else ""))

@@ -1,7 +1,10 @@
-"""Command line: `python -m spec_ops generate` and `python -m spec_ops bench accept`."""
+"""Command line: `python -m spec_ops generate`, `explain` and `bench`."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +23,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)  # `x[:end:]` is Python, not an emoji
 
 DEFAULT_PROMPT = '''class Matrix:
     """A dense matrix stored row by row."""
@@ -55,6 +58,13 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{path} is not UTF-8: {error}", param_hint="--prompt-file") from error
+
+
 def _config(steps: int, topk: int, tokens: int | None) -> SpeculationConfig:
     try:
         return SpeculationConfig(steps, topk, tokens)
@@ -82,14 +92,18 @@ def generate(
     compile: Compile = False,
 ) -> None:
     """Continue a prompt with the shipped pair of models (byte-level, trained on Python sources), streaming the text."""
-    if compare and (plain or temperature > 0):
-        raise typer.BadParameter("compares greedy texts: leave out --plain and --temperature", param_hint="--compare")
-    place = _device(device)
+    if compare and (plain or temperature > 0 or dtype != "float32"):
+        # In a short format the two ways round differently, and a near tie may rightly fall either way.
+        raise typer.BadParameter(
+            "compares greedy texts in float32: leave out --plain, --temperature and --dtype", param_hint="--compare"
+        )
+    place, config = _device(device), _config(steps, tree_width, tree_tokens)
+    try:
+        sampling = SamplingParams(temperature, top_k, top_p, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--temperature / --top-k / --top-p / --seed") from error
     target, draft, tokenizer = load_pair(pair, device=place, dtype=_dtype(dtype))
-    config = _config(steps, tree_width, tree_tokens)
-    text = prompt_file.read_text() if prompt_file is not None else prompt
-    tokens = tokenizer.encode(text)
-    sampling = SamplingParams(temperature, top_k, top_p, seed)
+    tokens = tokenizer.encode(prompt if prompt_file is None else _text(prompt_file))
     console.print(f"[dim]{place}, {dtype}, torch {torch.__version__}; {_describe(config)}[/dim]")
 
     def run(speculative: bool) -> GenerationResult:
@@ -132,7 +146,7 @@ def _stream(
     generator: Generator, tokens: list[int], tokenizer: ByteTokenizer, max_new_tokens: int, sampling: SamplingParams
 ) -> GenerationResult:
     stream = tokenizer.stream_decoder()
-    console.print(tokenizer.decode(tokens), end="", style="dim", markup=False)
+    console.print(tokenizer.decode(tokens), end="", style="dim", markup=False, soft_wrap=True)
     result = generator.generate(
         [tokens],
         max_new_tokens=max_new_tokens,
@@ -152,6 +166,51 @@ def _stats_table(runs: dict[str, GenerationResult]) -> Table:
             name, str(stats.new_tokens), str(stats.rounds), f"{stats.accept_length:.2f}", f"{stats.tokens_per_second:.1f}"
         )
     return table
+
+
+@app.command()
+def explain(
+    factory: Annotated[
+        str | None,
+        typer.Argument(
+            help="FILE.py:FUNCTION that returns what to compile, or (it, *arguments); default: the shipped pair's round."
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="Plan for this architecture, such as sm100; default: this machine's.")
+    ] = None,
+    steps: Steps = 3,
+    tree_width: TopK = 1,
+    tree_tokens: TreeTokens = None,
+    device: Device = None,
+) -> None:
+    """What the graph passes make of a round: kernels chosen and refused, what was removed, what stays and why. Runs nothing."""
+    from spec_ops.passes import explain as explain_graph
+
+    # `.item()` becomes a node that a pass can remove, instead of a graph break.
+    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        if factory is None:
+            target, draft, _ = load_pair(device=_device(device))
+            made = Generator(target, draft, _config(steps, tree_width, tree_tokens), max_batch_size=8).round(8)
+        else:
+            made = _load_factory(factory)()
+        parts = made if isinstance(made, tuple) else (made,)
+        console.print(str(explain_graph(*parts, arch=arch)), markup=False, soft_wrap=True)
+
+
+def _load_factory(name: str) -> Callable:
+    file, _, function = name.rpartition(":")
+    if not Path(file).is_file():
+        raise typer.BadParameter(f"no such file: {file or name!r}; write FILE.py:FUNCTION", param_hint="FACTORY")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where the file's own classes look themselves up
+    spec.loader.exec_module(module)
+    if not callable(found := getattr(module, function, None)):
+        raise typer.BadParameter(f"{file} has no function {function!r}", param_hint="FACTORY")
+    return found
 
 
 @bench.command()
@@ -192,6 +251,42 @@ def accept(
         row = {**shape, "temperature": temperature, "files": len(prompts), "new_tokens": stats.new_tokens, "dtype": dtype}
         row |= {"accept_length": round(stats.accept_length, 3), "tokens_per_second": round(stats.tokens_per_second, 1)}
         write_rows(json, [row | {"batch_size": batch_size, "device": str(target.embed.weight.device), "compile": compile}])
+
+
+@bench.command("round")
+def bench_round(
+    batch_size: Annotated[list[int], typer.Option(help="May be repeated.")] = [1, 8, 32],  # noqa: B006  typer wants a list
+    context: Annotated[int, typer.Option(min=1, help="Committed tokens per request.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the target; Llama-3.1-8B has 32.")] = 32,
+    steps: Steps = 3,
+    backend: Annotated[str, typer.Option(help="Of every attention call.")] = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Replays to take the median of.")] = 50,
+    bandwidth: Annotated[float, typer.Option(help="Bytes a second of a device-to-device copy, for the floor.")] = 4.3e12,
+    json: Annotated[Path | None, typer.Option(help="Also write the rows, with machine, versions and commit.")] = None,
+) -> None:
+    """Milliseconds of a round on the Llama-3.1-8B shape with an EAGLE-3 head, random bfloat16 weights, passes on and off."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("needs a CUDA device", param_hint="bench round")
+    from spec_ops.bench.round import measure
+
+    rows: list[dict[str, Any]] = []
+    for size in batch_size:
+        settings: dict[str, Any] = {
+            "layers": layers,
+            "steps": steps,
+            "batch_size": size,
+            "context": context,
+            "backend": backend,
+        }
+        for row in measure(**settings, repeats=repeats, bandwidth=bandwidth, passes=(False, True)):
+            console.print(", ".join(f"{key} {value}" for key, value in row.items()), soft_wrap=True)
+            rows.append(row)
+            if json is not None:
+                write_rows(json, rows)
+    table = Table(*rows[0].keys())
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    console.print(table)
 
 
 def _held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, corpus: Path | None) -> list[list[int]]:

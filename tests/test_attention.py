@@ -340,6 +340,14 @@ def test_max_seq_len_bounds_work_not_results(kind, mode, device):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
+def test_long_queries_are_done_in_parts(kind, mode, device, monkeypatch):
+    case = make_case(kind, mode, device, v_dim=48, page_size=8, sinks=True, window_left=11)
+    monkeypatch.setattr("spec_ops.ops.reference.attention.MAX_LOGITS", 1)
+    check(case)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_poison_does_not_change_a_bit(kind, mode, device):
     """The poisoned call and one with finite padding everywhere agree exactly, not only within the error bound."""
     case = make_case(kind, mode, device, v_dim=48, page_size=8, sinks=True, window_left=11)

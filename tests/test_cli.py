@@ -53,11 +53,20 @@ def test_compare_fails_on_different_texts(monkeypatch):
 def test_generate_streams_any_prompt(tmp_path):
     """Multi-byte characters, rich markup in the text, a prompt file; plain and sampled."""
     prompt = tmp_path / "prompt.py"
-    prompt.write_text("# Füße [bold] → x\nx = [", encoding="utf-8")
+    text = f"# Füße [bold] → x{' ' * 80}long line\nx[:end:] = ["
+    prompt.write_text(text, encoding="utf-8")
     for options in (["--plain"], ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9", "--seed", "3"]):
         result = run("generate", "--prompt-file", str(prompt), "--max-new-tokens", "16", "--device", "cpu", *options)
         assert result.exit_code == 0, result.output
-        assert "# Füße [bold] → x\nx = [" in result.output
+        assert text in result.output
+
+
+def test_prompt_file_that_is_not_text(tmp_path):
+    prompt = tmp_path / "prompt.bin"
+    prompt.write_bytes(b"\xff\xfe")
+    result = run("generate", "--prompt-file", str(prompt), "--device", "cpu")
+    assert result.exit_code == 2
+    assert "--prompt-file" in result.output
 
 
 def test_held_out_accept_length(tmp_path):
@@ -83,7 +92,11 @@ def test_held_out_accept_length(tmp_path):
         (["generate", "--steps", "0"], "--steps"),
         (["generate", "--tree-width", "2", "--tree-tokens", "99"], "--tree-tokens"),
         (["generate", "--compare", "--plain"], "--compare"),
+        (["generate", "--compare", "--dtype", "bfloat16"], "--compare"),
         (["generate", "--top-p", "1.5"], "--top-p"),
+        (["generate", "--top-p", "0"], "--top-p"),
+        (["generate", "--temperature", "inf"], "--temperature"),
+        (["generate", "--seed", "9" * 20], "--seed"),
         (["bench", "accept", "--files", "100000"], "--files"),
     ],
 )

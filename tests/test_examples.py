@@ -15,7 +15,7 @@ ARGUMENTS = {
     "compile_your_model.py": ["--backend", "aot_eager"],
     "sampled_decoding.py": ["--draws", "512"],
 }
-TESTED_ELSEWHERE = {"train_tiny.py"}  # tests/test_train_tiny.py
+TESTED_ELSEWHERE = {"train_tiny.py", "naive_round.py"}  # by test_train_tiny.py and test_naive_round.py
 
 
 def test_every_example_is_tested():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, generate
+from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, SpeculativeRound, generate
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig, MTPDraft, PagedAttention, PagedKVCache, StandaloneDraft
 
 VOCAB = 97
@@ -77,6 +78,45 @@ def test_greedy_speculation_equals_plain_greedy_on_cuda(mla, config):
     plain = generate(target, PROMPTS, max_new_tokens=24)
     for kind in ("eagle3", "mtp", "standalone", "self"):
         assert generate(target, PROMPTS, make_draft(kind, target), config, max_new_tokens=24).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "self"])
+@pytest.mark.parametrize("config", [SpeculationConfig(5, 2, 2), SpeculationConfig(4, 3, 4)], ids=config_id)
+def test_trees_of_fewer_tokens_than_steps(target, plain_tokens, kind, config):
+    """The tree cannot hold a path as long as the draft's."""
+    draft = make_draft(kind, target)
+    assert generate(target, PROMPTS[:3], draft, config, max_new_tokens=24, page_size=4).tokens == plain_tokens[:3]
+    sampling = SamplingParams(1.0, top_k=1)
+    sampled = generate(target, PROMPTS[:3], draft, config, max_new_tokens=24, page_size=4, sampling=sampling)
+    assert sampled.tokens == plain_tokens[:3]
+
+
+def test_round_keeps_no_autograd_graph(target):
+    """Called outside `no_grad`, on models whose parameters want gradients, the state would grow a graph round by round."""
+    assert next(target.parameters()).requires_grad
+    generator = Generator(target, make_draft("eagle3", target), max_batch_size=2, max_seq_len=64)
+    generator.generate(PROMPTS[:2], max_new_tokens=2)
+    caches = (generator.target_cache, generator.draft_cache)
+    state = generator._state(2)
+    state.finished.fill_(False)
+    SpeculativeRound(target, generator.draft, *caches, state, generator.config)()
+    assert not any(buffer.requires_grad for module in (state, *caches) for buffer in module.buffers())
+
+
+@pytest.mark.parametrize("convert", [tuple, np.array, torch.tensor], ids=["tuple", "numpy", "torch"])
+def test_prompts_as_other_sequences(target, plain_tokens, convert):
+    prompts = [convert(prompt) for prompt in PROMPTS[:3]]
+    assert generate(target, prompts, max_new_tokens=np.int64(24), page_size=4).tokens == plain_tokens[:3]
+
+
+def test_generator_is_usable_after_an_interrupt(target, plain_tokens):
+    def interrupt(request, tokens):
+        raise KeyboardInterrupt
+
+    generator = Generator(target, make_draft("mtp", target), max_batch_size=3, max_seq_len=64)
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate(PROMPTS[3:], max_new_tokens=24, sampling=SamplingParams(1.0), on_tokens=interrupt)
+    assert generator.generate(PROMPTS, max_new_tokens=24).tokens == plain_tokens
 
 
 def test_plain_decoding_equals_recomputing_every_token(target):
@@ -217,6 +257,15 @@ def test_sampling_repeats_and_near_zero_temperature_is_greedy(target, plain_toke
     assert run(1e-4) == plain_tokens[:3]
 
 
+def test_thresholds_accept_more(target):
+    sampling, draft = SamplingParams(1.0), make_draft("self", target)
+    strict, lossy = (
+        generate(target, PROMPTS, draft, SpeculationConfig(3, 4, 10, **thresholds), max_new_tokens=24, sampling=sampling).stats
+        for thresholds in ({}, {"threshold_single": 0.1, "threshold_acc": 0.3})
+    )
+    assert lossy.accept_length > strict.accept_length + 0.1
+
+
 def test_fp8_cache_decodes(target):
     """Tokens may change with the cache's rounding; speculation must still start as plain decoding does, and run."""
     options = {"max_new_tokens": 12, "cache_dtype": torch.float8_e4m3fn}
@@ -231,16 +280,33 @@ def test_fp8_cache_decodes(target):
     [
         ({"prompts": [[]]}, "prompts[0]"),
         ({"prompts": [[1], [VOCAB]]}, "prompts[1]"),
+        ({"prompts": [[1], [-1]]}, "prompts[1]"),
+        ({"prompts": [[1.5]]}, "prompts[0]"),
+        ({"prompts": ["text"]}, "prompts[0]"),
         ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": [2.5]}, "max_new_tokens"),
         ({"prompts": [[1]], "max_new_tokens": [1, 2]}, "max_new_tokens"),
         ({"prompts": [[1] * 60], "max_new_tokens": 10}, "max_seq_len"),
         ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": list(range(9))}, "stop_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": [VOCAB]}, "stop_tokens"),
     ],
 )
 def test_bad_generate_arguments(target, kwargs, name):
     generator = Generator(target, max_seq_len=64)
     with pytest.raises(ValueError, match=name.replace("[", r"\[").replace("]", r"\]")):
         generator.generate(**kwargs)
+
+
+def test_a_draft_that_does_not_fit_is_named(target):
+    with pytest.raises(ValueError, match=r"`config.topk` must be at most the draft's vocabulary of 40, got 41"):
+        Generator(target, make_draft("eagle3", target), SpeculationConfig(1, 41))
+    other = StandaloneDraft(CausalLM(model_config(False, vocab_size=50)))
+    with pytest.raises(ValueError, match="`draft` must know the target's 97 tokens, got 50"):
+        Generator(target, other)
+    with pytest.raises(ValueError, match=r"`draft` must be torch.float32 on cpu.*, got torch.bfloat16"):
+        Generator(target, make_draft("standalone", target).bfloat16())
+    with pytest.raises(ValueError, match=r"`cache_dtype` must be .*, got torch.bfloat16"):
+        Generator(target, cache_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +318,8 @@ def test_bad_generate_arguments(target, kwargs, name):
         ({"num_steps": 2, "topk": 2, "num_draft_tokens": 8}, "num_draft_tokens"),
         ({"num_steps": 18, "topk": 4}, "topk"),
         ({"num_steps": 64}, "num_steps"),
+        ({"threshold_acc": 0.5}, "threshold_acc"),
+        ({"topk": 2, "threshold_single": 0.0}, "threshold_single"),
     ],
 )
 def test_bad_speculation_config(kwargs, name):
@@ -260,7 +328,16 @@ def test_bad_speculation_config(kwargs, name):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "name"), [({"temperature": -1.0}, "temperature"), ({"top_k": -1}, "top_k"), ({"top_p": 0.0}, "top_p")]
+    ("kwargs", "name"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.5}, "seed"),
+    ],
 )
 def test_bad_sampling_params(kwargs, name):
     with pytest.raises(ValueError, match=name):

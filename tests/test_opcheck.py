@@ -229,9 +229,10 @@ def build_tree_sample(s: Source) -> tuple[Any, ...]:
 
 SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     **{
-        f"{kind}_{step}": (lambda s, kind=kind, step=step: attention_sample(kind, step, s))
+        f"{kind}_{step}{plan}": (lambda s, kind=kind, step=step: attention_sample(kind, step, s))
         for kind in ("mha", "mla")
         for step in ("draft_decode", "target_verify", "draft_extend", "extend")
+        for plan in ("", ".host_plan")
     },
     "append_kv": append_kv_sample,
     "append_mla_kv": append_mla_kv_sample,
@@ -250,7 +251,8 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
 
 
 def overload(name: str) -> torch._ops.OpOverload:
-    return getattr(torch.ops.spec_ops, name).default
+    packet, _, overload_name = name.partition(".")
+    return getattr(getattr(torch.ops.spec_ops, packet), overload_name or "default")
 
 
 def test_every_registered_op_has_samples():

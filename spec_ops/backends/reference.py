@@ -18,5 +18,6 @@ register_backend(
         window=True,
         sinks=True,
         softcap=True,
+        reads=frozenset({"max_seq_len"}),
     )
 )

@@ -52,7 +52,7 @@ class Backend:
         max_q_len: most queries per request (for `extend` its `max_q_len`), or None.
         tree_mask, window, sinks, softcap: whether it honours these.
         reads: the optional inputs its kernels look at; passes drop the others.
-        host_plan: needs host-side planning, so its calls cannot live inside a CUDA graph.
+        host_plan: needs host-side planning, so its calls cannot live inside a CUDA graph; used only by name.
         rank: the lowest eligible rank wins under `"auto"`.
     """
 
@@ -141,6 +141,11 @@ def validate_backend_name(check, name: object) -> None:
         check.fail("backend", f"'auto' or one of {list(available_backends())}", repr(name))
 
 
+def plans_on_host(name: str) -> bool:
+    """Whether the named backend needs host-side planning (false for "auto", which never picks such a backend by itself)."""
+    return name in _BACKENDS and _BACKENDS[name].host_plan
+
+
 def select_backend(meta: AttentionMeta, arch: int | None, name: str = "auto") -> Selection:
     """Choose who runs `meta` on `arch` (90 for sm_90, None for CPU): a pure function of the declarations.
 
@@ -159,7 +164,10 @@ def _selection(meta: AttentionMeta, arch: int | None, name: str) -> Selection:
     candidates = sorted(_BACKENDS.values(), key=lambda b: b.rank) if name == "auto" else [_BACKENDS[name]]
     chosen, reasons = None, {}
     for backend in candidates:
-        why = backend.refuse(meta, arch)
+        why = (
+            "plans on the host, which breaks a CUDA graph: name it to use it" if name == "auto" and backend.host_plan else None
+        )
+        why = why or backend.refuse(meta, arch)
         if why is None and chosen is None:
             chosen = backend
         else:

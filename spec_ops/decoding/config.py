@@ -35,6 +35,10 @@ class SpeculationConfig:
                 f"SpeculationConfig: (`num_steps` - 1) * `topk` must be at most {MAX_TREE_TOKENS}, "
                 f"got {(self.num_steps - 1) * self.topk}"
             )
+        for name, value in (("threshold_single", self.threshold_single), ("threshold_acc", self.threshold_acc)):
+            if not 0 < value <= 1 or (self.topk == 1 and value != 1):
+                expected = "in (0, 1]" if self.topk > 1 else "1 for a chain"
+                raise ValueError(f"SpeculationConfig: `{name}` must be {expected}, got {value}")
         low, high = 2, min(self.num_candidates + 1, MAX_TREE_TOKENS)
         if self.topk == 1:
             low = high = self.num_steps + 1
@@ -56,8 +60,8 @@ class SpeculationConfig:
 
     @property
     def path_len(self) -> int:
-        """Most tokens a round can emit per request (`P`)."""
-        return self.num_steps + 1
+        """Most tokens a round can emit per request (`P`); a tree of few tokens cannot hold a path of all steps."""
+        return min(self.num_steps + 1, self.num_tokens)
 
     @property
     def reserve(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -19,6 +20,7 @@ from spec_ops.models.paged import PagedAttention, PagedKVCache
 from spec_ops.models.target import CausalLM
 
 OnTokens = Callable[[int, list[int]], None]
+_INTEGERS = (int, np.integer)
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"SamplingParams: `temperature` must be finite and at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"SamplingParams: `top_k` must be at least 0, got {self.top_k}")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"SamplingParams: `top_k` must be in [0, 2**31), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"SamplingParams: `top_p` must be in (0, 1], got {self.top_p}")
+        # Room for the prompt's index, which is added to it.
+        if not isinstance(self.seed, int) or not -(2**62) <= self.seed < 2**62:
+            raise ValueError(f"SamplingParams: `seed` must be an int in [-2**62, 2**62), got {self.seed}")
 
 
 @dataclass
@@ -89,7 +94,7 @@ class Generator:
         max_seq_len: longest prompt plus new tokens.
         page_size: KV page size, 1 to 128.
         cache_dtype: default the model's; `torch.float8_e4m3fn` quantizes with scale 1.
-        compile: compile rounds with `torch.compile(mode="reduce-overhead", fullgraph=True)`.
+        compile: compile rounds with `spec_ops.compile`: the graph passes, and one CUDA graph per bucket.
         backend: of every attention op.
     """
 
@@ -117,6 +122,10 @@ class Generator:
         self.compile, self.backend = compile, backend
         weight = target.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
+        if draft is not None:
+            self._check_draft(draft)
+        if cache_dtype not in (None, self.dtype, torch.float8_e4m3fn):
+            raise ValueError(f"Generator: `cache_dtype` must be the model's {self.dtype} or float8_e4m3fn, got {cache_dtype}")
         reserve = self.config.reserve if draft is not None else 1
         self.max_pages = -(-(max_seq_len + reserve) // page_size)
         pool: dict[str, Any] = {"dtype": cache_dtype or self.dtype, "device": self.device}
@@ -125,6 +134,22 @@ class Generator:
         self.draft_cache = PagedKVCache(draft.config, num_pages, page_size, **pool) if draft is not None else None
         self._states: dict[int, RoundState] = {}
         self._rounds: dict[tuple[int, bool], Callable[[], None]] = {}
+
+    def _check_draft(self, draft: Draft) -> None:
+        vocab = self.target.config.vocab_size
+        if draft.config.vocab_size != vocab:
+            raise ValueError(f"Generator: `draft` must know the target's {vocab} tokens, got {draft.config.vocab_size}")
+        if self.config.topk > draft.draft_vocab_size:
+            raise ValueError(
+                f"Generator: `config.topk` must be at most the draft's vocabulary of {draft.draft_vocab_size}, "
+                f"got {self.config.topk}"
+            )
+        for parameter in draft.parameters():
+            if (parameter.dtype, parameter.device) != (self.dtype, self.device):
+                raise ValueError(
+                    f"Generator: `draft` must be {self.dtype} on {self.device}, as the target is, "
+                    f"got {parameter.dtype} on {parameter.device}"
+                )
 
     def bucket(self, batch_size: int) -> int:
         """The padded batch size for `batch_size` requests."""
@@ -144,7 +169,7 @@ class Generator:
         """Decode every prompt.
 
         Args:
-            prompts: token ids, one non-empty list per request.
+            prompts: token ids, one non-empty sequence (list, 1-d array or tensor) per request.
             max_new_tokens: for all, or one per prompt; each at least 1.
             stop_tokens: at most 8 ids; a request ends with the first it emits.
             sampling: default greedy. Request `i` uses seed `sampling.seed + i`.
@@ -154,6 +179,7 @@ class Generator:
         Raises:
             ValueError: naming the argument, before anything runs.
         """
+        prompts = [p.tolist() if isinstance(p, torch.Tensor) else p for p in prompts]
         limits = self._check(prompts, max_new_tokens, stop_tokens)
         sampling = sampling or SamplingParams()
         result = GenerationResult([[] for _ in prompts])
@@ -168,17 +194,17 @@ class Generator:
 
     def _check(self, prompts, max_new_tokens, stop_tokens) -> list[int]:
         vocab = self.target.config.vocab_size
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, _INTEGERS) else list(max_new_tokens)
         if len(limits) != len(prompts):
             raise ValueError(f"generate: `max_new_tokens` must have one entry per prompt ({len(prompts)}), got {len(limits)}")
         for i, prompt in enumerate(prompts):
-            if len(prompt) == 0 or min(prompt) < 0 or max(prompt) >= vocab:
+            if len(prompt) == 0 or not all(isinstance(t, _INTEGERS) and 0 <= t < vocab for t in prompt):
                 raise ValueError(
                     f"generate: `prompts[{i}]` must hold token ids in [0, {vocab}), at least one, got {list(prompt)[:8]}"
                 )
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            if limit < 1:
-                raise ValueError(f"generate: `max_new_tokens` must be at least 1, got {limit}")
+            if not isinstance(limit, _INTEGERS) or limit < 1:
+                raise ValueError(f"generate: `max_new_tokens` must be an int of at least 1, got {limit}")
             if len(prompt) + limit > self.max_seq_len:
                 raise ValueError(
                     f"generate: `prompts[{i}]` plus `max_new_tokens` must fit max_seq_len={self.max_seq_len}, "
@@ -186,7 +212,10 @@ class Generator:
                 )
         if len(stop_tokens) > MAX_STOP_TOKENS:
             raise ValueError(f"generate: `stop_tokens` must hold at most {MAX_STOP_TOKENS} ids, got {len(stop_tokens)}")
-        return limits
+        for token in stop_tokens:
+            if not isinstance(token, _INTEGERS) or not 0 <= token < vocab:
+                raise ValueError(f"generate: `stop_tokens` must hold token ids in [0, {vocab}), got {token}")
+        return [int(limit) for limit in limits]
 
     def _generate_group(self, prompts, members, limits, stop_tokens, sampling, on_tokens, result, bar) -> None:
         bucket = self.bucket(len(members))
@@ -245,21 +274,33 @@ class Generator:
             )
         return self._states[bucket]
 
+    def round(self, batch_size: int, *, sampled: bool = False) -> torch.nn.Module:
+        """A new, uncompiled round over the state and caches of the bucket for `batch_size`: call it without arguments."""
+        state = self._state(self.bucket(batch_size))
+        if self.draft is None or self.draft_cache is None:
+            return PlainRound(self.target, self.target_cache, state, sampled=sampled, backend=self.backend)
+        return SpeculativeRound(
+            self.target,
+            self.draft,
+            self.target_cache,
+            self.draft_cache,
+            state,
+            self.config,
+            sampled=sampled,
+            backend=self.backend,
+        )
+
     def _round(self, bucket: int, sampled: bool, bar: tqdm) -> Callable[[], None]:
         """The bucket's round, built and compiled at its first use."""
         key = (bucket, sampled)
         if key not in self._rounds:
-            options: dict[str, Any] = {"sampled": sampled, "backend": self.backend}
-            state = self._state(bucket)
-            if self.draft is None or self.draft_cache is None:
-                module: torch.nn.Module = PlainRound(self.target, self.target_cache, state, **options)
-            else:
-                caches = (self.target_cache, self.draft_cache)
-                module = SpeculativeRound(self.target, self.draft, *caches, state, self.config, **options)
+            module = self.round(bucket, sampled=sampled)
             if self.compile:
+                from spec_ops.passes import compile as compile_with_passes
+
                 if not bar.disable:
                     bar.write(f"compiling the round for batch size {bucket} (once; later calls reuse it)")
-                self._rounds[key] = torch.compile(module, mode="reduce-overhead", fullgraph=True, dynamic=False)
+                self._rounds[key] = compile_with_passes(module)
             else:
                 self._rounds[key] = module
         return self._rounds[key]
@@ -384,8 +425,8 @@ def generate(
 ) -> GenerationResult:
     """Decode `prompts` once; `options` go to `Generator`, which is the thing to keep for more than one call."""
     longest = max((len(p) for p in prompts), default=1)
-    most = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=1)
-    options.setdefault("max_seq_len", longest + most)
+    most = max_new_tokens if isinstance(max_new_tokens, _INTEGERS) else max(max_new_tokens, default=1)
+    options.setdefault("max_seq_len", longest + max(most, 1))
     options.setdefault("max_batch_size", max(1, min(len(prompts), 32)))
     generator = Generator(target, draft, config, **options)
     return generator.generate(

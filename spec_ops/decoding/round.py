@@ -61,6 +61,7 @@ class SpeculativeRound(nn.Module):
         self.state, self.config = state, config
         self.sampled, self.backend = sampled, backend
 
+    @torch.no_grad()  # otherwise the state would carry every earlier round's autograd graph
     def forward(self) -> None:
         config, state = self.config, self.state
         if config.topk == 1:
@@ -152,6 +153,7 @@ class PlainRound(nn.Module):
         self.target, self.target_cache, self.state = target, cache, state
         self.sampled, self.backend = sampled, backend
 
+    @torch.no_grad()
     def forward(self) -> None:
         state = self.state
         active = ~state.finished

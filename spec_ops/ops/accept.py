@@ -96,6 +96,9 @@ def accept_greedy(
     Returns:
         `Accepted`. On duplicate siblings the lowest node wins.
 
+    Raises:
+        TypeError, ValueError: naming the argument.
+
     Source: SGLang `verify_tree_greedy`.
     """
     check = Checker("accept_greedy")
@@ -141,6 +144,11 @@ def accept_sampled(
 
     Returns:
         `Accepted`. Where rounding leaves no residual after a rejection, the last token is drawn from the target itself.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: SGLang `chain_speculative_sampling_triton` and `tree_speculative_sampling_target_only`.
     """
     check = Checker("accept_sampled")
     path_len = _check_tree(check, candidates, parents, path_len)
@@ -193,6 +201,9 @@ def sampling_probs(
     Returns:
         float32, shape of `logits`.
 
+    Raises:
+        TypeError, ValueError: naming the argument.
+
     Source: SGLang `top_k_renorm_prob` then `top_p_renorm_prob`.
     """
     check = Checker("sampling_probs")
@@ -212,6 +223,11 @@ def sample_tokens(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
     Returns:
         `[...]` int64; never a token of probability 0.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: FlashInfer `sampling_from_probs`, with the uniforms as an argument.
     """
     check = Checker("sample_tokens")
     check.tensor("probs", probs, dtypes=(torch.float32,))

@@ -29,7 +29,7 @@ import math
 
 import torch
 
-from spec_ops.backends import run_attention, validate_backend_name
+from spec_ops.backends import plans_on_host, run_attention, validate_backend_name
 from spec_ops.ops._library import define_op
 from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
 
@@ -57,26 +57,30 @@ def _mla_fake(q, kv_cache, kv_lora_rank, *_unused):
     return q.new_empty(*q.shape[:-1], kv_lora_rank)
 
 
-def _define(kind: str, step: str) -> torch._ops.OpOverload:
+def _define(kind: str, step: str, overload: str = "", tags: tuple[torch.Tag, ...] = ()) -> torch._ops.OpOverload:
     head, tail = (_MHA_HEAD, _MHA_TAIL) if kind == "mha" else (_MLA_HEAD, _MLA_TAIL)
     queries = _RAGGED if step == "extend" else _TREE
     name = f"{kind}_{step}"
-    schema = f"{name}({head}, {_TABLES}, {queries}, {_OPTIONAL}, {_SOFTMAX}, {tail}"
+    schema = f"{name}{overload}({head}, {_TABLES}, {queries}, {_OPTIONAL}, {_SOFTMAX}, {tail}"
 
     def impl(*args):
         return run_attention(name, args)
 
-    return define_op(schema, impl, _mha_fake if kind == "mha" else _mla_fake)
+    return define_op(schema, impl, _mha_fake if kind == "mha" else _mla_fake, tags=tags)
 
 
-mha_draft_decode_op = _define("mha", "draft_decode")
-mha_target_verify_op = _define("mha", "target_verify")
-mha_draft_extend_op = _define("mha", "draft_extend")
-mha_extend_op = _define("mha", "extend")
-mla_draft_decode_op = _define("mla", "draft_decode")
-mla_target_verify_op = _define("mla", "target_verify")
-mla_draft_extend_op = _define("mla", "draft_extend")
-mla_extend_op = _define("mla", "extend")
+OPS = {f"{kind}_{step}": _define(kind, step) for kind in ("mha", "mla") for step in STEPS}
+# The same ops for backends that plan on the host: Inductor keeps calls with this tag out of CUDA graphs.
+HOST_PLAN_OPS = {
+    f"{kind}_{step}": _define(kind, step, ".host_plan", (torch.Tag.cudagraph_unsafe,))
+    for kind in ("mha", "mla")
+    for step in STEPS
+}
+
+
+def _op(name: str, backend: str) -> torch._ops.OpOverload:
+    """The overload a call traces to: a named backend that plans on the host must not end up inside a CUDA graph."""
+    return HOST_PLAN_OPS[name] if plans_on_host(backend) else OPS[name]
 
 
 def _check_common(
@@ -158,7 +162,7 @@ def _check_mla(check: Checker, q, kv_cache, kv_lora_rank, rank, scale, kv_scale)
 
 
 def _mha_uniform(
-    op, name, q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+    name, q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
     window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
 ) -> torch.Tensor:  # fmt: skip
     check = Checker(name)
@@ -168,14 +172,14 @@ def _mha_uniform(
         check, q, k_cache, "k_cache", q.shape[2], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
     )
     mask_len = _check_uniform(check, q, seq_lens, tree_mask, mask_len)
-    return op(
+    return _op(name, backend)(
         q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
         window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
     )  # fmt: skip
 
 
 def _mla_uniform(
-    op, name, q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu,
+    name, q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu,
     scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
 ) -> torch.Tensor:  # fmt: skip
     check = Checker(name)
@@ -185,7 +189,7 @@ def _mla_uniform(
         check, q, kv_cache, "kv_cache", q.shape[2], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
     )
     mask_len = _check_uniform(check, q, seq_lens, tree_mask, mask_len)
-    return op(
+    return _op(name, backend)(
         q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
         window_left, sinks, float(softcap), kv_scale, max_seq_len, backend,
     )  # fmt: skip
@@ -238,7 +242,7 @@ def mha_draft_decode(
     Source: SGLang EAGLE draft decode; FlashInfer `trtllm_batch_decode_with_kv_cache`.
     """
     return _mha_uniform(
-        mha_draft_decode_op, "mha_draft_decode", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr,
+        "mha_draft_decode", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr,
         kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
     )  # fmt: skip
 
@@ -270,7 +274,7 @@ def mha_target_verify(
     Source: SGLang EAGLE target verify.
     """
     return _mha_uniform(
-        mha_target_verify_op, "mha_target_verify", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len,
+        "mha_target_verify", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len,
         kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
     )  # fmt: skip
 
@@ -302,7 +306,7 @@ def mha_draft_extend(
     `mha_draft_decode`. Source: SGLang "draft extend v2" (sglang#24566, sglang#25002).
     """
     return _mha_uniform(
-        mha_draft_extend_op, "mha_draft_extend", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr,
+        "mha_draft_extend", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr,
         kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
     )  # fmt: skip
 
@@ -339,6 +343,9 @@ def mha_extend(
     Returns:
         `[total_q, num_q_heads, v_head_dim]`, dtype of `q`.
 
+    Raises:
+        As `mha_draft_decode`.
+
     Source: FlashInfer `trtllm_batch_context_with_kv_cache`.
     """
     check = Checker("mha_extend")
@@ -348,7 +355,7 @@ def mha_extend(
         check, q, k_cache, "k_cache", q.shape[1], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
     )
     _check_ragged(check, q, q_indptr, seq_lens, max_q_len)
-    return mha_extend_op(
+    return _op("mha_extend", backend)(
         q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
         window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
     )  # fmt: skip
@@ -388,10 +395,13 @@ def mla_draft_decode(
     Returns:
         `[bs, q_len, num_heads, kv_lora_rank]`, dtype of `q` (the caller applies `W_UV`).
 
+    Raises:
+        As `mha_draft_decode`.
+
     Source: DeepSeek-V2 (arXiv:2405.04434); FlashInfer `trtllm_batch_decode_with_kv_cache_mla`.
     """
     return _mla_uniform(
-        mla_draft_decode_op, "mla_draft_decode", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
+        "mla_draft_decode", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
         kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
     )  # fmt: skip
 
@@ -416,9 +426,9 @@ def mla_target_verify(
     max_seq_len: int | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Target verification in absorbed MLA; arguments, result and errors as `mla_draft_decode`."""
+    """Target verification in absorbed MLA; arguments, result, errors and source as `mla_draft_decode`."""
     return _mla_uniform(
-        mla_target_verify_op, "mla_target_verify", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
+        "mla_target_verify", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
         kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
     )  # fmt: skip
 
@@ -443,9 +453,9 @@ def mla_draft_extend(
     max_seq_len: int | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Draft extend in absorbed MLA; arguments, result and errors as `mla_draft_decode`."""
+    """Draft extend in absorbed MLA; arguments, result, errors and source as `mla_draft_decode`."""
     return _mla_uniform(
-        mla_draft_extend_op, "mla_draft_extend", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
+        "mla_draft_extend", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
         kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
     )  # fmt: skip
 
@@ -473,7 +483,7 @@ def mla_extend(
     """Ragged causal extend (prefill) in absorbed MLA: `q [total_q, num_heads, kv_lora_rank + rope_dim]`.
 
     `q_indptr` and `max_q_len` as in `mha_extend`, others as in `mla_draft_decode`.
-    Returns `[total_q, num_heads, kv_lora_rank]`.
+    Returns `[total_q, num_heads, kv_lora_rank]`; errors and source as `mla_draft_decode`.
     """
     check = Checker("mla_extend")
     scale, scale_kv = _check_mla(check, q, kv_cache, kv_lora_rank, 3, scale, kv_scale)
@@ -482,7 +492,7 @@ def mla_extend(
         check, q, kv_cache, "kv_cache", q.shape[1], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
     )
     _check_ragged(check, q, q_indptr, seq_lens, max_q_len)
-    return mla_extend_op(
+    return _op("mla_extend", backend)(
         q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
         window_left, sinks, float(softcap), scale_kv, max_seq_len, backend,
     )  # fmt: skip

@@ -75,6 +75,9 @@ def page_table(
     Returns:
         `[bs, max_pages]` int32. Entries past the live prefix are 0, always a valid page id (kernels may prefetch them).
 
+    Raises:
+        TypeError, ValueError: naming the argument. IndexError on CPU for lengths or rows out of range.
+
     Source: SGLang `create_flashmla_kv_indices_triton` (which leaves the tail unwritten).
     """
     check = Checker("page_table")
@@ -99,6 +102,10 @@ def kv_indices(
 
     Returns:
         `(kv_indptr [bs + 1] int32, kv_indices [capacity] int32)`; entries past `kv_indptr[-1]` are 0.
+
+    Raises:
+        TypeError, ValueError: naming the argument. IndexError on CPU for lengths or rows out of range or a
+            `capacity` too small.
 
     Source: SGLang `create_flashinfer_kv_indices_triton`.
     """
@@ -143,6 +150,9 @@ def draft_kv_indices(
     Returns:
         `(kv_indptr [bs * topk + 1] int32, kv_indices [capacity] int32)`; entries past the total are 0.
 
+    Raises:
+        As `kv_indices`; IndexError on CPU also where `req_to_token` is too narrow for the drafts.
+
     Source: SGLang `generate_draft_decode_kv_indices`.
     """
     check = Checker("draft_kv_indices")
@@ -164,6 +174,11 @@ def draft_kv_indices_steps(
 
     Returns:
         `(kv_indptr [num_steps, bs * topk + 1] int32, kv_indices [num_steps, capacity] int32)`.
+
+    Raises:
+        As `draft_kv_indices`.
+
+    Source: SGLang `generate_draft_decode_kv_indices`, which writes all steps at once.
     """
     check = Checker("draft_kv_indices_steps")
     capacity = _check_draft(check, req_to_token, req_pool_indices, seq_lens, num_steps, topk, page_size, capacity)

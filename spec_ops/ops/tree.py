@@ -70,6 +70,9 @@ def select_draft_tokens(scores: torch.Tensor, tokens: torch.Tensor, num_tokens: 
     Returns:
         `(draft_tokens [bs, num_tokens] int64, selected_index [bs, num_tokens] int64, ascending)`.
 
+    Raises:
+        TypeError, ValueError: naming the argument.
+
     Source: SGLang `organize_draft_results`; EAGLE-2 (arXiv:2406.16858).
     """
     check = Checker("select_draft_tokens")
@@ -93,6 +96,9 @@ def build_tree(parent_list: torch.Tensor, selected_index: torch.Tensor, seq_lens
     Returns:
         `Tree`.
 
+    Raises:
+        TypeError, ValueError: naming the argument; on CPU also for candidates out of order or without their parent.
+
     Source: SGLang `build_tree_kernel_efficient` (`sgl_kernel/speculative/eagle.cuh`).
     """
     check = Checker("build_tree")
@@ -108,7 +114,10 @@ def build_tree(parent_list: torch.Tensor, selected_index: torch.Tensor, seq_lens
 
 
 def tree_mask_to_qlen_mask(tree_mask: torch.Tensor) -> torch.Tensor:
-    """`[bs, D]` int64 words to SGLang's QLEN_ONLY mask: `[bs, D, D]` bool, True where row sees column."""
+    """`[bs, D]` int64 words to SGLang's QLEN_ONLY mask (`VerifyMask`): `[bs, D, D]` bool, True where row sees column.
+
+    Raises TypeError or ValueError naming the argument, as the other converters do.
+    """
     _check_mask(Checker("tree_mask_to_qlen_mask"), tree_mask)
     columns = torch.arange(tree_mask.shape[1], device=tree_mask.device)
     return ((tree_mask[..., None] >> columns) & 1).bool()

@@ -65,6 +65,7 @@ def explain(
         torch._dynamo.exc.Unsupported: `fn` is not one graph.
     """
     reports: list[GraphReport] = []
+    capability = parse_arch(arch)
 
     def listener(report: GraphReport) -> None:
         reports.append(report)
@@ -73,7 +74,7 @@ def explain(
     def backend(graph_module: torch.fx.GraphModule, example_inputs: list) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        with enabled(passes, arch=parse_arch(arch), listener=listener):
+        with enabled(passes, arch=capability, listener=listener):
             return compile_fx(graph_module, example_inputs, config_patches={})
 
     torch._dynamo.reset_code(getattr(fn, "forward", fn).__code__) if hasattr(getattr(fn, "forward", fn), "__code__") else None

@@ -9,23 +9,31 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
-from spec_ops.ops import attention
+from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.ops.kv_indices import draft_kv_indices_op, draft_kv_indices_steps_op, kv_indices_op, page_table_op
 
-ATTENTION_OPS: dict[Any, str] = {
-    getattr(attention, f"{kind}_{step}_op"): f"{kind}_{step}" for kind in ("mha", "mla") for step in attention.STEPS
-}
+ATTENTION_OPS: dict[Any, str] = {op: name for table in (OPS, HOST_PLAN_OPS) for name, op in table.items()}
 INDEX_OPS: dict[Any, str] = {
     page_table_op: "page_table",
     kv_indices_op: "kv_indices",
     draft_kv_indices_op: "draft_kv_indices",
     draft_kv_indices_steps_op: "draft_kv_indices_steps",
 }
+
+
+def op_of(node: fx.Node) -> Any:
+    """The operator of ours that `node` calls, also inside `auto_functionalized_v2`; None if it calls none."""
+    if node.op != "call_function":
+        return None
+    target = node.args[0] if node.target is torch.ops.higher_order.auto_functionalized_v2 else node.target
+    return target if getattr(target, "namespace", None) == "spec_ops" else None
 
 
 def calls(graph: fx.Graph, *targets: Any) -> Iterator[fx.Node]:
@@ -78,8 +86,9 @@ def insert(
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value)
-    mode = torch._guards.detect_fake_mode([v for n in graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)])
-    with mode or contextlib.nullcontext():
+    fakes = (v for n in graph.nodes if isinstance(v := n.meta.get("val"), FakeTensor))
+    fake = next(fakes, None)  # one is enough: all of a graph's fakes share a mode
+    with fake.fake_mode if fake is not None else contextlib.nullcontext():
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     for key in ("stack_trace", "nn_module_stack"):
         if key in (source or before).meta:
@@ -88,12 +97,12 @@ def insert(
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + "/"
 
 
 def source_line(node: fx.Node) -> str:
-    """`file:line` of the user's code that made `node`: the innermost frame outside the op wrappers and torch."""
-    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
-    for file, line in reversed(frames):
-        if "/spec_ops/ops/" not in file and "/torch/" not in file:
-            return f"{file}:{line}"
-    return "unknown source"
+    """`file:line` of the user's code that made `node`: the innermost frame outside this package, or else inside it."""
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "") if "/torch/" not in m["file"]]
+    own = [frame for frame in frames if not frame[0].startswith(_PACKAGE)]
+    ours = [frame for frame in frames if not frame[0].startswith(_PACKAGE + "ops/")]
+    return ":".join((own or ours or frames or [("unknown source", "0")])[-1])

@@ -20,12 +20,28 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from spec_ops.backends.registry import declarations
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.elide_host_syncs import ElideHostSyncs
+from spec_ops.passes.elide_unread_inputs import ElideUnreadInputs
+from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
+from spec_ops.passes.graph import op_of
+from spec_ops.passes.hoist_row_select import HoistRowSelect
 from spec_ops.passes.report import GraphReport, count_nodes
 from spec_ops.passes.select_backends import SelectBackends
+from spec_ops.passes.use_decode_for_extend import UseDecodeForExtend
 
 logger = logging.getLogger("spec_ops.passes")
 
-PASSES: tuple[GraphPass, ...] = (SelectBackends(),)
+# The order matters: a ragged extend becomes a draft extend before kernels are chosen, inputs are dropped by what the chosen
+# kernel reads, fusion sees only what is still needed, and rows are selected last, when no index input ties an attention call to
+# all its rows.
+PASSES: tuple[GraphPass, ...] = (
+    UseDecodeForExtend(),
+    SelectBackends(),
+    ElideUnreadInputs(),
+    ElideHostSyncs(),
+    FuseDraftSteps(),
+    HoistRowSelect(),
+)
 
 
 def pass_names() -> tuple[str, ...]:
@@ -56,7 +72,7 @@ class PassManager(CustomGraphPass):
         self.listener = listener
 
     def __call__(self, graph: fx.Graph) -> None:
-        if not any(getattr(node.target, "namespace", None) == "spec_ops" for node in graph.nodes):
+        if not any(op_of(node) for node in graph.nodes):
             return
         report = GraphReport(before=count_nodes(graph))
         for graph_pass in self.passes:
@@ -73,8 +89,8 @@ class PassManager(CustomGraphPass):
             self.listener(report)
 
     def uuid(self) -> str | None:
-        """Part of Inductor's cache key: our sources, the enabled passes, the target and the registered backends. None, which turns
-        the cache off, if a listener waits for reports: a graph from the cache would make none."""
+        """Part of Inductor's cache key: our sources, the enabled passes, the target and the registered backends. None, which
+        turns the cache off, if a listener waits for reports: a graph from the cache would make none."""
         if self.listener is not None:
             return None
         state = (_sources_hash(), [p.name for p in self.passes], self.context, declarations())

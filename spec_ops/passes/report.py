@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from spec_ops.passes.base import PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, INDEX_OPS, value
+from spec_ops.passes.graph import op_of, value
 
 HOST_COPIES, ITEMS = "device-to-host copies", "item calls"
 
@@ -30,11 +30,8 @@ def count_nodes(graph: fx.Graph) -> dict[str, int]:
         found["calls"] += 1
         found[HOST_COPIES] += is_host_copy(node)
         found[ITEMS] += node.target is torch.ops.aten._local_scalar_dense.default
-        name = ATTENTION_OPS.get(node.target) or INDEX_OPS.get(node.target)
-        if name is None and node.target is torch.ops.higher_order.auto_functionalized_v2:
-            name = str(node.args[0]).split(".")[1] if str(node.args[0]).startswith("spec_ops.") else None
-        if name is not None:
-            found[name] += 1
+        if (op := op_of(node)) is not None:
+            found[op._schema.name.removeprefix("spec_ops::")] += 1
     return dict(found)
 
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from spec_ops.backends import BackendError, attention_meta, select_backend
 from spec_ops.backends.registry import device_arch
+from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.graph import ATTENTION_OPS, arg, attention_calls, set_arg, value
 
@@ -38,4 +39,5 @@ class SelectBackends(GraphPass):
                 continue
             others = "; ".join(f"{other} {why}" for other, why in selection.reasons.items())
             set_arg(node, "backend", selection.backend.name)
+            node.target = (HOST_PLAN_OPS if selection.backend.host_plan else OPS)[op]
             result.did(node, f"{op}: {selection.backend.name}" + (f" ({others})" if others else ""))

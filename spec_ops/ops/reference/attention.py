@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+MAX_LOGITS = 2**24  # elements held at once: a long prefill would otherwise take memory quadratic in its length
+
 
 def _check_tables(
     op: str, block_tables: torch.Tensor, seq_lens: torch.Tensor, num_pages: int, page_size: int, max_seq_len: int | None
@@ -76,6 +78,10 @@ def _attend(q, k, v, visible, scale: float, softcap: float, sinks) -> torch.Tens
     kv_heads = k.shape[2]
     if k.shape[1] == 0:  # tables without pages: nothing to see, and nothing to reduce over
         return q.new_zeros(bs, q_len, heads, v.shape[-1])
+    rows = max(1, MAX_LOGITS // (bs * heads * k.shape[1]))
+    if rows < q_len:
+        parts = zip(q.split(rows, 1), visible.split(rows, 1), strict=True)
+        return torch.cat([_attend(part, k, v, seen, scale, softcap, sinks) for part, seen in parts], 1)
     # A masked key's probability is 0, but 0 * NaN is NaN: garbage in unused pages must not reach the product.
     v = torch.where(visible.any(1)[..., None, None], v, 0.0)
     grouped = q.to(k.dtype).reshape(bs, q_len, kv_heads, heads // kv_heads, dim)

@@ -1,0 +1,1 @@
+"""Measurements behind `python -m spec_ops bench`."""

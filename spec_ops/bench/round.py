@@ -1,0 +1,164 @@
+"""Time of one speculative round on a real model's shape with random weights: passes on against off, kernels, launches, syncs.
+
+Everything runs through CUDA-graph replays of the compiled round; the median of single replays between events is reported. The
+floor is the bytes of weights and KV that a round must read once, over the measured copy bandwidth.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from spec_ops.decoding import Generator, SpeculationConfig
+from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig
+from spec_ops.passes import compile as compile_with_passes
+
+LLAMA_8B = ModelConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=500000.0,
+    aux_layers=(2, 16, 29),
+)
+DRAFT_VOCAB = 32000
+
+
+def build(layers: int, steps: int, batch_size: int, context: int, device: str, dtype: torch.dtype) -> Generator:
+    """A generator of the Llama-3.1-8B shape (with `layers` layers) and an EAGLE-3 head, random weights, mid-generation."""
+    scale = {"num_layers": layers, "aux_layers": tuple(min(a, layers - 1) for a in LLAMA_8B.aux_layers)}
+    config = ModelConfig.from_dict({**LLAMA_8B.to_dict(), **scale})
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            target = CausalLM(config)
+            head = ModelConfig.from_dict({**config.to_dict(), "num_layers": 1, "aux_layers": ()})
+            draft = Eagle3Draft(head, target, torch.arange(DRAFT_VOCAB))
+    finally:
+        torch.set_default_dtype(default)
+    generator = Generator(
+        target, draft, SpeculationConfig(steps), max_batch_size=batch_size, max_seq_len=context + 1024, page_size=64
+    )
+    for cache in (generator.target_cache, generator.draft_cache):
+        assert cache is not None
+        for tensor in cache.tensors():
+            tensor.normal_()
+    return generator
+
+
+def reset(generator: Generator, batch_size: int, context: int) -> None:
+    """All rows in the middle of a generation at `context` committed tokens."""
+    state = generator._state(batch_size)
+    state.clear()
+    pages = torch.arange(batch_size * generator.max_pages, dtype=torch.int32).reshape(batch_size, -1)
+    state.block_tables.copy_(pages)
+    state.committed_lens.fill_(context)
+    state.max_lens.fill_(2**30)
+    state.finished.fill_(False)
+
+
+def floor_bytes(generator: Generator, batch_size: int, context: int) -> int:
+    """Bytes one round must read: the target once, the head's layer and LM head once per draft forward, KV likewise."""
+
+    def size(module: torch.nn.Module) -> int:
+        return sum(p.numel() * p.element_size() for p in module.parameters())
+
+    target, draft, steps = generator.target, generator.draft, generator.config.num_steps
+    assert isinstance(draft, Eagle3Draft)
+    head = size(draft) - size(draft.embed)
+    item = target.embed.weight.element_size()
+    kv_row = 2 * target.config.num_kv_heads * target.config.head_dim * item
+    kv = batch_size * context * kv_row * (target.config.num_layers + steps)
+    return size(target) - size(target.embed) + steps * head + kv
+
+
+def _timed(step: Callable[[], None], repeats: int) -> float:
+    """Median milliseconds of a replay."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def _profiled(step: Callable[[], None], rounds: int) -> dict[str, float]:
+    """Kernels, graph launches, other launches and syncs per round, from the CUDA profiler."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(rounds):
+            step()
+    events = profile.events()
+    assert events is not None
+    names = [event.name for event in events]
+    cuda = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith(("Mem", "Activity"))]
+    return {
+        "kernels": len(cuda) / rounds,
+        "graph_launches": sum(n.startswith("cudaGraphLaunch") for n in names) / rounds,
+        "host_launches": sum(n.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for n in names) / rounds,
+        "host_syncs": sum("Synchronize" in n for n in names) / rounds,
+    }
+
+
+def measure(
+    *,
+    layers: int,
+    steps: int,
+    batch_size: int,
+    context: int,
+    backend: str,
+    repeats: int,
+    bandwidth: float,
+    passes: tuple[bool, ...],
+) -> Iterator[dict[str, Any]]:
+    """One row per setting of `passes`, both over the same weights and caches.
+
+    `compile_cold_s` is the first call's compile time with whatever is in Inductor's cache directory (point it at an empty one
+    for a cold figure), `compile_warm_s` a second compilation in this process after Dynamo forgot the first.
+    """
+    generator = build(layers, steps, batch_size, context, "cuda", torch.bfloat16)
+    generator.backend = backend
+    floor = floor_bytes(generator, batch_size, context) / bandwidth * 1e3
+    for on in passes:
+        seconds = []
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+            reset(generator, batch_size, context)
+            module = generator.round(batch_size)
+            step = compile_with_passes(module) if on else torch.compile(module, mode="reduce-overhead", fullgraph=True)
+            start = time.perf_counter()
+            with torch.no_grad():
+                step()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        with torch.no_grad():
+            for _ in range(3):  # record the graph, and replay it
+                step()
+            reset(generator, batch_size, context)
+            milliseconds = _timed(step, repeats)
+            counts = _profiled(step, 5)
+        yield {
+            "model": f"llama-3.1-8b-shape-{layers}-layers+eagle3",
+            "bs": batch_size,
+            "context": context,
+            "steps": steps,
+            "topk": 1,
+            "backend": backend,
+            "passes": on,
+            "ms": round(milliseconds, 3),
+            "floor_ms": round(floor, 3),
+            **counts,
+            "compile_cold_s": round(seconds[0], 1),
+            "compile_warm_s": round(seconds[1], 1),
+        }

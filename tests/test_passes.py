@@ -1,0 +1,219 @@
+"""The manager: composition with the user's passes, switches, cache keys, reports, planning for another architecture."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import spec_ops
+from spec_ops.backends import Backend, registry
+from spec_ops.passes import PassManager, enabled, explain, install, pass_names
+from tests.test_compile import has_cpp_compiler
+
+
+@contextlib.contextmanager
+def registered(backend: Backend) -> Iterator[None]:
+    spec_ops.register_backend(backend)
+    try:
+        yield
+    finally:
+        del registry._BACKENDS[backend.name]
+        registry._selection.cache_clear()
+
+
+# Everything here goes through Inductor, whose CPU code a C++ compiler builds.
+pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack")
+
+
+class Seen(CustomGraphPass):
+    """A user's pass: notes which backends it finds in attention calls. Each has an id of its own, so that no graph comes from a
+    cache that an earlier run filled: passes do not see such graphs."""
+
+    def __init__(self) -> None:
+        self.id, self.backends = uuid.uuid4().hex, []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        ops = (torch.ops.spec_ops.mha_draft_decode.default, torch.ops.spec_ops.mha_draft_decode.host_plan)
+        self.backends += [node.args[-1] for node in graph.nodes if node.target in ops]
+
+    def uuid(self) -> str:
+        return self.id
+
+
+def step(q, k_cache, v_cache, block_tables, seq_lens):
+    return spec_ops.mha_draft_decode(q, k_cache, v_cache, block_tables, seq_lens) * 2
+
+
+def arguments(page_size: int = 4):
+    cache = torch.randn(2, 6, page_size, 2, 16)
+    return (
+        torch.randn(2, 1, 4, 16),
+        cache[0],
+        cache[1],
+        torch.tensor([[1, 2], [3, 0]], dtype=torch.int32),
+        torch.tensor([6, 3], dtype=torch.int32),
+    )
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    assert inductor_config.post_grad_custom_pre_pass is None
+
+
+def test_user_passes_before_and_after_still_run():
+    before, after = Seen(), Seen()
+    with inductor_config.patch(post_grad_custom_pre_pass=before, post_grad_custom_post_pass=after):
+        args = arguments(5)
+        torch.testing.assert_close(spec_ops.compile(step, mode="default")(*args), step(*args))
+    assert before.backends == ["auto"]  # ours had not run yet
+    assert after.backends == ["reference"]
+
+
+def test_install_appends_and_undoes():
+    before = Seen()
+    with inductor_config.patch(post_grad_custom_pre_pass=before):
+        uninstall = install()
+        torch.compile(step)(*arguments(6))
+        assert before.backends == ["auto"]
+        assert counters["inductor"]["spec_ops_select_backends"] == 1
+        uninstall()
+        assert inductor_config.post_grad_custom_pre_pass is before
+        torch._dynamo.reset()
+        torch.compile(step)(*arguments(6))
+        assert counters["inductor"]["spec_ops_select_backends"] == 1
+
+
+def test_enabled_is_scoped_and_restores_after_an_error():
+    def fail() -> None:
+        with enabled():
+            assert isinstance(inductor_config.post_grad_custom_pre_pass, PassManager)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert inductor_config.post_grad_custom_pre_pass is None
+
+
+def test_switches():
+    seen = Seen()
+    with inductor_config.patch(post_grad_custom_pre_pass=seen):
+        spec_ops.compile(step, passes={"select_backends": False}, mode="default")(*arguments(7))
+    assert seen.backends == ["auto"]
+    assert counters["inductor"]["spec_ops_select_backends"] == 0
+    with pytest.raises(ValueError, match="no_such_pass"):
+        spec_ops.compile(step, passes={"no_such_pass": True})
+
+
+def test_cache_key_depends_on_all_that_decides():
+    ids = {PassManager().uuid(), PassManager(arch=100).uuid()}
+    ids |= {PassManager({name: False}).uuid() for name in pass_names()}
+    extra = Backend("extra", {}, None, frozenset(), frozenset(), rank=1)
+    with registered(extra):
+        ids.add(PassManager().uuid())
+    assert len(ids) == 3 + len(pass_names())
+    assert PassManager().uuid() == PassManager(dict.fromkeys(pass_names(), True)).uuid()
+    assert PassManager(listener=lambda report: None).uuid() is None  # a cached graph would make no report
+
+
+def test_two_settings_do_not_share_compiled_code():
+    """The same function and inputs, passes on and off, within one process and its caches."""
+    after = Seen()
+    with inductor_config.patch(post_grad_custom_post_pass=after):
+        for passes in ({}, {"select_backends": False}, {}):
+            torch._dynamo.reset()
+            spec_ops.compile(step, passes=passes, mode="default")(*arguments(8))
+    assert after.backends[:2] == ["reference", "auto"]
+    assert len(after.backends) in (2, 3)  # the third may come from the cache
+
+
+WARM = """
+    import sys, torch
+    from torch._dynamo.utils import counters
+    sys.path.insert(0, {root!r})
+    import spec_ops
+    from tests.test_passes import arguments, step
+    torch.manual_seed(0)
+    spec_ops.compile(step, mode="default")(*arguments(9))
+    print(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_a_second_process_starts_from_the_cache(tmp_path, pytestconfig):
+    code = textwrap.dedent(WARM.format(root=str(pytestconfig.rootpath)))
+    hits = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        )
+        assert run.returncode == 0, run.stderr
+        hits.append(int(run.stdout))
+    assert hits[0] == 0
+    assert hits[1] > 0
+
+
+def blackwell_backend(**settings) -> Backend:
+    steps = {s: f"spec_ops.ops.reference.attention:{s}" for s in registry.STEPS}
+    floats = frozenset({torch.float32})
+    return Backend("fast", steps, (100, 103), floats, floats, rank=1, **settings)
+
+
+def test_explain_plans_for_an_architecture_that_is_not_there():
+    with registered(blackwell_backend()):
+        plan = explain(step, *arguments(), arch="sm100")
+        assert plan.kernels() == ["mha_draft_decode: fast (reference ranks after fast)"]
+        assert f"{__file__}:" in str(plan)
+        here = explain(step, *arguments())
+    assert here.kernels() == ["mha_draft_decode: reference (fast needs a CUDA device)"]
+    assert here.before["mha_draft_decode"] == here.after["mha_draft_decode"] == 1
+
+
+def test_explain_runs_nothing_and_names_what_it_cannot_do():
+    args = arguments()
+    caches = args[1].clone()
+
+    def write(q, k_cache, v_cache):
+        spec_ops.append_kv(k_cache, v_cache, q[:, 0, :2], q[:, 0, :2], torch.tensor([0, 1]))
+        return k_cache.sum()
+
+    assert explain(write, *args[:3]).before["append_kv"] == 1
+    assert torch.equal(args[1], caches)
+    with pytest.raises(RuntimeError, match="calls none"):
+        explain(lambda x: x + 1, torch.ones(2))
+    with pytest.raises(ValueError, match="arch"):
+        explain(step, *args, arch="blackwell")
+    with registered(blackwell_backend()):
+        report = explain(lambda *a: spec_ops.mha_draft_decode(*a, backend="fast"), *args)
+    (refusal,) = (note.text for result in report.results if result.name == "select_backends" for note in result.refused)
+    assert "needs a CUDA device" in refusal
+
+
+def test_host_planned_backend_leaves_the_cuda_graph():
+    """Its calls become the overload that Inductor keeps out of CUDA graphs; "auto" never picks it."""
+    planned = Backend(**{**vars(blackwell_backend()), "name": "planned", "capabilities": None, "host_plan": True})
+    seen = Seen()
+    with registered(planned), inductor_config.patch(post_grad_custom_post_pass=seen):
+        args = arguments(10)
+        compiled = spec_ops.compile(lambda *a: spec_ops.mha_draft_decode(*a, backend="planned") * 2, mode="default")
+        torch.testing.assert_close(compiled(*args), step(*args))
+        report = explain(step, *args)
+    assert seen.backends == ["planned"]
+    assert torch.Tag.cudagraph_unsafe in torch.ops.spec_ops.mha_draft_decode.host_plan.tags
+    assert "plans on the host" in report.kernels()[0]

@@ -283,9 +283,10 @@ def bench_round(
             rows.append(row)
             if json is not None:
                 write_rows(json, rows)
-    table = Table(*rows[0].keys())
+    shown = ("bs", "passes", "ms", "floor_ms", "kernels", "graph_launches", "host_launches", "host_syncs", "compile_cold_s")
+    table = Table(*(name.replace("_", " ") for name in shown))
     for row in rows:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*(str(row[name]) for name in shown))
     console.print(table)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.torch_version import TorchVersion
 
 import spec_ops
 from spec_ops.ops.kv_indices import kv_indices_op
@@ -186,7 +187,13 @@ def user_check_of_a_read(*args):
     return step(*args)
 
 
-@pytest.mark.parametrize(("fn", "matches"), [(user_check, 1), (user_check_not_negative, 1), (user_check_of_a_read, 0)])
+# Older releases fold this check into the assert that tracing itself puts on a read: the pass cannot tell them apart.
+folded = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch folds the check into the read's own assert")
+
+
+@pytest.mark.parametrize(
+    ("fn", "matches"), [(user_check, 1), pytest.param(user_check_not_negative, 1, marks=folded), (user_check_of_a_read, 0)]
+)
 def test_the_users_own_checks_stay(fn, matches):
     """The bound is replaced; the read stays for the check's sake, and the report says so."""
     module, result = check(fn, matches, 1, "cpu")

@@ -93,15 +93,22 @@ def _timed(step: Callable[[], None], repeats: int) -> float:
 
 
 def _profiled(step: Callable[[], None], rounds: int) -> dict[str, float]:
-    """Kernels, graph launches, other launches and syncs per round, from the CUDA profiler."""
+    """Kernels on the device, and graph launches, other launches and syncs of the host, per round."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(rounds):
-            step()
-    events = profile.events()
-    assert events is not None
-    names = [event.name for event in events]
-    cuda = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith(("Mem", "Activity"))]
+        with torch.profiler.record_function("rounds"):
+            for _ in range(rounds):
+                step()
+        torch.cuda.synchronize()
+    events = list(profile.events() or ())
+    (window,) = (e.time_range for e in events if e.name == "rounds" and e.device_type == torch.autograd.DeviceType.CPU)
+    # What the host did between the first and the last round: the profiler's own sync at the end is not theirs.
+    names = [e.name for e in events if window.start <= e.time_range.start <= window.end]
+    cuda = [
+        e
+        for e in events
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith(("Mem", "Activity", "rounds"))
+    ]
     return {
         "kernels": len(cuda) / rounds,
         "graph_launches": sum(n.startswith("cudaGraphLaunch") for n in names) / rounds,

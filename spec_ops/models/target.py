@@ -34,11 +34,11 @@ class CausalLM(nn.Module):
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
         """`tokens`, `positions`: `[bs, q_len]`, or `[total_q]` for a ragged extend."""
         x = self.embed(tokens)
-        aux = []
-        for index, layer in enumerate(self.layers):
-            if index in self.config.aux_layers:
-                aux.append(x)
+        inputs = []
+        for layer in self.layers:
+            inputs.append(x)
             x = layer(x, positions, attention)
+        aux = [inputs[index] for index in self.config.aux_layers]
         return TargetOutput(self.norm(x), torch.cat(aux, -1) if aux else None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,15 @@ is interpreted. Seconds instead of tens of seconds, and fp32 results differ from
 
 from __future__ import annotations
 
+import re
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 
 from spec_ops.passes import GraphReport, PassManager
@@ -33,3 +36,19 @@ def compile_interpreted(
         keep_inference_input_mutations=True,
     )
     return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False), reports
+
+
+class Uncached(CustomGraphPass):
+    """Does nothing; its id makes Inductor generate code anew, which a graph from the cache would not show."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return uuid.uuid4().hex
+
+
+def cache_copies(code: str, cache: torch.Tensor) -> list[str]:
+    """Lines of generated code that allocate a tensor of a KV cache's shape, or clone one."""
+    shape = ", ".join(map(str, cache.shape))
+    return [line for line in code.splitlines() if re.search(rf"empty_strided\w*\(\({shape}\)|clone\(", line)]

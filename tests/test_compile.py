@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.utils import run_and_get_code
 
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
+from tests.pass_harness import Uncached, cache_copies
 from tests.test_generate import PROMPTS, make_draft, make_target
 
 OPTIONS = {"max_batch_size": 4, "max_seq_len": 64, "page_size": 4}
@@ -84,5 +87,23 @@ def test_inductor_round_equals_eager(capsys):
     config = SpeculationConfig(2)
     expected = Generator(target, draft, config, **OPTIONS).generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling).tokens
     generator = compiled_generator(target, draft, config, "inductor")
-    assert generator.generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling, progress=True).tokens == expected
+    with inductor_config.patch(post_grad_custom_post_pass=Uncached()):
+        result, code = run_and_get_code(generator.generate, PROMPTS[:3], max_new_tokens=12, sampling=sampling, progress=True)
+    assert result.tokens == expected
     assert "compiling the round for batch size 4" in "".join(capsys.readouterr())
+    assert any("append_kv" in text for text in code)
+    assert not [line for text in code for line in cache_copies(text, generator.target_cache.k0)]
+
+
+@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack")
+def test_a_cache_copy_would_be_seen():
+    """The same check on code that does copy: a scatter that is not done in place."""
+    torch._dynamo.reset()
+    cache = torch.zeros(68, 4, 2, 16)
+
+    def scatter(cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return cache.index_put((torch.tensor([1, 2]),), rows)
+
+    with inductor_config.patch(post_grad_custom_post_pass=Uncached()):
+        _, code = run_and_get_code(torch.compile(scatter), cache, torch.ones(2, 4, 2, 16))
+    assert [line for text in code for line in cache_copies(text, cache)]

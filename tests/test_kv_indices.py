@@ -154,6 +154,9 @@ def test_draft_kv_indices(rows, lens, topk, num_steps, page_size, dtype, device)
     every = spec_ops.draft_kv_indices_steps(pool, *inputs, num_steps, topk, page_size, capacity)
     assert every[0].shape == (num_steps, len(rows) * topk + 1)
     assert every[1].shape == (num_steps, capacity)
+    first = spec_ops.draft_kv_indices_steps(pool, *inputs, num_steps, topk, page_size, capacity, rows=(num_steps + 1) // 2)
+    for some, whole in zip(first, every, strict=True):
+        assert torch.equal(some, whole[: (num_steps + 1) // 2])
     for step in range(num_steps):
         expected = expected_draft_kv_indices(pool.tolist(), rows, lens, step, num_steps, topk, page_size, capacity)
         assert_csr(spec_ops.draft_kv_indices(pool, *inputs, step, num_steps, topk, page_size, capacity), expected, device)

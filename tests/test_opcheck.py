@@ -163,8 +163,9 @@ def draft_kv_indices_sample(s: Source, every_step: bool) -> tuple[Any, ...]:
     num_steps, topk, page_size = s.integer(1, 3), s.integer(1, 3), s.integer(1, 4)
     table, rows, lens = pool_sample(s, 12 + topk * (num_steps + 2 * page_size))
     capacity = topk * (int(lens.sum()) + lens.numel() * num_steps) + s.integer(0, 5)
-    step = () if every_step else (s.integer(0, num_steps - 1),)
-    return (table, rows, lens, *step, num_steps, topk, page_size, capacity)
+    if every_step:
+        return (table, rows, lens, num_steps, topk, page_size, capacity, s.integer(1, num_steps))
+    return (table, rows, lens, s.integer(0, num_steps - 1), num_steps, topk, page_size, capacity)
 
 
 def tree_parents(s: Source, bs: int, nodes: int) -> torch.Tensor:

@@ -38,11 +38,11 @@ draft_kv_indices_op = define_op(
     ),
 )
 draft_kv_indices_steps_op = define_op(
-    f"draft_kv_indices_steps({_SOURCE}, int num_steps, int topk, int page_size, SymInt capacity) -> (Tensor, Tensor)",
+    f"draft_kv_indices_steps({_SOURCE}, int num_steps, int topk, int page_size, SymInt capacity, int rows) -> (Tensor, Tensor)",
     reference.draft_kv_indices_steps,
-    lambda req_to_token, req, lens, num_steps, topk, page_size, capacity: (
-        _int32(lens, num_steps, lens.shape[0] * topk + 1),
-        _int32(lens, num_steps, capacity),
+    lambda req_to_token, req, lens, num_steps, topk, page_size, capacity, rows: (
+        _int32(lens, rows, lens.shape[0] * topk + 1),
+        _int32(lens, rows, capacity),
     ),
 )
 
@@ -169,11 +169,16 @@ def draft_kv_indices_steps(
     topk: int = 1,
     page_size: int = 1,
     capacity: int | None = None,
+    rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`draft_kv_indices` of all steps in one launch: row `i` is step `i`.
 
+    Args:
+        rows: how many leading steps to compute (drafting often uses `num_steps - 1` of them); default all.
+        Others as in `draft_kv_indices`.
+
     Returns:
-        `(kv_indptr [num_steps, bs * topk + 1] int32, kv_indices [num_steps, capacity] int32)`.
+        `(kv_indptr [rows, bs * topk + 1] int32, kv_indices [rows, capacity] int32)`.
 
     Raises:
         As `draft_kv_indices`.
@@ -182,4 +187,6 @@ def draft_kv_indices_steps(
     """
     check = Checker("draft_kv_indices_steps")
     capacity = _check_draft(check, req_to_token, req_pool_indices, seq_lens, num_steps, topk, page_size, capacity)
-    return draft_kv_indices_steps_op(req_to_token, req_pool_indices, seq_lens, num_steps, topk, page_size, capacity)
+    rows = num_steps if rows is None else rows
+    check.integer("rows", rows, 1, num_steps)
+    return draft_kv_indices_steps_op(req_to_token, req_pool_indices, seq_lens, num_steps, topk, page_size, capacity, rows)

@@ -21,9 +21,8 @@ their lengths differ by constants (`lengths.py`).
 * Page tables. An attention call never reads a table past its own `seq_lens`, so the table for the largest offset serves every
   attention call whose `seq_lens` provably lies within the length its own table was built for. Past that length the old table
   held zeros and the new one does not, so a table with any other reader stays.
-* kv-indices. `draft_kv_indices_steps` computes every step up to `num_steps`, also those that the program never asked for. With
-  top-k 1 the layout does not depend on `num_steps`, so the last live step ends it. Otherwise each branch is laid out over
-  `num_steps` columns of `req_to_token`; if the last step is not live, the capacity must be large enough for any lengths.
+* kv-indices. One launch computes the steps up to the last live one. With top-k 1 the layout does not depend on `num_steps`, so
+  calls that differ in it fuse too.
 * Lengths. Everything moves up only as far as its inputs allow.
 
 Limits: slots and positions are left to Inductor, which fuses this pointwise work horizontally. Tables that are gathered from
@@ -41,7 +40,6 @@ from typing import NamedTuple
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from spec_ops.ops.kv_indices import draft_kv_indices_op, draft_kv_indices_steps_op, page_table_op
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
@@ -183,15 +181,10 @@ class _Rewrite:
             if len(steps) < 2:
                 continue
             first, rows = group[0], max(steps) + 1
-            topk, num_steps = arg(first, "topk"), arg(first, "num_steps")
-            if topk > 1 and rows < num_steps:
-                if not _holds_any(first):
-                    reason = f"the capacity may not hold step {num_steps - 1}, which is not live"
-                    self.result.refuse(first, f"draft_kv_indices: no one launch for all {num_steps} steps: {reason}")
-                    continue
-                rows = num_steps
             source = (arg(first, "req_to_token"), arg(first, "req_pool_indices"), arg(first, "seq_lens"))
-            sizes = (rows, topk, arg(first, "page_size"), arg(first, "capacity"))
+            topk = arg(first, "topk")
+            num_steps = rows if topk == 1 else arg(first, "num_steps")
+            sizes = (num_steps, topk, arg(first, "page_size"), arg(first, "capacity"), rows)
             fused = insert(self.graph, first, draft_kv_indices_steps_op, (*source, *sizes))
             outputs = [insert(self.graph, first, operator.getitem, (fused, i), source=first) for i in range(2)]
             for call in group:
@@ -260,12 +253,6 @@ class _Rewrite:
             shifted = insert(self.graph, anchor, aten.add.Tensor, (index, offsets[i] - i))
             column = insert(self.graph, anchor, aten.where.self, (jumped, shifted, column))
         return column
-
-
-def _holds_any(call: fx.Node) -> bool:
-    """Whether the index list of `draft_kv_indices` is as long as all segments of any lengths that `req_to_token` can hold."""
-    width, requests = value(arg(call, "req_to_token")).shape[1], value(arg(call, "seq_lens")).shape[0]
-    return statically_known_true(value(arg(call, "capacity")) >= requests * arg(call, "topk") * width)
 
 
 def _is_returned(node: fx.Node) -> bool:

@@ -85,12 +85,14 @@ def draft_kv_indices(
     return _draft_step("draft_kv_indices", req_to_token, req_pool_indices, seq_lens, step, num_steps, topk, page_size, capacity)
 
 
-def draft_kv_indices_steps(req_to_token, req_pool_indices, seq_lens, num_steps: int, topk: int, page_size: int, capacity: int):
-    # The last step first: it is the longest, so an error names what the whole draft needs.
+def draft_kv_indices_steps(
+    req_to_token, req_pool_indices, seq_lens, num_steps: int, topk: int, page_size: int, capacity: int, rows: int
+):
+    # The last step first: it is the longest, so an error names what all of them need.
     steps = [
         _draft_step(
             "draft_kv_indices_steps", req_to_token, req_pool_indices, seq_lens, step, num_steps, topk, page_size, capacity
         )
-        for step in reversed(range(num_steps))
+        for step in reversed(range(rows))
     ][::-1]
     return torch.stack([indptr for indptr, _ in steps]), torch.stack([indices for _, indices in steps])

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Test tensors are tiny: a thread pool costs more than it saves, and xdist workers would fight over the cores.
 torch.set_num_threads(1)
+
+# A run repeats exactly; deadlines would measure the machine.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

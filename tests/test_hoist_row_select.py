@@ -558,11 +558,11 @@ def test_padded_requests_give_zeros():
 LINKS = {
     "scale": lambda x, i: x * (i + 1.5),
     "tanh": lambda x, i: x.tanh(),
-    "product": lambda x, i: x @ TO_K[x.shape[-1]],
-    "bias": lambda x, i: F.linear(x, TO_8[x.shape[-1]], torch.ones(8)),
+    "product": lambda x, i: x @ TO_K[x.shape[-1]].to(x.dtype),
+    "bias": lambda x, i: F.linear(x, TO_8[x.shape[-1]].to(x.dtype), torch.ones(8, dtype=x.dtype)),
     "norm": lambda x, i: F.rms_norm(x, (x.shape[-1],)),
     "softmax": lambda x, i: x.softmax(-1),
-    "gate": lambda x, i: x * (x @ SQUARE[x.shape[-1]]).sigmoid(),
+    "gate": lambda x, i: x * (x @ SQUARE[x.shape[-1]].to(x.dtype)).sigmoid(),
     "halves": lambda x, i: torch.cat([x[..., x.shape[-1] // 2 :], -x[..., : x.shape[-1] // 2]], -1),
     "heads": lambda x, i: x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2),
     "flat": lambda x, i: x.flatten(0, 1).exp().clamp(max=9).unflatten(0, (x.shape[0], -1)),
@@ -577,7 +577,7 @@ LINKS = {
 }
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     links=st.lists(st.sampled_from(list(LINKS)), min_size=1, max_size=7),
     select=st.sampled_from(list(SELECTIONS)),
@@ -586,7 +586,8 @@ LINKS = {
     kept=st.integers(0, 7),
 )
 def test_random_chains(links, select, bs, rows, kept):
-    """Row-wise or not, also with an intermediate value that is returned in full."""
+    """Row-wise or not, also with an intermediate value that is returned in full. In float64: a chain of products amplifies the
+    other order of summation, which fp32's default tolerance does not allow for."""
 
     def fn(x, row):
         values = [x]
@@ -598,4 +599,4 @@ def test_random_chains(links, select, bs, rows, kept):
     torch.manual_seed(7)
     if select in ("middle-two", "same-row", "arange-two", "gather-two") and (rows < 3 or bs < 2):
         rows, bs = 3, 2
-    check(fn, torch.randn(bs, rows, K), torch.randint(0, rows, (bs,)))
+    check(fn, torch.randn(bs, rows, K, dtype=torch.float64), torch.randint(0, rows, (bs,)))

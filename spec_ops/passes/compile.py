@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,7 +43,20 @@ def compile(
         with enabled(passes):
             return compile_fx(graph_module, example_inputs, config_patches=patches)
 
-    return torch.compile(fn, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+    return torch.compile(_with_own_code(fn), backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+
+
+def _with_own_code(fn: Callable) -> Callable:
+    """`fn` behind a function whose code object is new.
+
+    Dynamo keeps what it compiled, and counts towards its recompile limit (8), per code object. The rounds of all buckets share
+    one `forward`: without this the ninth fails.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
 class _PlanReady(Exception):
@@ -77,10 +91,9 @@ def explain(
         with enabled(passes, arch=capability, listener=listener):
             return compile_fx(graph_module, example_inputs, config_patches={})
 
-    torch._dynamo.reset_code(getattr(fn, "forward", fn).__code__) if hasattr(getattr(fn, "forward", fn), "__code__") else None
     try:
-        torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
-    except Exception:
+        torch.compile(_with_own_code(fn), backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+    except Exception:  # Dynamo wraps what the listener raises
         if not reports:
             raise
     if not reports:

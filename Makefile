@@ -13,6 +13,7 @@ demo: $(VENV)/.demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/triton
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

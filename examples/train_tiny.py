@@ -41,6 +41,7 @@ from tqdm import tqdm
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.corpus import ByteTokenizer, split_of, stdlib_files
 from spec_ops.models.drafts import Eagle3Draft
+from spec_ops.models.layers import Rope, rotary
 from spec_ops.models.pretrained import load_pair, save_pair
 from spec_ops.models.target import CausalLM, TargetOutput
 
@@ -82,9 +83,9 @@ EVALUATIONS = 20  # per phase
 class DenseAttention:
     """Causal attention over whole windows: what the paged steps compute, without a cache."""
 
-    def mha(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window_left: int = -1) -> torch.Tensor:
+    def mha(self, layer: int, q, k, v, *, rope: Rope | None = None, window_left: int = -1) -> torch.Tensor:
         """`q [bs, T, heads, dim]`, `k`, `v [bs, T, kv_heads, dim]`."""
-        _check_no_window(window_left)
+        q, k = _prepared(q, k, rope, window_left)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -101,9 +102,9 @@ class UnrolledAttention:
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
 
-    def mha(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window_left: int = -1) -> torch.Tensor:
+    def mha(self, layer: int, q, k, v, *, rope: Rope | None = None, window_left: int = -1) -> torch.Tensor:
         """`q [bs, rows, heads, dim]`, `k`, `v [bs, rows, kv_heads, dim]` of the next step."""
-        _check_no_window(window_left)
+        q, k = _prepared(q, k, rope, window_left)
         self.k.append(k)
         self.v.append(v)
         if len(self.k) == 1:
@@ -129,9 +130,9 @@ class CachedAttention:
         self.k, self.v = (torch.empty(shape, dtype=dtype, device=device) for _ in "kv")
         self.length = 0
 
-    def mha(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window_left: int = -1) -> torch.Tensor:
+    def mha(self, layer: int, q, k, v, *, rope: Rope | None = None, window_left: int = -1) -> torch.Tensor:
         """`q [bs, q_len, heads, dim]`, `k`, `v [bs, q_len, kv_heads, dim]`; `q_len` above 1 only into an empty cache."""
-        _check_no_window(window_left)
+        q, k = _prepared(q, k, rope, window_left)
         end = self.length + k.shape[1]
         self.k[layer, :, :, self.length : end] = k.transpose(1, 2)
         self.v[layer, :, :, self.length : end] = v.transpose(1, 2)
@@ -141,9 +142,11 @@ class CachedAttention:
         return out.transpose(1, 2)
 
 
-def _check_no_window(window_left: int) -> None:
+def _prepared(q: torch.Tensor, k: torch.Tensor, rope: Rope | None, window_left: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`q` and `k`, rotated."""
     if window_left >= 0:
         raise ValueError("training attends to everything before a token; `sliding_window` must be None")
+    return (q, k) if rope is None else (rotary(q, rope), rotary(k, rope))
 
 
 # Losses

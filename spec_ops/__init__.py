@@ -1,6 +1,9 @@
 """Speculative decoding as plain PyTorch: ops, models and rounds that compile to one CUDA graph."""
 
-import spec_ops.backends.reference  # noqa: F401  registers itself
+import spec_ops.backends.flashinfer
+import spec_ops.backends.reference
+import spec_ops.backends.tokenspeed
+import spec_ops.backends.triton  # noqa: F401  each registers itself
 from spec_ops._version import __version__
 from spec_ops.backends import BackendError, available_backends, register_backend, select_backend
 from spec_ops.ops import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Command line: `python -m spec_ops generate`, `explain` and `bench`."""
+"""Command line: `python -m spec_ops generate`, `explain`, `backends` and `bench`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from spec_ops.decoding import GenerationResult, Generator, SamplingParams, SpeculationConfig
 from spec_ops.models.corpus import ByteTokenizer, split_of, stdlib_files
+from spec_ops.models.drafts import Draft
 from spec_ops.models.pretrained import load_pair
+from spec_ops.models.target import Target
 from spec_ops.results import write_rows
 
 app = typer.Typer(
@@ -42,10 +45,10 @@ Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile r
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise typer.BadParameter(f"must be one of {sorted(_DTYPES)}, got {name!r}", param_hint="--dtype")
-    return _DTYPES[name]
+def _dtype(name: str, known: dict[str, torch.dtype] = _DTYPES) -> torch.dtype:
+    if name not in known:
+        raise typer.BadParameter(f"must be one of {sorted(known)}, got {name!r}", param_hint="--dtype")
+    return known[name]
 
 
 def _device(name: str | None) -> torch.device:
@@ -87,11 +90,18 @@ def generate(
     plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Decode both ways; exit code 1 if the texts differ.")] = False,
     pair: PairPath = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a transformers causal language model and its tokenizer, instead of a pair.")
+    ] = None,
+    draft_model: Annotated[
+        Path | None, typer.Option("--draft", help="With --model: folder of a smaller model, or of an EAGLE-3 head.")
+    ] = None,
     device: Device = None,
     dtype: DType = "float32",
     compile: Compile = False,
 ) -> None:
-    """Continue a prompt with the shipped pair of models (byte-level, trained on Python sources), streaming the text."""
+    """Continue a prompt with the shipped pair of models (byte-level, trained on Python sources) or with local checkpoints of
+    transformers, streaming the text."""
     if compare and (plain or temperature > 0 or dtype != "float32"):
         # In a short format the two ways round differently, and a near tie may rightly fall either way.
         raise typer.BadParameter(
@@ -102,7 +112,19 @@ def generate(
         sampling = SamplingParams(temperature, top_k, top_p, seed)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--temperature / --top-k / --top-p / --seed") from error
-    target, draft, tokenizer = load_pair(pair, device=place, dtype=_dtype(dtype))
+    target: Target
+    draft: Draft | None
+    tokenizer: Any
+    if model is None:
+        if draft_model is not None:
+            raise typer.BadParameter("needs --model", param_hint="--draft")
+        target, draft, tokenizer = load_pair(pair, device=place, dtype=_dtype(dtype))
+    else:
+        if pair is not None or (draft_model is None and not plain):
+            raise typer.BadParameter("needs --draft (or --plain), and no --pair", param_hint="--model")
+        from spec_ops.integrations.transformers.loading import load_checkpoints
+
+        target, draft, tokenizer = load_checkpoints(model, draft_model, device=place, dtype=_dtype(dtype))
     tokens = tokenizer.encode(prompt if prompt_file is None else _text(prompt_file))
     console.print(f"[dim]{place}, {dtype}, torch {torch.__version__}; {_describe(config)}[/dim]")
 
@@ -143,14 +165,14 @@ def _describe(config: SpeculationConfig) -> str:
 
 
 def _stream(
-    generator: Generator, tokens: list[int], tokenizer: ByteTokenizer, max_new_tokens: int, sampling: SamplingParams
+    generator: Generator, tokens: list[int], tokenizer: Any, max_new_tokens: int, sampling: SamplingParams
 ) -> GenerationResult:
     stream = tokenizer.stream_decoder()
     console.print(tokenizer.decode(tokens), end="", style="dim", markup=False, soft_wrap=True)
     result = generator.generate(
         [tokens],
         max_new_tokens=max_new_tokens,
-        stop_tokens=[tokenizer.EOS],
+        stop_tokens=tokenizer.stop_tokens,
         sampling=sampling,
         on_tokens=lambda _, new: console.print(stream.push(new), end="", markup=False, soft_wrap=True),
     )
@@ -196,6 +218,39 @@ def explain(
             made = _load_factory(factory)()
         parts = made if isinstance(made, tuple) else (made,)
         console.print(str(explain_graph(*parts, arch=arch)), markup=False, soft_wrap=True)
+
+
+@app.command()
+def backends(
+    arch: Annotated[
+        str | None, typer.Option(help="Choose for this architecture, such as sm100, with every package; default: this machine.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(min=1, max=128, help="Tokens a page.")] = 64,
+    reasons: Annotated[bool, typer.Option(help="Say why the others were not chosen.")] = True,
+) -> None:
+    """Which kernel every kind of attention call gets, and why not another: Llama-8B's GQA and DeepSeek-V3's MLA, bfloat16."""
+    from spec_ops.backends import get_backend, missing_backends
+    from spec_ops.backends.registry import device_arch
+    from spec_ops.backends.table import choices
+    from spec_ops.passes.compile import parse_arch
+
+    try:
+        planned = parse_arch(arch)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--arch") from error
+    here = planned is None
+    rows = choices(device_arch(_device(None)) if here else planned, missing_backends() if here else frozenset(), page_size)
+    table = Table("step", "queries", "cache", "kernel", *(["not chosen"] if reasons else []), show_lines=reasons)
+    for row in rows:
+        why = "\n".join(f"{name} {reason}" for name, reason in row.reasons.items())
+        table.add_row(
+            row.step, row.kind, str(row.kv_dtype).removeprefix("torch."), row.chosen or "none", *([why] if reasons else [])
+        )
+    console.print(table)
+    for name in sorted({row.chosen for row in rows if row.chosen}):
+        backend = get_backend(name)
+        if backend is not None and (absent := backend.missing()):
+            console.print(f"{name} {absent}", markup=False, soft_wrap=True)
 
 
 def _load_factory(name: str) -> Callable:
@@ -288,6 +343,93 @@ def bench_round(
     for row in rows:
         table.add_row(*(str(row[name]) for name in shown))
     console.print(table)
+
+
+@bench.command("ahead")
+def bench_ahead(
+    arch: Annotated[list[int], typer.Option(help="90 for sm_90; may be repeated.")] = [90, 100, 103, 120],  # noqa: B006
+    kernel: Annotated[str, typer.Option(help="Only variants whose name contains this.")] = "",
+) -> None:
+    """Compile every Triton kernel ahead of time, without a GPU: registers, shared memory and spills on each architecture.
+
+    Exit code 1 if a hot kernel spills, one needs more shared memory than the architecture has, or fewer blocks fit on a
+    multiprocessor than the launch counts on."""
+    from spec_ops.backends.triton.ahead import ARCHS, SHARED_LIMIT, compile_ahead, resident_blocks, variants
+
+    if unknown := sorted(set(arch) - set(ARCHS)):
+        raise typer.BadParameter(f"must be one of {list(ARCHS)}, got {unknown}", param_hint="--arch")
+    table = Table("kernel", title="registers / shared bytes / spilled bytes")
+    for a in arch:
+        table.add_column(f"sm_{a}", no_wrap=True)
+    failed = False
+    chosen = [v for v in variants() if kernel in v.name]
+    for variant in track(chosen, "compiling", console=console, transient=True):
+        cells = []
+        for a in arch:
+            if a not in variant.archs:
+                cells.append("")
+                continue
+            used = compile_ahead(variant, a)
+            bad = (variant.hot and used.spill_bytes > 0) or used.shared_bytes > SHARED_LIMIT[a]
+            bad |= resident_blocks(used, variant.num_warps, a) < variant.programs
+            failed |= bad
+            cells.append(("[red]" if bad else "") + " / ".join(map(str, used)))
+        table.add_row(variant.name + ("" if variant.hot else " (not hot)"), *cells)
+    console.print(table)
+    if failed:
+        raise typer.Exit(1)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    kind: Annotated[str | None, typer.Option(help="gqa or mla; default both.")] = None,
+    heads: Annotated[list[str] | None, typer.Option(help="32/8, 32/8:128 (GQA) or 128 (MLA 512+64); may be repeated.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="8x8192, or 32x512-65536 for log-uniform lengths; may be repeated.")
+    ] = None,
+    q_len: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
+    mask: Annotated[list[str] | None, typer.Option(help="causal or tree; may be repeated.")] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="May be repeated; default all that run here but reference; torch-flex compiles anew per case."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the cache; float8_e4m3fn takes bfloat16 queries.")] = "bfloat16",
+    page_size: Annotated[int, typer.Option(min=1, max=128)] = 64,
+    quick: Annotated[bool, typer.Option("--quick", help="Two batches, q_len 1 and 16, less time for each.")] = False,
+    time_budget: Annotated[float | None, typer.Option(min=0, help="Seconds; what is there by then is written.")] = None,
+    copy_rate: Annotated[float | None, typer.Option(min=1, help="Bytes a second, read and written; default measured.")] = None,
+    matmul_rate: Annotated[float | None, typer.Option(min=1, help="Bfloat16 operations a second; default measured.")] = None,
+    device: Annotated[str, typer.Option(help="cpu runs tiny cases by the wall clock.")] = "cuda",
+    out: Annotated[Path | None, typer.Option(help="Write the rows as JSON, with machine, versions and commit.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a roofline plot as PNG; needs matplotlib.")] = None,
+) -> None:
+    """Correctness and microseconds of every attention kernel, next to each other and to the machine's floor."""
+    from spec_ops.bench import kernel_cases, kernel_report, kernels
+
+    place, kv_dtype = _device(device), _dtype(dtype, _DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn})
+    try:
+        cases = kernel_cases.select(kind, heads, case, q_len, mask, quick)
+        backends = kernels.check_backends(backend, place)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    fine = kernel_report.run(
+        console,
+        cases,
+        backends,
+        device=place,
+        dtype=torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype,
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        copy_rate=copy_rate,
+        matmul_rate=matmul_rate,
+        min_ms=5.0 if quick else 20.0,
+        time_budget=time_budget,
+        out=out,
+        plot=plot,
+    )
+    if not fine:
+        console.print("[red]some results are wrong or some kernels failed[/red]")
+        raise typer.Exit(1)
 
 
 def _held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, corpus: Path | None) -> list[list[int]]:

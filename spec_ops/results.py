@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
 import shlex
@@ -20,10 +21,18 @@ def environment() -> dict[str, str]:
     return {
         "machine": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
+        **{name: version for name in ("triton", "flashinfer-python") if (version := _version(name))},
         "python": platform.python_version(),
         "commit": _commit(),
         "command": shlex.join(["python -m spec_ops", *sys.argv[1:]]).replace("'python -m spec_ops'", "python -m spec_ops"),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str:
@@ -39,7 +48,7 @@ def _commit() -> str:
         return "unknown"
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """JSON at `path`: `{"environment": ..., "rows": [...]}`."""
+def write_rows(path: Path, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """JSON at `path`: `{"environment": ..., "rows": [...]}`, with whatever else is given between the two."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(), "rows": list(rows)}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"environment": environment(), **more, "rows": list(rows)}, indent=2) + "\n", encoding="utf-8")

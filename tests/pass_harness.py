@@ -1,20 +1,33 @@
-"""Compiles for tests without code generation: Dynamo and AOTAutograd with Inductor's decompositions, the passes, then the graph
-is interpreted. Seconds instead of tens of seconds, and fp32 results differ from eager only by what a pass changed."""
+"""What tests of passes share: graphs as passes see them, one pass alone, backends for a while, and compiling without code.
+
+That is Dynamo and AOTAutograd with Inductor's decompositions, the passes, then the graph is interpreted: seconds instead of
+tens of seconds, and fp32 results differ from eager only by what a pass changed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from functorch.compile import make_boxed_func
+from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from spec_ops.passes import GraphReport, PassManager
+import spec_ops
+from spec_ops.backends import Backend, get_backend, unregister_backend
+from spec_ops.passes import GraphPass, GraphReport, PassContext, PassManager, PassResult, manager
 
 
 def compile_interpreted(
@@ -36,6 +49,105 @@ def compile_interpreted(
         keep_inference_input_mutations=True,
     )
     return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False), reports
+
+
+def capture(fn: Callable, *args: Any) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """The functional graph that passes see of `fn(*args)`, and its inputs in its order."""
+    graphs, inputs = [], []
+
+    def compiler(module: fx.GraphModule, _: list[Any]) -> Callable:
+        graphs.append(module)
+        return make_boxed_func(lambda *args: fx.Interpreter(module).run(*args))
+
+    lower = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, decompositions=select_decomp_table)
+
+    def backend(module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable:
+        inputs.extend(example_inputs)
+        return lower(module, example_inputs)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)(*args)
+    return graphs[0], inputs
+
+
+class WithoutGuards(TorchFunctionMode):
+    """Indexing and `copy_` of a CUDA tensor enter a device guard, which a torch without CUDA lacks; the ops beneath do not."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.copy_:
+            return torch.ops.aten.copy_.default(*args)
+        if func is not torch.Tensor.__getitem__:
+            return func(*args, **(kwargs or {}))
+        (x, items), dim, indices = args, 0, []
+        items = items if isinstance(items, tuple) else (items,)
+        for place, item in enumerate(items):
+            if item is Ellipsis:
+                dim = x.dim() - sum(later is not None for later in items[place + 1 :]) - 1
+            elif item is None:
+                x = x.unsqueeze(dim)
+            elif isinstance(item, int):
+                x, dim = x.select(dim, item), dim - 1
+            elif isinstance(item, slice):
+                x = torch.ops.aten.slice.Tensor(x, dim, item.start, item.stop, item.step or 1)
+            else:
+                indices += [None] * (dim - len(indices)) + [item]
+            dim += 1
+        return torch.ops.aten.index.Tensor(x, indices) if indices else x
+
+
+def capture_for_cuda(fn: Callable, *args: Any) -> fx.GraphModule:
+    """The graph of `fn` on CUDA tensors like those in `args`; it runs on CPU tensors too. Not functional if `fn` mutates."""
+    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode, WithoutGuards(), torch.no_grad():
+
+        def like(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(mode.from_tensor(tensor), device="cuda", requires_grad=False)
+
+        return make_fx(fn, decomposition_table=select_decomp_table())(*tree_map_only(torch.Tensor, like, args))
+
+
+def run_pass(graph_pass: GraphPass, module: fx.GraphModule, arch: int | None = None) -> PassResult:
+    """One pass, as the manager runs it."""
+    result = PassResult(graph_pass.name)
+    graph_pass.run(module.graph, PassContext(arch), result)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    return result
+
+
+def switched_off(graph_pass: GraphPass, module: fx.GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that the manager leaves the graph alone if the pass is off."""
+    monkeypatch.setattr(manager, "PASSES", (graph_pass,))
+    before = str(module.graph)
+    PassManager({graph_pass.name: False})(module.graph)
+    assert str(module.graph) == before
+
+
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+def texts(notes: list) -> str:
+    return "\n".join(note.text for note in notes)
+
+
+@contextlib.contextmanager
+def registered(backend: Backend) -> Iterator[None]:
+    """`backend` takes part in selection for as long as the block lasts."""
+    spec_ops.register_backend(backend)
+    try:
+        yield
+    finally:
+        unregister_backend(backend.name)
+
+
+def using_provider(name: str = "provider", **changes: Any) -> contextlib.AbstractContextManager[None]:
+    """Registers a backend that runs the reference kernels."""
+    reference = get_backend("reference")
+    assert reference is not None
+    fields = {"dtypes": reference.dtypes, "kv_dtypes": reference.kv_dtypes, "capabilities": None, "rank": 5}
+    return registered(Backend(name, **{"kernels": reference.kernels, **fields, "tree_mask": True, **changes}))
 
 
 class Uncached(CustomGraphPass):

@@ -42,6 +42,11 @@ def append_kv_call() -> dict[str, Any]:
     return call | {"k": torch.randn(3, KV_HEADS, DIM), "v": torch.randn(3, KV_HEADS, DIM), "slots": int32(0, 9, -1)}
 
 
+def rope_append_kv_call() -> dict[str, Any]:
+    angles = {name: torch.randn(3, DIM // 2) for name in ("cos", "sin")}
+    return append_kv_call() | {"q": torch.randn(3, HEADS, DIM)} | angles
+
+
 def append_mla_kv_call() -> dict[str, Any]:
     rows = {"c_kv": torch.randn(3, RANK), "k_rope": torch.randn(3, DIM - RANK)}
     return {"kv_cache": torch.randn(PAGES, PAGE_SIZE, DIM), **rows, "slots": int32(0, 9, -1)}
@@ -66,6 +71,7 @@ def accept_sampled_call() -> dict[str, Any]:
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"{kind}_{step}": (lambda k=kind, s=step: attention_call(k, s)) for kind in ("mha", "mla") for step in STEPS},
     "append_kv": append_kv_call,
+    "rope_append_kv": rope_append_kv_call,
     "append_mla_kv": append_mla_kv_call,
     "move_kv": move_kv_call,
     "page_table": lambda: pool_call(page_size=PAGE_SIZE),
@@ -272,6 +278,20 @@ for name in ("k", "v"):
     bad_tensor("append_kv", name, dtype=torch.bfloat16)
     wrong("append_kv", name, "shape (3, 2, 15)", **{name: torch.zeros(3, KV_HEADS, DIM - 1)})
 wrong("append_kv", "v", "shape (2, 2, 16)", v=torch.zeros(2, KV_HEADS, DIM))
+for name in ("k", "v"):
+    bad_tensor("rope_append_kv", name, dtype=torch.bfloat16)
+    wrong("rope_append_kv", name, "shape (3, 2, 15)", **{name: torch.zeros(3, KV_HEADS, DIM - 1)})
+for name in ("cos", "sin"):
+    bad_tensor("rope_append_kv", name, dtype=torch.bfloat16)
+    wrong("rope_append_kv", name, "shape (2, 8)", **{name: torch.zeros(2, DIM // 2)})
+wrong("rope_append_kv", "cos", "shape (3, 9)", cos=torch.zeros(3, DIM // 2 + 1))
+wrong("rope_append_kv", "sin", "shape (3, 7)", sin=torch.zeros(3, DIM // 2 - 1))
+wrong("rope_append_kv", "q", "float64", TypeError, q=torch.zeros(3, HEADS, DIM, dtype=torch.float64))
+wrong("rope_append_kv", "k_cache", "float16", TypeError, k_cache=lambda call: call["k_cache"].half())
+wrong("rope_append_kv", "v_cache", "shape (6, 4, 2, 16)", v_cache=lambda call: call["v_cache"][1:])
+wrong("rope_append_kv", "v_cache", "the same one", v_cache=lambda call: call["k_cache"])
+wrong("rope_append_kv", "slots", "28", IndexError, slots=int32(1, 28, 2))
+wrong("rope_append_kv", "slots", "shape (2,)", slots=int32(1, 2))
 bad_tensor("append_mla_kv", "c_kv", dtype=torch.bfloat16)
 bad_tensor("append_mla_kv", "k_rope", dtype=torch.bfloat16)
 wrong("append_mla_kv", "c_kv", "shape (3, 17)", c_kv=torch.zeros(3, DIM + 1))

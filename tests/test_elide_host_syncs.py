@@ -18,16 +18,8 @@ from spec_ops.passes.elide_host_syncs import ITEM, ElideHostSyncs, _holds_unless
 from spec_ops.passes.elide_unread_inputs import ElideUnreadInputs
 from spec_ops.passes.graph import arg, attention_calls
 from spec_ops.passes.select_backends import SelectBackends
+from tests.pass_harness import capture, capture_for_cuda, run_pass, switched_off, targets, texts, using_provider
 from tests.test_elide_unread_inputs import PAGE, WIDTH, naive, tensors
-from tests.test_use_decode_for_extend import (
-    capture,
-    capture_for_cuda,
-    registered,
-    run_pass,
-    switched_off,
-    targets,
-    texts,
-)
 
 
 def step(q, k_cache, v_cache, req_to_token, rows, seq_lens, **options: Any) -> torch.Tensor:
@@ -95,7 +87,7 @@ def test_steps_share_a_read_and_a_kernel_that_reads_it():
         first = step(*args, max_seq_len=bound, backend="provider")
         return step(first, *args[1:], max_seq_len=bound, backend="provider")
 
-    with registered(reads=frozenset({"max_seq_len"})):
+    with using_provider(reads=frozenset({"max_seq_len"})):
         module, result = check(fn, 3, 0)
     assert [arg(node, "max_seq_len") for node in attention_calls(module.graph)] == [WIDTH] * 2
     assert result.refused == []
@@ -249,7 +241,7 @@ def test_reads_that_are_used_stay():
 
 
 def test_a_host_plan_keeps_its_copy():
-    with registered(reads=frozenset({"seq_lens_cpu"}), host_plan=True):
+    with using_provider(reads=frozenset({"seq_lens_cpu"}), host_plan=True):
         module = capture_for_cuda(naive("provider"), *tensors())
         result = run_pass(ElideUnreadInputs(), module)
         result = run_pass(ElideHostSyncs(), module)

@@ -15,15 +15,7 @@ from spec_ops.ops.kv_indices import kv_indices_op, page_table_op
 from spec_ops.passes.elide_unread_inputs import OPTIONAL_INPUTS, ElideUnreadInputs
 from spec_ops.passes.graph import arg, attention_calls
 from spec_ops.passes.report import is_host_copy
-from tests.test_use_decode_for_extend import (
-    capture,
-    capture_for_cuda,
-    registered,
-    run_pass,
-    switched_off,
-    targets,
-    texts,
-)
+from tests.pass_harness import capture, capture_for_cuda, run_pass, switched_off, targets, texts, using_provider
 
 BS, PAGE, WIDTH = 2, 4, 16
 
@@ -122,7 +114,7 @@ def test_a_reader_keeps_what_it_reads():
         ({"seq_lens_cpu", "max_seq_len"}, {kv_indices_op: 0, "copies": 1}),
         (set(OPTIONAL_INPUTS), {kv_indices_op: 1, "copies": 1}),
     ):
-        with registered(reads=frozenset(reads)):
+        with using_provider(reads=frozenset(reads)):
             module, _ = check(naive("provider"), 4 - len(reads))
         (node,) = attention_calls(module.graph)
         assert given(node) == reads
@@ -131,7 +123,7 @@ def test_a_reader_keeps_what_it_reads():
 
 
 def test_host_planned_overload():
-    with registered(reads=frozenset({"seq_lens_cpu"}), host_plan=True):
+    with using_provider(reads=frozenset({"seq_lens_cpu"}), host_plan=True):
         module, _ = check(naive("provider"), 3)
     assert [given(node) for node in attention_calls(module.graph)] == [{"seq_lens_cpu"}]
 
@@ -147,7 +139,7 @@ def test_tensors_that_are_also_returned():
 
 
 def test_a_second_call_that_reads_them():
-    with registered(reads=frozenset({"kv_indptr", "kv_indices"})):
+    with using_provider(reads=frozenset({"kv_indptr", "kv_indices"})):
         module, _ = check(naive(again="provider"), 5)
     assert [given(node) for node in attention_calls(module.graph)] == [{"max_seq_len"}, {"kv_indptr", "kv_indices"}]
     assert targets(module).count(kv_indices_op) == 1
@@ -167,7 +159,7 @@ def test_a_call_without_its_backend_is_left_alone():
 
 
 def test_a_backend_that_is_gone():
-    with registered():
+    with using_provider():
         module = capture_for_cuda(naive("provider"), *tensors())
     result = run_pass(ElideUnreadInputs(), module)
     assert (result.matches, "unknown backend 'provider'" in texts(result.refused)) == (0, True)

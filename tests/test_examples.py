@@ -14,8 +14,9 @@ ARGUMENTS = {
     "chain_and_tree.py": ["--new-tokens", "32"],
     "compile_your_model.py": ["--backend", "aot_eager"],
     "sampled_decoding.py": ["--draws", "512"],
+    "transformers_generate.py": ["--new-tokens", "24"],
 }
-TESTED_ELSEWHERE = {"train_tiny.py", "naive_round.py"}  # by test_train_tiny.py and test_naive_round.py
+TESTED_ELSEWHERE = {"train_tiny.py", "naive_round.py", "blackwell_eagle3.py", "blackwell_mtp_mla.py"}  # by their own test files
 
 
 def test_every_example_is_tested():

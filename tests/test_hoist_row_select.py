@@ -6,211 +6,30 @@ another order. What is only pointwise stays exact.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spec_ops import ops
-from spec_ops.models import PagedAttention, PagedKVCache
 from spec_ops.passes import PassManager, manager
-from spec_ops.passes.base import PassContext, PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, arg, attention_calls, value
 from spec_ops.passes.hoist_row_select import HoistRowSelect
-from tests.test_generate import VOCAB, make_draft, make_target
-
-aten = torch.ops.aten
-BS, D, K = 3, 4, 16
-
-
-def hoist(graph: torch.fx.Graph) -> PassResult:
-    result = PassResult(HoistRowSelect.name)
-    HoistRowSelect().run(graph, PassContext(), result)
-    graph.eliminate_dead_code()
-    graph.lint()
-    return result
-
-
-def product_rows(graph: torch.fx.Graph) -> list[int]:
-    """Rows of every matrix product's left operand, in order."""
-    found = [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default, aten.bmm.default)]
-    return [value(n.args[-2]).shape[-2] for n in found]
-
-
-def query_lengths(graph: torch.fx.Graph) -> list[int]:
-    return [value(arg(n, "q")).shape[1] for n in attention_calls(graph)]
-
-
-def trace(fn, *args) -> torch.fx.GraphModule:
-    """A functional graph of `fn`, decomposed as for Inductor; tensors of enclosing scopes become attributes."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(a) for a in args]
-    with mode, torch.no_grad():
-        module = make_fx(fn, decomposition_table=select_decomp_table())(*fakes)
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            node.meta["val"] = mode.from_tensor(getattr(module, node.target))
-    return module
-
-
-def check(fn, *args, exact: bool = False) -> tuple[torch.fx.Graph, PassResult]:
-    """Trace `fn`, run it, hoist, run it again: equal results, one graph."""
-    module = trace(fn, *args)
-    want, before = module(*args), str(module.graph)
-    result = hoist(module.graph)
-    module.recompile()
-    got = module(*args)
-    torch.testing.assert_close(got, want, **({"rtol": 0, "atol": 0} if exact else {}))
-    if not result.matches:
-        assert str(module.graph) == before
-    for node in module.graph.nodes:  # fake values must describe what runs
-        assert node.op != "call_function" or "val" in node.meta
-    return module.graph, result
-
-
-def weights(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(shape) / shape[0] ** 0.5 for shape in shapes]
-
-
-def rows_by_gather(x, row):
-    return x.gather(1, row[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0]
-
-
-def rows_by_arange(x, row):
-    return x[torch.arange(x.shape[0]), row]
-
-
-SELECTIONS = {
-    "gather": rows_by_gather,
-    "arange": rows_by_arange,
-    "arange-int32-negative": lambda x, row: x[torch.arange(x.shape[0]), (row - x.shape[1]).to(torch.int32)],
-    "arange-two": lambda x, row: x[torch.arange(x.shape[0])[:, None], torch.stack([row, (row + 1) % x.shape[1]], 1)],
-    "gather-two": lambda x, row: x.gather(
-        1, torch.stack([row, x.shape[1] - 1 - row], 1)[:, :, None].expand(-1, -1, x.shape[-1])
-    ),
-    "last": lambda x, row: x[:, -1],
-    "second": lambda x, row: x.select(1, 1),
-    "middle-two": lambda x, row: x[:, 1:3],
-    "all-but-last": lambda x, row: x[:, :-1],
-    "index-select": lambda x, row: x.index_select(1, row[:1]),
-    "same-row": lambda x, row: x[:, row[:2]],
-    "flat": lambda x, row: x.flatten(0, 1)[torch.arange(x.shape[0]) * x.shape[1] + row.clamp(0, x.shape[1] - 1)],
-}
-
-
-class Extend(torch.nn.Module):
-    """A draft extend with logits of all rows, and the selection after them."""
-
-    def __init__(self, draft, select, step: str = "draft_extend", twice: bool = False) -> None:
-        super().__init__()
-        self.draft, self.select, self.step, self.twice = draft, select, step, twice
-        self.cache = PagedKVCache(draft.config, 16, 4, device="cpu", dtype=torch.float32)
-        g = torch.Generator().manual_seed(3)
-        for tensor in self.cache.tensors():
-            tensor.normal_(generator=g)
-
-    def forward(self, tokens, hidden, lens, row, slots):
-        table = torch.arange(16, dtype=torch.int32).reshape(4, 4)[: lens.shape[0]]
-        positions = (lens[:, None] - D + torch.arange(D)).clamp(min=0)
-        attention = PagedAttention(self.cache, self.step, table, lens, slots)
-        hidden = self.draft(tokens, hidden, positions, attention)
-        selected = self.select(self.draft.logits(hidden), row)
-        return (selected, self.select(hidden, row)) if self.twice else selected
-
-
-def run_compiled(module, *args, on: bool):
-    """`module(*args)` captured as Inductor would, with the pass or without; its result, graph and report."""
-    captured = []
-
-    def compiler(traced, inputs):
-        captured.append((traced.graph, hoist(traced.graph) if on else None))
-        traced.recompile()
-        return make_boxed_func(traced.forward)
-
-    backend = aot_autograd(
-        fw_compiler=compiler,
-        inference_compiler=compiler,
-        decompositions=select_decomp_table,
-        keep_inference_input_mutations=True,
-    )
-    torch._dynamo.reset()
-    with torch.no_grad():
-        out = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*args)
-    return out, *captured[0]
-
-
-def extend_inputs(hidden_size: int, bs: int = BS):
-    torch.manual_seed(4)
-    lens = torch.tensor([9, 0, 4, 2][:bs], dtype=torch.int32)  # 0: a padded request; 2: fewer than the queries
-    slots = (torch.arange(bs)[:, None] * 16 + lens[:, None] - D + torch.arange(D)).masked_fill(lens[:, None] < D, -1)
-    row = torch.tensor([2, 0, 3, 1][:bs])
-    return torch.randint(0, VOCAB, (bs, D)), torch.randn(bs, D, hidden_size), lens, row, slots
-
-
-# Per draft layer kind: products whose rows shrink with the query side (q, o, 3 of the MLP, head; MLA: and W_UK, W_UV).
-DRAFTS = [
-    pytest.param(False, "eagle3", 1, 6, id="eagle3-gqa"),
-    pytest.param(True, "mtp", 1, 8, id="mtp-mla"),
-    pytest.param(False, "standalone", 2, 6, id="standalone-gqa"),
-    pytest.param(True, "standalone", 2, 8, id="standalone-mla"),
-]
-
-
-@pytest.mark.parametrize("bs", [1, 3])
-@pytest.mark.parametrize(("mla", "kind", "layers", "products"), DRAFTS)
-def test_extend_computes_the_last_layers_queries_and_head_on_one_row(mla, kind, layers, products, bs):
-    plain = Extend(make_draft(kind, make_target(mla)), rows_by_gather).eval()
-    passed = copy.deepcopy(plain)
-    inputs = extend_inputs(plain.draft.config.hidden_size, bs)
-    want, before, _ = run_compiled(plain, *inputs, on=False)
-    got, after, result = run_compiled(passed, *inputs, on=True)
-    torch.testing.assert_close(got, want)
-    for cache, expected in zip(passed.cache.tensors(), plain.cache.tensors(), strict=True):
-        assert torch.equal(cache, expected)
-    assert result.matches == 1
-    assert [n.text for n in result.done] == [f"1 of 4 rows per request in 1 attention call and {products} matrix products"]
-    assert "test_hoist_row_select.py" in result.done[0].where
-    assert not result.refused
-    assert query_lengths(before) == [D] * layers
-    assert query_lengths(after) == [D] * (layers - 1) + [1]  # earlier layers feed later keys and values
-    assert product_rows(before)[-1] == bs * D
-    assert product_rows(after)[-1] == bs
-    assert sum(product_rows(before)) - sum(product_rows(after)) == products * bs * (D - 1)
-    assert len(product_rows(before)) == len(product_rows(after))
-
-
-@pytest.mark.parametrize("select", SELECTIONS)
-def test_every_form_of_selection(select):
-    plain = Extend(make_draft("eagle3", make_target(False)), SELECTIONS[select]).eval()
-    passed = copy.deepcopy(plain)
-    inputs = extend_inputs(64)
-    want, _, _ = run_compiled(plain, *inputs, on=False)
-    got, graph, result = run_compiled(passed, *inputs, on=True)
-    torch.testing.assert_close(got, want)
-    assert result.matches == 1
-    rows = want.numel() // want.shape[-1]
-    assert product_rows(graph)[-1] == rows
-    assert query_lengths(graph) == [rows // BS]
-
-
-def test_selections_by_the_same_index_move_together():
-    plain = Extend(make_draft("mtp", make_target(False)), rows_by_arange, twice=True).eval()
-    passed = copy.deepcopy(plain)
-    inputs = extend_inputs(64)
-    want, _, _ = run_compiled(plain, *inputs, on=False)
-    got, graph, result = run_compiled(passed, *inputs, on=True)
-    torch.testing.assert_close(got, want)
-    assert result.matches == 1
-    assert query_lengths(graph) == [1]
+from tests.hoist_harness import (
+    BS,
+    SELECTIONS,
+    D,
+    K,
+    check,
+    hoist,
+    product_rows,
+    rows_by_arange,
+    rows_by_gather,
+    trace,
+    weights,
+)
+from tests.test_generate import make_draft, make_target
 
 
 def test_spellings_of_one_index_move_together(x):
@@ -279,10 +98,14 @@ def x():
 
 
 ROW = torch.tensor([1, 3, 0])
+
+
 HEAD, BIAS = weights((K, 9), (9,))
 
 
 WIDTHS = (4, 8, 16, 32)
+
+
 SQUARE, TO_K, TO_8 = (
     {n: weights(shape(n))[0] for n in WIDTHS} for shape in (lambda n: (n, n), lambda n: (n, K), lambda n: (8, n))
 )
@@ -417,142 +240,28 @@ def test_near_misses(x, name):
     assert all("test_hoist_row_select.py" in note.where or note.where.startswith("unknown") for note in result.refused)
 
 
-def test_symbolic_shapes_are_left_alone(x):
-    def fn(x, row, weight):
-        return rows_by_gather(x @ weight, row)
-
-    module = make_fx(fn, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(x, ROW, HEAD)
-    assert hoist(module.graph).matches == 0
-
-
-HEADS, DIM, PAGE = 4, 8, 4
-LENGTHS = torch.tensor([9, 0, 1, 6], dtype=torch.int32)
-
-
-class Verify(torch.nn.Module):
-    """Query projection, attention over a filled cache, output projection, selection."""
-
-    def __init__(self, mla: bool, q_len: int, select, **options) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.mla, self.q_len, self.select, self.options = mla, q_len, select, options
-        self.step = options.pop("step", "target_verify")
-        self.wq, self.wo = weights((K, HEADS * DIM), (HEADS * (DIM - 2 if mla else DIM), 11))
-        shape = (24, PAGE, DIM) if mla else (24, PAGE, 2, DIM)
-        self.keys, self.values = torch.randn(shape), torch.randn(shape)
-        self.table = torch.randperm(24).reshape(4, 6).to(torch.int32)
-
-    def forward(self, x, row, lens, *mask):
-        q = (x @ self.wq).unflatten(-1, (HEADS, DIM))
-        options = dict(self.options)
-        if mask:
-            options |= {"tree_mask": mask[0], "mask_len": 7}
-        if self.mla:
-            op = getattr(ops, f"mla_{self.step}")
-            out = op(q, self.keys, DIM - 2, self.table, lens, scale=0.3, **options)
-        else:
-            out = getattr(ops, f"mha_{self.step}")(q, self.keys, self.values, self.table, lens, **options)
-        return self.select(out.flatten(-2) @ self.wo, row)
-
-
-def verify_inputs(q_len: int, tree: bool):
-    torch.manual_seed(6)
-    x, row = torch.randn(4, q_len, K), torch.randint(0, q_len, (4,))
-    if not tree:
-        return x, row, LENGTHS
-    ancestors = torch.randint(0, 2**q_len, (4, q_len)) & ((1 << torch.arange(q_len)) - 1)
-    return x, row, LENGTHS, ancestors | (1 << torch.arange(q_len))
-
-
-OPTIONS = {
-    "plain": {},
-    "window": {"window_left": 2},
-    "window of self": {"window_left": 0},
-    "sinks": {"sinks": torch.randn(HEADS)},
-    "all": {"window_left": 3, "sinks": torch.randn(HEADS), "softcap": 5.0, "max_seq_len": 20, "step": "draft_decode"},
+SYMBOLIC = {
+    "gather": (lambda x, row, weight: rows_by_gather(x @ weight, row), "its shape is symbolic"),
+    "arange": (lambda x, row, weight: rows_by_arange(x @ weight, row), "its shape is symbolic"),
+    "last": (lambda x, row, weight: (x @ weight)[:, -1], "its shape is symbolic"),
+    "flat": (lambda x, row, weight: (x @ weight).flatten(0, 1)[row], "its shape is symbolic"),
+    "a row by its number": (
+        lambda x, row, weight: torch.ops.aten.select.int(x @ weight, 1, x.shape[0] - 1),
+        "the row is a symbolic number",
+    ),
+    "the first rows": (lambda x, row, weight: (x @ weight)[:, : x.shape[0]], "the bounds of the rows are symbolic"),
 }
 
 
-@pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
-@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("select", ["gather", "gather-two", "last", "middle-two"])
-def test_a_query_sees_what_it_saw(mla, tree, options, select):
-    """Also with fewer keys than queries, and none: there the result is that of zeros."""
-    module = Verify(mla, 5, SELECTIONS[select], **OPTIONS[options])
-    inputs = verify_inputs(5, tree)
-    graph, result = check(module, *inputs)
-    assert result.matches == 1
-    rows = 2 if "two" in select else 1
-    assert query_lengths(graph) == [rows]
-    call = next(attention_calls(graph))
-    assert value(arg(call, "seq_lens")).dtype == torch.int32
-    assert (arg(call, "tree_mask") is not None) == (tree or select == "gather-two")
-    assert arg(call, "mask_len") == (7 if tree else 5 if select == "gather-two" else 0)
-
-
-@pytest.mark.parametrize("q_len", [63, 64, 65])
-def test_widest_causal_mask(q_len):
-    def select(x, row):
-        index = torch.stack([torch.full_like(row, q_len - 1), torch.full_like(row, q_len - 2)], 1)
-        return x[torch.arange(4)[:, None], index]
-
-    module = Verify(False, q_len, select)
-    module.table = torch.arange(24, dtype=torch.int32).repeat(4, 1)
-    row = torch.tensor([0, 1, 2, 3])
-    lens = torch.tensor([q_len + 9, 0, 30, q_len], dtype=torch.int32)
-    graph, result = check(module, torch.randn(4, q_len, K), row, lens)
-    assert result.matches == 1
-    assert product_rows(graph)[-1] == 8
-    assert query_lengths(graph) == [2 if q_len <= 64 else 65]
-    assert ("do not fit a tree mask" in result.done[0].text) == (q_len > 64)
-
-
-def test_lengths_of_all_queries_keep_the_call_whole():
-    module = Verify(False, 5, rows_by_gather, seq_lens_cpu=LENGTHS)
-    graph, result = check(module, *verify_inputs(5, False))
-    assert query_lengths(graph) == [5]
-    assert product_rows(graph) == [20, 4]
-    assert "seq_lens_cpu" in result.done[0].text
-
-
-class AppendsLater(Extend):
-    """A second append to the cache, between the attention call and the selection."""
-
-    def forward(self, tokens, hidden, lens, row, slots):
-        table = torch.arange(16, dtype=torch.int32).reshape(4, 4)[: lens.shape[0]]
-        attention = PagedAttention(self.cache, self.step, table, lens, slots)
-        hidden = self.draft(tokens, hidden, torch.arange(D).expand(BS, -1), attention)
-        logits = self.draft.logits(hidden)
-        k, v = self.cache.layer(0)
-        ops.append_kv(k, v, k[0, :1] * 2, v[0, :1] * 2, row[:1])
-        return self.select(logits, row)
-
-
-def test_no_call_moves_past_a_write_to_its_cache():
-    plain = AppendsLater(make_draft("eagle3", make_target(False)), rows_by_gather).eval()
-    passed = copy.deepcopy(plain)
-    inputs = extend_inputs(64)
-    want, _, _ = run_compiled(plain, *inputs, on=False)
-    got, graph, result = run_compiled(passed, *inputs, on=True)
-    torch.testing.assert_close(got, want)
-    for cache, expected in zip(passed.cache.tensors(), plain.cache.tensors(), strict=True):
-        assert torch.equal(cache, expected)
-    assert query_lengths(graph) == [D]
-    assert product_rows(graph)[-1] == BS
-    assert "would copy the cache" in result.done[0].text
-
-
-def test_padded_requests_give_zeros():
-    module = Verify(False, 5, rows_by_gather)
-    traced = trace(module, *verify_inputs(5, False))
-    hoist(traced.graph)
-    traced.recompile()
-    assert any(n.target in ATTENTION_OPS and query_lengths(traced.graph) == [1] for n in traced.graph.nodes)
-    for row in range(5):
-        x, _, _ = verify_inputs(5, False)
-        out = traced(x, torch.full((4,), row), torch.zeros(4, dtype=torch.int32))
-        assert torch.equal(out, torch.zeros_like(out))
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_symbolic_shapes_are_refused_with_the_reason(x, name):
+    fn, reason = SYMBOLIC[name]
+    module = make_fx(fn, decomposition_table=select_decomp_table(), tracing_mode="symbolic")(x, ROW, HEAD)
+    before = str(module.graph)
+    result = hoist(module.graph)
+    assert result.matches == 0
+    assert str(module.graph) == before
+    assert any(reason in note.text for note in result.refused)
 
 
 LINKS = {

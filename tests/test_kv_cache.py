@@ -334,3 +334,43 @@ def test_compiled_attention_sees_rows_appended_in_the_same_graph(kind, device):
     assert (got[0, 0, 0].double() - by_hand).abs().max() < 1e-5
     without = torch.softmax(queries[0].double() @ k[:-1].T / math.sqrt(16), -1) @ v[:-1]
     assert (by_hand - without).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("half", [HEAD_DIM // 2, HEAD_DIM // 4], ids=["whole", "part"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope_append_kv_is_rotation_then_append(dtype, half, device):
+    """Against a complex rotation in float64 and `append_kv` of the rotated keys."""
+    g = torch.Generator().manual_seed(2)
+    slots = [17, -1, 8, 23, 0]
+    value_dtype = torch.bfloat16 if dtype == FP8 else dtype
+    fused = torch.randn(len(slots), (5 + 2 * HEADS) * HEAD_DIM, generator=g).to(value_dtype).to(device)
+    parts = fused.split([5 * HEAD_DIM, HEADS * HEAD_DIM, HEADS * HEAD_DIM], 1)  # slices of one projection
+    q, k, v = (part.unflatten(1, (-1, HEAD_DIM)) for part in parts)
+    v = v[..., :V_DIM]
+    angle = torch.randn(len(slots), half, generator=g).to(device) * 5
+
+    def rotated(x):
+        turned = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
+        turned = turned * torch.polar(torch.ones_like(angle).double(), angle.double())[:, None]
+        return torch.cat([turned.real, turned.imag, x[..., 2 * half :].double()], -1)
+
+    _, k_cache, v_cache = mha_caches(dtype, device, "layers")
+    _, want_k, want_v = mha_caches(dtype, device, "layers")
+    indices = torch.tensor(slots, device=device)
+    factors = scales(dtype, "k_scale", "v_scale")
+    got = spec_ops.rope_append_kv(q, k, v, angle.cos(), angle.sin(), k_cache, v_cache, indices, **factors)
+    assert got.is_contiguous()
+    # float32 arithmetic, then one rounding to the dtype: half a unit in the last place of the largest entry.
+    bound = 8 * torch.finfo(torch.float32).eps + torch.finfo(value_dtype).eps
+    assert (got.double() - rotated(q)).abs().max() <= bound * rotated(q).abs().max()
+    spec_ops.append_kv(want_k, want_v, rotated(k).to(value_dtype), v, indices, **factors)
+    assert torch.equal(as_bytes(v_cache), as_bytes(want_v))
+    for slot in set(range(SLOTS)) - {s for s in slots if s >= 0}:
+        place = slot // PAGE_SIZE, slot % PAGE_SIZE
+        assert torch.equal(as_bytes(k_cache[place]), as_bytes(want_k[place]))
+    # A key may round to the neighbour of float64's value; in e4m3 a neighbour is an eighth away.
+    step = 0.13 if dtype == FP8 else bound
+    for slot in (s for s in slots if s >= 0):
+        place = slot // PAGE_SIZE, slot % PAGE_SIZE
+        got_row, want_row = k_cache[place].double(), want_k[place].double()
+        assert (got_row - want_row).abs().max() <= step * want_row.abs().max()

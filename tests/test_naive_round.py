@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -14,12 +16,13 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import spec_ops
-from spec_ops.passes import GraphReport, explain
-from spec_ops.passes.report import ITEMS
+from spec_ops.models import PagedAttention
+from spec_ops.passes import GraphReport, PassManager, explain, report
+from spec_ops.passes.elide_host_syncs import is_sync
+from spec_ops.passes.report import SUMMARY
 from tests.csr_backend import CSR
-from tests.pass_harness import Uncached, cache_copies, compile_interpreted
+from tests.pass_harness import Uncached, cache_copies, capture_for_cuda, compile_interpreted, registered, using_provider
 from tests.test_compile import has_cpp_compiler
-from tests.test_passes import registered
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "naive_round.py"
 spec = importlib.util.spec_from_file_location("naive_round", EXAMPLE)
@@ -32,7 +35,6 @@ CASES = [
     for mla in (0, 1)
     for width in (1, 4)
 ]
-INDEX_OPS = ("kv_indices", "draft_kv_indices", "draft_kv_indices_steps")
 
 
 @pytest.fixture(autouse=True)
@@ -42,41 +44,75 @@ def scalars_in_the_graph():
         yield
 
 
-def generations(counts: dict[str, int]) -> int:
-    return sum(counts.get(name, 0) for name in INDEX_OPS)
+def table(report: GraphReport) -> dict[str, tuple[int, int]]:
+    return {name: (report.before[name], report.after[name]) for name in SUMMARY}
 
 
-def lm_head_rows(report: GraphReport) -> str:
-    return "; ".join(n.text for r in report.results if r.name == "hoist_row_select" for n in r.done)
+def expected(width: int, **changes: tuple[int, int]) -> dict[str, tuple[int, int]]:
+    """What is left of metadata launches: one page table, one stack of lengths and one of draft slots, the slots that verify and
+    extend share, and the length of the selected row; a tree's accepted path has two more, moved from and to."""
+    moved = 2 * (width > 1)
+    counts = {
+        report.KV_GENERATIONS: (4, 0),
+        report.PAGE_TABLES: (4, 1),
+        report.HOST_COPIES: (0, 0),  # a CPU trace has none
+        report.ITEMS: (4, 0),
+        report.METADATA_LAUNCHES: (17 + moved, 5 + moved),
+        report.HEAD_ROWS: (8, 2),  # for 2 requests
+        report.PREFILLS: (1, 0),
+        report.HOST_PLANNED: (0, 0),
+        report.CUDA_GRAPHS: (5, 1),
+    }
+    return counts | {getattr(report, name): pair for name, pair in changes.items()}
 
 
 @pytest.mark.parametrize(("mla", "width"), CASES)
 def test_block_table_kernel_leaves_nothing_redundant(mla, width):
-    kind = "mla" if mla else "mha"
-    report = explain(naive_round.make_round(bool(mla), width))
-    before, after = report.before, report.after
-    assert generations(before) == 4
-    assert before["page_table"] == 4
-    assert before[ITEMS] == 4
-    assert before[f"{kind}_extend"] == 1
+    plan = explain(naive_round.make_round(bool(mla), width))
+    assert table(plan) == expected(width)
+    assert not [note.text for result in plan.results for note in result.refused]
+    assert plan.host_plan_cost() is None
+    for name, (before, after) in expected(width).items():
+        assert f"{name:28s} {before:8d} {after:8d}\n" in str(plan)
 
-    assert generations(after) == 0
-    assert after["page_table"] == 1
-    assert after.get(ITEMS, 0) == 0
-    assert f"{kind}_extend" not in after
-    assert after[f"{kind}_draft_extend"] == 1
-    assert "1 of 4 rows per request" in lm_head_rows(report)
-    assert not [note.text for result in report.results for note in result.refused]
+
+@pytest.mark.parametrize(("mla", "width"), CASES)
+def test_nothing_is_read_back_from_a_gpu(mla, width):
+    """The same round on CUDA tensors. Its graph is not functional, so the extend's attention keeps its rows and length."""
+    module = naive_round.make_round(bool(mla), width)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    graph = capture_for_cuda(lambda given: torch.func.functional_call(module, given, ()), tensors).graph
+    reports: list[GraphReport] = []
+    PassManager(arch=90, listener=reports.append)(graph)
+    before, after = expected(width)[report.METADATA_LAUNCHES]
+    changed = {"HOST_COPIES": (4, 0), "CUDA_GRAPHS": (9, 1), "METADATA_LAUNCHES": (before, after - 1)}
+    assert table(reports[0]) == expected(width, **changed)
+    assert not any(map(is_sync, graph.nodes))
 
 
 @pytest.mark.parametrize(("mla", "width"), CASES)
 def test_csr_kernel_gets_one_multi_step_generation(mla, width):
-    backend = CSR if width == 1 else CSR.__class__(**{**vars(CSR), "tree_mask": True})
+    """Verify and extend are of one length, hence of one list."""
+    backend = dataclasses.replace(CSR, tree_mask=width > 1)
     with registered(backend):
-        report = explain(naive_round.make_round(bool(mla), width))
-    assert report.before["draft_kv_indices"] == 2
-    assert report.after.get("draft_kv_indices", 0) == 0
-    assert report.after["draft_kv_indices_steps"] == 1
+        plan = explain(naive_round.make_round(bool(mla), width))
+    assert plan.before["draft_kv_indices"] == 2
+    assert plan.after.get("draft_kv_indices", 0) == 0
+    assert plan.after["draft_kv_indices_steps"] == 1
+    assert plan.after["kv_indices"] == (1 if width == 1 else 2)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_what_a_host_planned_kernel_costs(layers, monkeypatch):
+    """Two draft steps, the target's layers, and the extend, each outside the graph; work before, between and after them."""
+    monkeypatch.setattr(naive_round, "PagedAttention", functools.partial(PagedAttention, backend="provider"))
+    with using_provider(host_plan=True):
+        plan = explain(naive_round.make_round(layers=layers))
+    assert plan.after[report.HOST_PLANNED] == layers + 3
+    assert plan.after[report.CUDA_GRAPHS] == layers + 4
+    cost = f"{layers + 3} calls plan on the host and run outside CUDA graphs: {layers + 4} graphs instead of 1"
+    assert plan.host_plan_cost() == cost
+    assert cost in str(plan)
 
 
 # With one CSR segment per branch a tree's kv-indices are a layout that the mask-based test kernel does not read.
@@ -122,4 +158,4 @@ def test_example_prints_the_plan():
         [sys.executable, str(EXAMPLE), "--mla", "--width", "2", "--arch", "sm100"], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    assert "page_table                          4        1" in run.stdout
+    assert "page tables                         4        1" in run.stdout

@@ -123,6 +123,18 @@ def append_kv_sample(s: Source) -> tuple[Any, ...]:
     return (*caches, *rows, distinct_slots(s, pages * page_size, n), *scales)
 
 
+def rope_append_kv_sample(s: Source) -> tuple[Any, ...]:
+    k_cache, v_cache, k, v, slots, *scales = append_kv_sample(s)
+    n, _, dim = k.shape
+    dtype = k_cache.dtype if k_cache.dtype != FP8 else k.dtype
+    pad = [torch.nn.functional.pad(x, (0, 1)) if dim < 2 else x for x in (k_cache.float(), k.float())]  # a pair to rotate
+    k_cache, k = s.laid_out(pad[0].to(k_cache.dtype)), s.any_layout(pad[1].to(dtype))
+    half = s.integer(1, k.shape[-1] // 2)
+    q = s.any_layout(s.normal(n, s.integer(1, 9), k.shape[-1], dtype=dtype))
+    angles = [s.any_layout(s.normal(n, half)) for _ in range(2)]
+    return (q, k, v.to(dtype), *angles, k_cache, v_cache, slots, *scales)
+
+
 def append_mla_kv_sample(s: Source) -> tuple[Any, ...]:
     pages, page_size, rank, rope = (s.integer(1, 4) for _ in range(4))
     cache_dtype = s.cache_dtype(*FLOATS)
@@ -237,6 +249,7 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     },
     "append_kv": append_kv_sample,
     "append_mla_kv": append_mla_kv_sample,
+    "rope_append_kv": rope_append_kv_sample,
     "move_kv": move_kv_sample,
     "page_table": page_table_sample,
     "kv_indices": kv_indices_sample,
@@ -264,7 +277,7 @@ def test_every_registered_op_has_samples():
 
 # Seeds rather than single cases: each draws other dtypes, layouts, optional inputs and sizes, empty ones among them.
 SEEDS = range(4)
-WITH_CACHES = [name for name in SAMPLES if name.startswith(("mha", "mla", "append", "move"))]
+WITH_CACHES = [name for name in SAMPLES if name.startswith(("mha", "mla", "append", "move", "rope"))]
 
 
 def sample(name: str, seed: int, device: str, fp8: bool) -> tuple[Any, ...]:

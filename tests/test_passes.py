@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import textwrap
 import uuid
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,18 +17,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import spec_ops
 from spec_ops.backends import Backend, registry
 from spec_ops.passes import PassManager, enabled, explain, install, pass_names
+from tests.pass_harness import registered
 from tests.test_compile import has_cpp_compiler
-
-
-@contextlib.contextmanager
-def registered(backend: Backend) -> Iterator[None]:
-    spec_ops.register_backend(backend)
-    try:
-        yield
-    finally:
-        del registry._BACKENDS[backend.name]
-        registry._selection.cache_clear()
-
 
 # Everything here goes through Inductor, whose CPU code a C++ compiler builds.
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack")
@@ -178,10 +166,14 @@ def blackwell_backend(**settings) -> Backend:
 def test_explain_plans_for_an_architecture_that_is_not_there():
     with registered(blackwell_backend()):
         plan = explain(step, *arguments(), arch="sm100")
-        assert plan.kernels() == ["mha_draft_decode: fast (reference ranks after fast)"]
+        (kernel,) = plan.kernels()
+        assert kernel.startswith("mha_draft_decode: fast (")
+        assert "reference ranks after fast" in kernel
         assert f"{__file__}:" in str(plan)
         here = explain(step, *arguments())
-    assert here.kernels() == ["mha_draft_decode: reference (fast needs a CUDA device)"]
+    (kernel,) = here.kernels()
+    assert kernel.startswith("mha_draft_decode: reference (")
+    assert "fast needs a CUDA device" in kernel
     assert here.before["mha_draft_decode"] == here.after["mha_draft_decode"] == 1
 
 

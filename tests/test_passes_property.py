@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import spec_ops
 from tests.csr_backend import CSR
-from tests.pass_harness import compile_interpreted
-from tests.test_passes import registered
+from tests.pass_harness import compile_interpreted, registered
 
 BS, HEADS, KV_HEADS, DIM, PAGE_SIZE, WIDTH, VOCAB = 2, 4, 2, 16, 4, 48, 11
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.corpus import ByteTokenizer, split_of, stdlib_files
 from spec_ops.models.drafts import Eagle3Draft
+from spec_ops.models.layers import rotary
 from spec_ops.models.pretrained import PRETRAINED, load_pair, save_pair
 from spec_ops.models.target import CausalLM
 
@@ -21,7 +22,8 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_hea
 
 
 class Causal:
-    def mha(self, layer, q, k, v, *, window_left=-1):
+    def mha(self, layer, q, k, v, *, rope, window_left=-1):
+        q, k = rotary(q, rope), rotary(k, rope)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 

@@ -1,100 +1,25 @@
-"""use_decode_for_extend alone: what it matches, what it must not, and that the results are those of the ragged op.
-
-Also the helpers with which the tests of single passes get a functional graph and run one pass over it.
-"""
+"""use_decode_for_extend alone: what it matches, what it must not, and that the results are those of the ragged op."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import spec_ops
-from spec_ops.backends import Backend, registry
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
-from spec_ops.passes import GraphPass, PassContext, PassManager, PassResult, manager
+from spec_ops.passes import PassContext, PassResult, manager
 from spec_ops.passes.graph import arg, attention_calls, set_arg
 from spec_ops.passes.use_decode_for_extend import MAX_CONSTANT_ELEMENTS, Constants, NotConstant, UseDecodeForExtend
-
-
-def capture(fn: Callable, *args: Any) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """The functional graph that passes see of `fn(*args)`, and its inputs in its order."""
-    graphs, inputs = [], []
-
-    def compiler(module: fx.GraphModule, _: list[Any]) -> Callable:
-        graphs.append(module)
-        return make_boxed_func(lambda *args: fx.Interpreter(module).run(*args))
-
-    lower = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, decompositions=select_decomp_table)
-
-    def backend(module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable:
-        inputs.extend(example_inputs)
-        return lower(module, example_inputs)
-
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
-        torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)(*args)
-    return graphs[0], inputs
-
-
-def capture_for_cuda(fn: Callable, *args: torch.Tensor) -> fx.GraphModule:
-    """The functional graph of `fn` on CUDA tensors like `args`; on CPU tensors it runs as well."""
-    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True) as mode:
-        fakes = [torch.empty_like(mode.from_tensor(a), device="cuda") for a in args]
-        return make_fx(fn, decomposition_table=select_decomp_table())(*fakes)
-
-
-def run_pass(graph_pass: GraphPass, module: fx.GraphModule, arch: int | None = None) -> PassResult:
-    """One pass, as the manager runs it."""
-    result = PassResult(graph_pass.name)
-    graph_pass.run(module.graph, PassContext(arch), result)
-    module.graph.eliminate_dead_code()
-    module.graph.lint()
-    module.recompile()
-    return result
-
-
-def switched_off(graph_pass: GraphPass, module: fx.GraphModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks that the manager leaves the graph alone if the pass is off."""
-    monkeypatch.setattr(manager, "PASSES", (graph_pass,))
-    before = str(module.graph)
-    PassManager({graph_pass.name: False})(module.graph)
-    assert str(module.graph) == before
-
-
-@contextlib.contextmanager
-def registered(name: str = "provider", **changes: Any) -> Iterator[None]:
-    """A backend that runs the reference kernels, for as long as the block lasts."""
-    reference = registry._BACKENDS["reference"]
-    fields = {"dtypes": reference.dtypes, "kv_dtypes": reference.kv_dtypes, "capabilities": None, "rank": 5}
-    spec_ops.register_backend(Backend(name, **{"kernels": reference.kernels, **fields, "tree_mask": True, **changes}))
-    try:
-        yield
-    finally:
-        del registry._BACKENDS[name]
-        registry._selection.cache_clear()
-
-
-def targets(module: fx.GraphModule) -> list[Any]:
-    return [node.target for node in module.graph.nodes if node.op == "call_function"]
-
-
-def texts(notes: list) -> str:
-    return "\n".join(note.text for note in notes)
-
+from tests.pass_harness import capture, run_pass, switched_off, targets, texts, using_provider
 
 BS, N = 3, 4
 # Each makes [0, 4, 8, 12] as some code somewhere does.
@@ -265,21 +190,21 @@ def test_bound_below_the_lengths():
 def test_kernels_that_are_not_there_or_worse():
     only_extend = {"mha_extend": "spec_ops.ops.reference.attention:mha_extend"}
     decode = {"mha_draft_extend": "spec_ops.ops.reference.attention:mha_draft_extend"}
-    with registered(kernels=only_extend):
+    with using_provider(kernels=only_extend):
         for name, reason in (("provider", "provider has no kernel for mha_draft_extend"), ("auto", "ranks after provider")):
             result = run_pass(UseDecodeForExtend(), capture(extend(UNIFORM["arange"], backend=name), inputs())[0])
             assert (result.matches, reason in texts(result.refused)) == (0, True), texts(result.refused)
-    with registered(kernels={**only_extend, **decode}, max_q_len=N - 1):
+    with using_provider(kernels={**only_extend, **decode}, max_q_len=N - 1):
         module, _ = capture(extend(UNIFORM["arange"]), inputs())
         set_arg(next(iter(attention_calls(module.graph))), "backend", "provider")
         result = run_pass(UseDecodeForExtend(), module)
         assert (result.matches, "supports at most 3 queries" in texts(result.refused)) == (0, True)
-    with registered(kernels=decode):  # the kernel that auto now prefers for the decode op
+    with using_provider(kernels=decode):  # the kernel that auto now prefers for the decode op
         check(extend(UNIFORM["arange"]), inputs(), "mha_draft_extend")
 
 
 def test_a_host_planned_backend_keeps_its_overload():
-    with registered(host_plan=True):
+    with using_provider(host_plan=True):
         module, args = capture(extend(UNIFORM["arange"], backend="provider"), inputs())
         expected = module(*args)
         assert run_pass(UseDecodeForExtend(), module).matches == 1

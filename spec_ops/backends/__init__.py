@@ -11,12 +11,16 @@ from spec_ops.backends.registry import (
     Selection,
     attention_meta,
     available_backends,
+    get_backend,
+    missing_backends,
     plans_on_host,
     register_backend,
     run_attention,
     select_backend,
+    unregister_backend,
     validate_backend_name,
 )
+from spec_ops.backends.warming import warm_up
 
 __all__ = [
     "AttentionMeta",
@@ -25,9 +29,13 @@ __all__ = [
     "Selection",
     "attention_meta",
     "available_backends",
+    "get_backend",
+    "missing_backends",
     "plans_on_host",
     "register_backend",
     "run_attention",
     "select_backend",
+    "unregister_backend",
     "validate_backend_name",
+    "warm_up",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 
@@ -54,6 +55,9 @@ class Backend:
         reads: the optional inputs its kernels look at; passes drop the others.
         host_plan: needs host-side planning, so its calls cannot live inside a CUDA graph; used only by name.
         rank: the lowest eligible rank wins under `"auto"`.
+        constraint: what the other fields cannot say, as a pure function of the call's facts and the architecture that returns
+            the reason to refuse, or None.
+        requires: `(module, extra)`: the module that the kernels import, and the extra of this package that installs it.
     """
 
     name: str
@@ -71,6 +75,8 @@ class Backend:
     softcap: bool = False
     reads: frozenset[str] = field(default_factory=frozenset)
     host_plan: bool = False
+    constraint: Callable[[AttentionMeta, int | None], str | None] | None = None
+    requires: tuple[str, str] | None = None
 
     def refuse(self, meta: AttentionMeta, arch: int | None) -> str | None:
         """Why this backend cannot run `meta` on `arch` (90 for sm_90, None for CPU); None if it can."""
@@ -95,7 +101,22 @@ class Backend:
         for feature in ("tree_mask", "window", "sinks", "softcap"):
             if getattr(meta, feature) and not getattr(self, feature):
                 return f"does not support {feature}"
-        return None
+        return self.constraint(meta, arch) if self.constraint is not None else None
+
+    def missing(self) -> str | None:
+        """Why its kernels cannot be imported in this process, found without importing them; None if they can."""
+        if self.requires is None or _importable(self.requires[0]):
+            return None
+        module, extra = self.requires
+        return f"needs {module}, which is not installed: pip install spec-ops[{extra}]"
+
+
+@functools.cache
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # `sys.modules` holds a stand-in without a spec
+        return True
 
 
 @dataclass(frozen=True)
@@ -134,6 +155,23 @@ def available_backends() -> tuple[str, ...]:
     return tuple(b.name for b in sorted(_BACKENDS.values(), key=lambda b: b.rank))
 
 
+def get_backend(name: str) -> Backend | None:
+    """The declaration registered as `name`; None if there is none."""
+    return _BACKENDS.get(name)
+
+
+def unregister_backend(name: str) -> Backend:
+    """Take a provider out, and return its declaration.
+
+    Raises:
+        ValueError: no backend has this name.
+    """
+    if name not in _BACKENDS:
+        raise ValueError(f"unregister_backend: `name` must be one of {list(available_backends())}, got {name!r}")
+    _selection.cache_clear()
+    return _BACKENDS.pop(name)
+
+
 def validate_backend_name(check, name: object) -> None:
     if not isinstance(name, str):
         check.fail("backend", "a str", type(name).__name__, TypeError)
@@ -146,28 +184,36 @@ def plans_on_host(name: str) -> bool:
     return name in _BACKENDS and _BACKENDS[name].host_plan
 
 
-def select_backend(meta: AttentionMeta, arch: int | None, name: str = "auto") -> Selection:
+def select_backend(
+    meta: AttentionMeta, arch: int | None, name: str = "auto", missing: frozenset[str] = frozenset()
+) -> Selection:
     """Choose who runs `meta` on `arch` (90 for sm_90, None for CPU): a pure function of the declarations.
 
-    A named backend is used or refused, never replaced.
+    A named backend is used or refused, never replaced. `missing` names the backends to refuse because their package is not
+    installed: `missing_backends()` to run here and now, none to plan for a machine that has everything.
 
     Raises:
         BackendError: with the reason for each candidate. ValueError: no backend has this name.
     """
     if name != "auto" and name not in _BACKENDS:
         raise ValueError(f"select_backend: `name` must be 'auto' or one of {list(available_backends())}, got {name!r}")
-    return _selection(meta, arch, name)
+    return _selection(meta, arch, name, missing)
+
+
+def missing_backends() -> frozenset[str]:
+    """Names of the backends whose package is not installed."""
+    return frozenset(name for name, backend in _BACKENDS.items() if backend.missing() is not None)
 
 
 @functools.lru_cache(maxsize=4096)
-def _selection(meta: AttentionMeta, arch: int | None, name: str) -> Selection:
+def _selection(meta: AttentionMeta, arch: int | None, name: str, missing: frozenset[str]) -> Selection:
     candidates = sorted(_BACKENDS.values(), key=lambda b: b.rank) if name == "auto" else [_BACKENDS[name]]
     chosen, reasons = None, {}
     for backend in candidates:
         why = (
             "plans on the host, which breaks a CUDA graph: name it to use it" if name == "auto" and backend.host_plan else None
         )
-        why = why or backend.refuse(meta, arch)
+        why = why or backend.refuse(meta, arch) or (backend.missing() if backend.name in missing else None)
         if why is None and chosen is None:
             chosen = backend
         else:
@@ -223,17 +269,20 @@ def _load(path: str) -> Callable:
 
 def run_attention(op: str, args: tuple) -> torch.Tensor:
     """The implementation of every attention op: select, load, call."""
-    selection = select_backend(attention_meta(op, args), device_arch(args[0].device), args[-1])
+    selection = select_backend(attention_meta(op, args), device_arch(args[0].device), args[-1], missing_backends())
     return _load(selection.backend.kernels[op])(*args[:-1])
 
 
 def declarations() -> str:
-    """Every registered declaration as text, the same in every process: part of the passes' cache key, since selections end up
-    in compiled code."""
+    """Every registered declaration, and which lack their package, as text, the same in every process: part of the passes' cache
+    key, since selections end up in compiled code."""
 
     def text(setting: object) -> str:
         if isinstance(setting, Mapping):
             return repr(sorted(setting.items()))
+        if callable(setting):
+            return f"{setting.__module__}:{getattr(setting, '__qualname__', repr(setting))}"
         return repr(sorted(map(str, setting))) if isinstance(setting, frozenset) else repr(setting)
 
-    return repr([[f"{f.name}={text(getattr(b, f.name))}" for f in fields(b)] for _, b in sorted(_BACKENDS.items())])
+    declared = [[f"{f.name}={text(getattr(b, f.name))}" for f in fields(b)] for _, b in sorted(_BACKENDS.items())]
+    return repr((declared, sorted(missing_backends())))

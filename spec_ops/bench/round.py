@@ -6,14 +6,14 @@ floor is the bytes of weights and KV that a round must read once, over the measu
 
 from __future__ import annotations
 
-import itertools
-import statistics
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from spec_ops.bench.timing import median_ms
 from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig
 from spec_ops.passes import compile as compile_with_passes
@@ -76,20 +76,9 @@ def floor_bytes(generator: Generator, batch_size: int, context: int) -> int:
     assert isinstance(draft, Eagle3Draft)
     head = size(draft) - size(draft.embed)
     item = target.embed.weight.element_size()
-    kv_row = 2 * target.config.num_kv_heads * target.config.head_dim * item
-    kv = batch_size * context * kv_row * (target.config.num_layers + steps)
+    rows = [*target.config.kv_rows, *draft.config.kv_rows * steps]
+    kv = batch_size * context * item * sum(math.prod(row) for layer in rows for row in layer)
     return size(target) - size(target.embed) + steps * head + kv
-
-
-def _timed(step: Callable[[], None], repeats: int) -> float:
-    """Median milliseconds of a replay."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
 def _profiled(step: Callable[[], None], rounds: int) -> dict[str, float]:
@@ -153,7 +142,7 @@ def measure(
             for _ in range(3):  # record the graph, and replay it
                 step()
             reset(generator, batch_size, context)
-            milliseconds = _timed(step, repeats)
+            milliseconds = median_ms(step, repeats)
             counts = _profiled(step, 5)
         yield {
             "model": f"llama-3.1-8b-shape-{layers}-layers+eagle3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from spec_ops.decoding.round import PlainRound, SpeculativeRound, next_token
 from spec_ops.decoding.state import MAX_STOP_TOKENS, RoundState
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
-from spec_ops.models.target import CausalLM
+from spec_ops.models.target import Target
 
 OnTokens = Callable[[int, list[int]], None]
+StopWhen = Callable[[int, list[int], int], int | None]
 _INTEGERS = (int, np.integer)
 
 
@@ -100,7 +102,7 @@ class Generator:
 
     def __init__(
         self,
-        target: CausalLM,
+        target: Target,
         draft: Draft | None = None,
         config: SpeculationConfig | None = None,
         *,
@@ -164,6 +166,7 @@ class Generator:
         stop_tokens: Sequence[int] = (),
         sampling: SamplingParams | None = None,
         on_tokens: OnTokens | None = None,
+        stop_when: StopWhen | None = None,
         progress: bool = False,
     ) -> GenerationResult:
         """Decode every prompt.
@@ -174,6 +177,8 @@ class Generator:
             stop_tokens: at most 8 ids; a request ends with the first it emits.
             sampling: default greedy. Request `i` uses seed `sampling.seed + i`.
             on_tokens: called as `on_tokens(prompt_index, new_tokens)` whenever a request gains tokens.
+            stop_when: called before that as `stop_when(prompt_index, tokens, count)` with all its tokens so far, the last
+                `count` of them new; a number ends the request with that many of the new ones.
             progress: show a progress bar of emitted tokens on stderr, and say when a round is being compiled.
 
         Raises:
@@ -188,7 +193,8 @@ class Generator:
         with tqdm(total=sum(limits), unit="tok", disable=not progress, desc="generate") as bar:
             for first in range(0, len(prompts), self.max_batch_size):
                 members = range(first, min(first + self.max_batch_size, len(prompts)))
-                self._generate_group(prompts, members, limits, stop_tokens, sampling, on_tokens, result, bar)
+                group = _Group(members, self._state(self.bucket(len(members))), result, on_tokens, stop_when, bar)
+                self._generate_group(prompts, group, limits, stop_tokens, sampling)
         result.stats.seconds = time.perf_counter() - start
         return result
 
@@ -217,15 +223,14 @@ class Generator:
                 raise ValueError(f"generate: `stop_tokens` must hold token ids in [0, {vocab}), got {token}")
         return [int(limit) for limit in limits]
 
-    def _generate_group(self, prompts, members, limits, stop_tokens, sampling, on_tokens, result, bar) -> None:
-        bucket = self.bucket(len(members))
-        state = self._state(bucket)
+    def _generate_group(self, prompts, group: _Group, limits, stop_tokens, sampling) -> None:
+        members, state, stats = group.members, group.state, group.result.stats
         self._load(state, [prompts[i] for i in members], [limits[i] for i in members], members, stop_tokens, sampling)
         sampled = sampling.temperature > 0
         self._prefill(state, [list(prompts[i]) for i in members], sampled)
         rows = _OutputReader(state)
-        running, _ = self._emit(state.output.cpu(), members, on_tokens, result, bar)
-        step = self._round(bucket, sampled, bar)
+        running, _ = group.emit(state.output.cpu())
+        step = self._round(state.batch_size, sampled, group.bar)
         start = time.perf_counter()
         while running:
             step()
@@ -233,26 +238,11 @@ class Generator:
             # every request finished, and emits nothing.
             output = rows.read()
             if output is not None:
-                running, gained = self._emit(output, members, on_tokens, result, bar)
-                result.stats.rounds += 1
-                result.stats.request_rounds += gained
+                running, gained = group.emit(output)
+                stats.rounds += 1
+                stats.request_rounds += gained
         rows.drain()
-        result.stats.decode_seconds += time.perf_counter() - start
-
-    def _emit(self, output: torch.Tensor, members, on_tokens, result, bar) -> tuple[int, int]:
-        """Hand out one round's tokens; returns how many requests go on, and how many gained tokens."""
-        running = gained = 0
-        for request, row in zip(members, output.tolist(), strict=False):
-            count = row[-2]
-            running += not row[-1]
-            gained += count > 0
-            if count:
-                result.tokens[request].extend(row[:count])
-                result.stats.new_tokens += count
-                bar.update(count)
-                if on_tokens is not None:
-                    on_tokens(request, row[:count])
-        return running, gained
+        stats.decode_seconds += time.perf_counter() - start
 
     def _state(self, bucket: int) -> RoundState:
         if bucket not in self._states:
@@ -299,7 +289,8 @@ class Generator:
                 from spec_ops.passes import compile as compile_with_passes
 
                 if not bar.disable:
-                    bar.write(f"compiling the round for batch size {bucket} (once; later calls reuse it)")
+                    message = f"compiling the round for batch size {bucket} (once; later calls reuse it)"
+                    bar.write(message, file=sys.stderr)
                 self._rounds[key] = compile_with_passes(module)
             else:
                 self._rounds[key] = module
@@ -376,6 +367,43 @@ class Generator:
         first_drafts(self.draft, state, carried, self.config.topk, sampled)
 
 
+@dataclass
+class _Group:
+    """Requests decoded together, and where their tokens go."""
+
+    members: range
+    state: RoundState
+    result: GenerationResult
+    on_tokens: OnTokens | None
+    stop_when: StopWhen | None
+    bar: tqdm
+    stopped: set[int] = field(default_factory=set)  # by `stop_when`: a round already under way may still emit for them
+
+    def emit(self, output: torch.Tensor) -> tuple[int, int]:
+        """Hand out one round's tokens; returns how many requests go on, and how many gained tokens."""
+        running = gained = 0
+        for index, (request, row) in enumerate(zip(self.members, output.tolist(), strict=False)):
+            if request in self.stopped:
+                continue
+            tokens, new = self.result.tokens[request], row[: row[-2]]
+            ended = bool(row[-1])
+            if new and self.stop_when is not None:
+                keep = self.stop_when(request, tokens + new, len(new))
+                if keep is not None:
+                    new, ended = new[:keep], True
+                    self.stopped.add(request)
+                    self.state.finished[index].fill_(True)
+            running += not ended
+            gained += bool(new)
+            if new:
+                tokens.extend(new)
+                self.result.stats.new_tokens += len(new)
+                self.bar.update(len(new))
+                if self.on_tokens is not None:
+                    self.on_tokens(request, new)
+        return running, gained
+
+
 class _OutputReader:
     """Brings `state.output` to the host: at once on CPU, one round late through pinned memory on CUDA."""
 
@@ -411,7 +439,7 @@ class _OutputReader:
 
 
 def generate(
-    target: CausalLM,
+    target: Target,
     prompts: Sequence[Sequence[int]],
     draft: Draft | None = None,
     config: SpeculationConfig | None = None,
@@ -420,6 +448,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     sampling: SamplingParams | None = None,
     on_tokens: OnTokens | None = None,
+    stop_when: StopWhen | None = None,
     progress: bool = False,
     **options,
 ) -> GenerationResult:
@@ -435,5 +464,6 @@ def generate(
         stop_tokens=stop_tokens,
         sampling=sampling,
         on_tokens=on_tokens,
+        stop_when=stop_when,
         progress=progress,
     )

@@ -24,7 +24,7 @@ from spec_ops.decoding.random import uniforms
 from spec_ops.decoding.state import RoundState
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
-from spec_ops.models.target import CausalLM, TargetOutput
+from spec_ops.models.target import Target, TargetOutput
 
 
 def final_uniforms(state: RoundState) -> torch.Tensor:
@@ -45,7 +45,7 @@ class SpeculativeRound(nn.Module):
 
     def __init__(
         self,
-        target: CausalLM,
+        target: Target,
         draft: Draft,
         target_cache: PagedKVCache,
         draft_cache: PagedKVCache,
@@ -147,7 +147,7 @@ class PlainRound(nn.Module):
     """One token per request by plain decoding with the same ops and state: what speculation is compared with."""
 
     def __init__(
-        self, target: CausalLM, cache: PagedKVCache, state: RoundState, *, sampled: bool = False, backend: str = "auto"
+        self, target: Target, cache: PagedKVCache, state: RoundState, *, sampled: bool = False, backend: str = "auto"
     ) -> None:
         super().__init__()
         self.target, self.target_cache, self.state = target, cache, state

@@ -1,9 +1,9 @@
 """Reference targets and drafts that call the ops, all with paged KV."""
 
-from spec_ops.models.config import ModelConfig
+from spec_ops.models.config import ModelConfig, ModelSizes
 from spec_ops.models.drafts import Draft, Eagle3Draft, MTPDraft, StandaloneDraft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
-from spec_ops.models.target import CausalLM, TargetOutput
+from spec_ops.models.target import CausalLM, Target, TargetOutput
 
 __all__ = [
     "CausalLM",
@@ -11,8 +11,10 @@ __all__ = [
     "Eagle3Draft",
     "MTPDraft",
     "ModelConfig",
+    "ModelSizes",
     "PagedAttention",
     "PagedKVCache",
     "StandaloneDraft",
+    "Target",
     "TargetOutput",
 ]

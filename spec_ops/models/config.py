@@ -3,6 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from typing import Protocol
+
+KVRows = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class CacheSizes(Protocol):
+    """What a KV cache needs of a model's configuration."""
+
+    @property
+    def kv_rows(self) -> KVRows:
+        """Per layer the shapes of what one token takes: `((kv_heads, head_dim), (kv_heads, v_head_dim))`, or for MLA one
+        latent row `((kv_lora_rank + qk_rope_head_dim,),)`."""
+
+
+class ModelSizes(CacheSizes, Protocol):
+    """What the round needs of a model's configuration, whoever wrote the model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers whose *input* hidden states are handed to an EAGLE-3 draft; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -12,6 +38,7 @@ class ModelConfig:
     Attributes:
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads: as in Llama.
         num_kv_heads, head_dim: GQA only.
+        rope_scaling: Llama 3.1's stretched RoPE: factor, low and high frequency factor, original context; None for plain RoPE.
         sliding_window: keys visible behind a query, itself included (Hugging Face's convention); None for all.
         kv_lora_rank: latent width; above 0 makes the attention MLA with the four sizes below.
         q_lora_rank: width of the query's bottleneck; None for a direct projection.
@@ -27,6 +54,7 @@ class ModelConfig:
     num_kv_heads: int = 0
     head_dim: int = 0
     rope_theta: float = 10000.0
+    rope_scaling: tuple[float, float, float, float] | None = None
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
     kv_lora_rank: int = 0
@@ -56,6 +84,12 @@ class ModelConfig:
     def is_mla(self) -> bool:
         return self.kv_lora_rank > 0
 
+    @property
+    def kv_rows(self) -> KVRows:
+        if self.is_mla:
+            return (((self.kv_lora_rank + self.qk_rope_head_dim,),),) * self.num_layers
+        return (((self.num_kv_heads, self.head_dim),) * 2,) * self.num_layers
+
     def to_dict(self) -> dict:
         return asdict(self)
 
@@ -64,4 +98,6 @@ class ModelConfig:
         known = {f.name for f in fields(cls)}
         if unknown := set(values) - known:
             raise ValueError(f"ModelConfig: unknown keys {sorted(unknown)}")
-        return cls(**{**values, "aux_layers": tuple(values.get("aux_layers", ()))})
+        scaling = values.get("rope_scaling")
+        tuples = {"aux_layers": tuple(values.get("aux_layers", ())), "rope_scaling": tuple(scaling) if scaling else None}
+        return cls(**{**values, **tuples})

@@ -22,6 +22,7 @@ class ByteTokenizer:
 
     BOS = 256
     EOS = 257
+    stop_tokens = (EOS,)
     vocab_size = 264
 
     def encode(self, text: str, bos: bool = True) -> list[int]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spec_ops.models.config import ModelConfig
-from spec_ops.models.layers import GQA, MLP, DecoderLayer
-from spec_ops.models.target import CausalLM, TargetOutput
+from spec_ops.models.config import ModelConfig, ModelSizes
+from spec_ops.models.layers import GQA, MLP, DecoderLayer, rope_tables
+from spec_ops.models.target import Target, TargetOutput
 
 
 class Draft(nn.Module):
@@ -26,7 +26,7 @@ class Draft(nn.Module):
         draft_to_target: `[draft_vocab]` int64 map of a reduced vocabulary to target ids, or None.
     """
 
-    config: ModelConfig
+    config: ModelSizes
     token_offset = 0
     draft_to_target: torch.Tensor | None
 
@@ -62,22 +62,32 @@ class Draft(nn.Module):
 
 class Eagle3Draft(Draft):
     """EAGLE-3 head (arXiv:2503.01840): three target hidden states fused by `fc`, one layer whose attention reads token
-    embedding and hidden state side by side, and an LM head over a reduced vocabulary.
+    embedding and hidden state side by side, and an LM head, mostly over a reduced vocabulary.
 
     Args:
-        config: of the head (`num_layers` 1, GQA, the target's hidden size).
+        config: of the head (GQA, the target's hidden size). Layers after the first are plain decoder layers, as in vLLM.
         target: shares its embedding; its `aux_layers` give the features.
-        draft_to_target: `[draft_vocab]` int64.
+        draft_to_target: `[draft_vocab]` int64; None if the head knows the whole vocabulary.
+        norm_before_residual: the first layer's residual is the normalized hidden state (heads trained by `speculators`).
     """
 
-    def __init__(self, config: ModelConfig, target: CausalLM, draft_to_target: torch.Tensor) -> None:
+    config: ModelConfig
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        target: Target,
+        draft_to_target: torch.Tensor | None,
+        *,
+        norm_before_residual: bool = False,
+    ) -> None:
         super().__init__()
         if not target.config.aux_layers:
             raise ValueError("Eagle3Draft: `target` must have `aux_layers`, got none")
-        if config.hidden_size != target.config.hidden_size or config.num_layers != 1 or config.is_mla:
-            raise ValueError("Eagle3Draft: `config` must be one GQA layer of the target's hidden size")
+        if config.hidden_size != target.config.hidden_size or config.is_mla:
+            raise ValueError("Eagle3Draft: `config` must be GQA layers of the target's hidden size")
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.config = config
+        self.config, self.norm_before_residual = config, norm_before_residual
         self.embed = target.embed
         self.fc = nn.Linear(hidden * len(target.config.aux_layers), hidden, bias=False)
         self.embed_norm = nn.RMSNorm(hidden, eps=eps)
@@ -85,17 +95,24 @@ class Eagle3Draft(Draft):
         self.attention = GQA(config, 0, input_size=2 * hidden)
         self.post_norm = nn.RMSNorm(hidden, eps=eps)
         self.mlp = MLP(config)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(1, config.num_layers))
         self.norm = nn.RMSNorm(hidden, eps=eps)
-        self.lm_head = nn.Linear(hidden, draft_to_target.shape[0], bias=False)
-        self.draft_to_target = draft_to_target.clone()
+        vocab = config.vocab_size if draft_to_target is None else draft_to_target.shape[0]
+        self.lm_head = nn.Linear(hidden, vocab, bias=False)
+        self.draft_to_target = None if draft_to_target is None else draft_to_target.clone()
 
     def encode(self, output: TargetOutput) -> torch.Tensor:
         return self.fc(output.aux)
 
     def forward(self, tokens, hidden, positions, attention):
-        x = torch.cat([self.embed_norm(self.embed(tokens)), self.hidden_norm(hidden)], -1)
-        hidden = hidden + self.attention(x, positions, attention)
-        return hidden + self.mlp(self.post_norm(hidden))
+        rope = rope_tables(positions, self.config)
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.embed_norm(self.embed(tokens)), normed], -1)
+        hidden = (normed if self.norm_before_residual else hidden) + self.attention(x, rope, attention)
+        hidden = hidden + self.mlp(self.post_norm(hidden))
+        for layer in self.layers:
+            hidden = layer(hidden, rope, attention)
+        return hidden
 
     def logits(self, hidden):
         return self.lm_head(self.norm(hidden))
@@ -108,7 +125,9 @@ class MTPDraft(Draft):
     """Multi-token-prediction (NextN) layer (DeepSeek-V3, arXiv:2412.19437): embedding and target hidden state normalized,
     projected together, then one decoder layer of the target's kind; embedding and LM head are the target's."""
 
-    def __init__(self, config: ModelConfig, target: CausalLM) -> None:
+    config: ModelConfig
+
+    def __init__(self, config: ModelConfig, target: Target) -> None:
         super().__init__()
         if (config.hidden_size, config.vocab_size, config.num_layers) != (
             target.config.hidden_size,
@@ -130,7 +149,7 @@ class MTPDraft(Draft):
 
     def forward(self, tokens, hidden, positions, attention):
         x = self.eh_proj(torch.cat([self.enorm(self.embed(tokens)), self.hnorm(hidden)], -1))
-        return self.norm(self.layer(x, positions, attention))
+        return self.norm(self.layer(x, rope_tables(positions, self.config), attention))
 
     def logits(self, hidden):
         return self.lm_head(hidden)
@@ -145,7 +164,7 @@ class StandaloneDraft(Draft):
 
     token_offset = 1
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: Target) -> None:
         super().__init__()
         self.config = model.config
         self.model = model

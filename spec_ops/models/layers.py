@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from spec_ops.models.config import ModelConfig
 
+Rope = tuple[torch.Tensor, torch.Tensor]
 
-def rotary(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """RoPE in the half-split ("NeoX") layout. `x [..., heads, dim]`, `positions [...]` integers. Angles are float32."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = positions[..., None, None].to(torch.float32) * frequency
-    cos, sin = angle.cos(), angle.sin()
+
+def rope_tables(positions: torch.Tensor, config: ModelConfig) -> Rope:
+    """`cos, sin [n, r]` float32 of the angles at the `n` integer `positions [...]`, `2 * r` rotary dimensions.
+
+    Once for all layers, and flat: Inductor computes a pointwise value anew behind every reshape of it.
+    """
+    half = (config.qk_rope_head_dim if config.is_mla else config.head_dim) // 2
+    frequency = config.rope_theta ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+    if config.rope_scaling is not None:
+        factor, low, high, context = config.rope_scaling
+        turns = context * frequency / (2 * math.pi)  # within the original context
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / factor)
+    angle = positions.flatten()[:, None].to(torch.float32) * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotary(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """RoPE in the half-split ("NeoX") layout, in float32: `x [..., heads, dim]` by the angles of `rope_tables`. Positions are
+    those of all tokens of `x`, or one row that all rows of the batch share."""
+    half, tokens = x.shape[-1] // 2, x.shape[:-2]
+    if rope[0].shape[0] != math.prod(tokens):
+        tokens = tokens[1:]
+    cos, sin = (table.view(*tokens, 1, half) for table in rope)
     first, second = x[..., :half].float(), x[..., half:].float()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def _pack_in_state(module: nn.Module, packed: str, parts: tuple[str, ...], sizes: list[int]) -> None:
+    """`module.packed` is one linear layer and one matrix product; state dicts hold its rows as `parts`, as checkpoints do."""
+
+    def split(module, state, prefix, metadata) -> None:
+        weight = state.pop(f"{prefix}{packed}.weight")
+        state.update({f"{prefix}{name}.weight": rows for name, rows in zip(parts, weight.split(sizes), strict=True)})
+
+    def merge(state, prefix, *_rest) -> None:
+        names = [f"{prefix}{name}.weight" for name in parts]
+        if all(name in state for name in names):
+            state[f"{prefix}{packed}.weight"] = torch.cat([state.pop(name) for name in names])
+
+    module._register_state_dict_hook(split)
+    module._register_load_state_dict_pre_hook(merge)
 
 
 def _window_left(config: ModelConfig) -> int:
@@ -30,17 +67,14 @@ class GQA(nn.Module):
         super().__init__()
         self.config, self.layer = config, layer
         size = config.hidden_size if input_size is None else input_size
-        self.q_proj = nn.Linear(size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(size, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(size, config.num_kv_heads * config.head_dim, bias=False)
+        self.sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+        self.qkv_proj = nn.Linear(size, sum(self.sizes), bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        _pack_in_state(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"), self.sizes)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention) -> torch.Tensor:
-        dim, theta = self.config.head_dim, self.config.rope_theta
-        q = rotary(self.q_proj(x).unflatten(-1, (-1, dim)), positions, theta)
-        k = rotary(self.k_proj(x).unflatten(-1, (-1, dim)), positions, theta)
-        v = self.v_proj(x).unflatten(-1, (-1, dim))
-        out = attention.mha(self.layer, q, k, v, window_left=_window_left(self.config))
+    def forward(self, x: torch.Tensor, rope: Rope, attention) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv_proj(x).split(self.sizes, -1))
+        out = attention.mha(self.layer, q, k, v, rope=rope, window_left=_window_left(self.config))
         return self.o_proj(out.flatten(-2))
 
 
@@ -69,20 +103,20 @@ class MLA(nn.Module):
         nn.init.normal_(self.w_uk, std=nope**-0.5)
         nn.init.normal_(self.w_uv, std=rank**-0.5)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: Rope, attention) -> torch.Tensor:
         config = self.config
-        nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
-        q = self.q_proj(x).unflatten(-1, (config.num_heads, nope + rope))
-        q_rope = rotary(q[..., nope:], positions, config.rope_theta)
+        nope, rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        q = self.q_proj(x).unflatten(-1, (config.num_heads, nope + rope_dim))
+        q_rope = rotary(q[..., nope:], rope)
         q_latent = torch.einsum("...hn,hnr->...hr", q[..., :nope], self.w_uk)
-        c_kv, k_rope = self.kv_a_proj(x).split([config.kv_lora_rank, rope], -1)
-        k_rope = rotary(k_rope[..., None, :], positions, config.rope_theta)[..., 0, :]
+        c_kv, k_rope = self.kv_a_proj(x).split([config.kv_lora_rank, rope_dim], -1)
+        k_rope = rotary(k_rope[..., None, :], rope)[..., 0, :]
         out = attention.mla(
             self.layer,
             torch.cat([q_latent, q_rope], -1),
             self.kv_a_norm(c_kv),
             k_rope,
-            scale=(nope + rope) ** -0.5,
+            scale=(nope + rope_dim) ** -0.5,
             window_left=_window_left(config),
         )
         return self.o_proj(torch.einsum("...hr,hrv->...hv", out, self.w_uv).flatten(-2))
@@ -93,12 +127,13 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        _pack_in_state(self, "gate_up_proj", ("gate_proj", "up_proj"), [config.intermediate_size] * 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -111,6 +146,6 @@ class DecoderLayer(nn.Module):
         self.post_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention) -> torch.Tensor:
-        x = x + self.attention(self.input_norm(x), positions, attention)
+    def forward(self, x: torch.Tensor, rope: Rope, attention) -> torch.Tensor:
+        x = x + self.attention(self.input_norm(x), rope, attention)
         return x + self.mlp(self.post_norm(x))

@@ -82,7 +82,8 @@ def load_pair(
 
 def _stored(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
-        name: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous()
+        # Copies: the parts of a packed weight share memory, which safetensors refuses.
+        name: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else value.dtype, copy=True).contiguous()
         for name, value in state.items()
     }
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from spec_ops.models.config import ModelConfig
-from spec_ops.models.layers import DecoderLayer
+from spec_ops.models.config import ModelConfig, ModelSizes
+from spec_ops.models.layers import DecoderLayer, rope_tables
 
 
 class TargetOutput(NamedTuple):
@@ -19,8 +19,26 @@ class TargetOutput(NamedTuple):
     aux: torch.Tensor | None
 
 
-class CausalLM(nn.Module):
-    """A decoder-only language model that attends through an `attention` object (see `models.paged`)."""
+class Target(nn.Module):
+    """What the round needs of a target model; it attends through an `attention` object (see `models.paged`)."""
+
+    config: ModelSizes
+    embed: nn.Embedding
+    lm_head: nn.Linear
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
+        """`tokens`, `positions`: `[bs, q_len]`, or `[total_q]` for a ragged extend."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[..., vocab_size]` from `[..., hidden_size]`."""
+        raise NotImplementedError
+
+
+class CausalLM(Target):
+    """A decoder-only language model."""
+
+    config: ModelConfig
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -32,12 +50,12 @@ class CausalLM(nn.Module):
         nn.init.normal_(self.embed.weight, std=config.hidden_size**-0.5)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
-        """`tokens`, `positions`: `[bs, q_len]`, or `[total_q]` for a ragged extend."""
         x = self.embed(tokens)
+        rope = rope_tables(positions, self.config)
         inputs = []
         for layer in self.layers:
             inputs.append(x)
-            x = layer(x, positions, attention)
+            x = layer(x, rope, attention)
         aux = [inputs[index] for index in self.config.aux_layers]
         return TargetOutput(self.norm(x), torch.cat(aux, -1) if aux else None)
 

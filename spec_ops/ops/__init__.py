@@ -13,6 +13,7 @@ from spec_ops.ops.attention import (
 )
 from spec_ops.ops.kv_cache import append_kv, append_mla_kv, move_kv
 from spec_ops.ops.kv_indices import draft_kv_indices, draft_kv_indices_steps, kv_indices, page_table
+from spec_ops.ops.rope import rope_append_kv
 from spec_ops.ops.tree import (
     Tree,
     build_tree,
@@ -46,6 +47,7 @@ __all__ = [
     "move_kv",
     "page_table",
     "qlen_mask_to_tree_mask",
+    "rope_append_kv",
     "sample_tokens",
     "sampling_probs",
     "select_draft_tokens",

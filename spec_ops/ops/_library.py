@@ -7,6 +7,7 @@ implementation imports its kernels the first time it runs, so `import spec_ops` 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -15,14 +16,17 @@ NAMESPACE = "spec_ops"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
-def define_op(schema: str, impl: Callable, fake: Callable, *, tags: tuple[torch.Tag, ...] = ()) -> torch._ops.OpOverload:
+def define_op(
+    schema: str, impl: Callable, fake: Callable, *, cuda: str | None = None, tags: tuple[torch.Tag, ...] = ()
+) -> torch._ops.OpOverload:
     """Register one operator.
 
     Args:
         schema: `"name(Tensor a, ...) -> Tensor"`, or `"name.overload(...)"`; mutated arguments carry `(a!)`, and such an op
             returns nothing.
-        impl: what runs on real CPU and CUDA tensors.
+        impl: what runs on CPU tensors, and on CUDA tensors unless `cuda` is given.
         fake: output metadata only; must agree with `impl` in shape, dtype and strides.
+        cuda: `"module:function"` of the kernel for CUDA tensors, which takes what `impl` takes; imported at its first call.
         tags: besides `pt2_compliant_tag`.
 
     Returns:
@@ -30,8 +34,33 @@ def define_op(schema: str, impl: Callable, fake: Callable, *, tags: tuple[torch.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, impl, key)
+    _LIBRARY.impl(name, impl, "CPU")
+    _LIBRARY.impl(name, impl if cuda is None else imported_at_first_call(name, cuda), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     packet, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload or "default")
+
+
+def imported_at_first_call(op: str, path: str) -> Callable:
+    """The function at `"module:function"`, whose module is imported when it is first called.
+
+    Raises (when called):
+        ImportError: triton is not installed. No other implementation takes its place: that would only be slow, and silent.
+    """
+    function: Callable | None = None
+
+    def call(*args):
+        nonlocal function
+        if function is None:
+            module, attribute = path.split(":")
+            try:
+                function = getattr(importlib.import_module(module), attribute)
+            except ModuleNotFoundError as error:
+                if error.name != "triton":
+                    raise
+                raise ImportError(
+                    f"{op}: runs a Triton kernel on CUDA, and triton is not installed: `pip install triton`", name="triton"
+                ) from error
+        return function(*args)
+
+    return call

@@ -26,16 +26,23 @@ append_kv_op = define_op(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots, float k_scale, float v_scale) -> ()",
     reference.append_kv,
     _no_output,
+    cuda="spec_ops.backends.triton.kv_cache:append_kv",
 )
 append_mla_kv_op = define_op(
     "append_mla_kv(Tensor(a!) kv_cache, Tensor c_kv, Tensor k_rope, Tensor slots, float kv_scale) -> ()",
     reference.append_mla_kv,
     _no_output,
+    cuda="spec_ops.backends.triton.kv_cache:append_mla_kv",
 )
-move_kv_op = define_op("move_kv(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots) -> ()", reference.move_kv, _no_output)
+move_kv_op = define_op(
+    "move_kv(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots) -> ()",
+    reference.move_kv,
+    _no_output,
+    cuda="spec_ops.backends.triton.kv_cache:move_kv",
+)
 
 
-def _check_cache(check: Checker, arg: str, cache, rank: int) -> None:
+def check_cache(check: Checker, arg: str, cache, rank: int) -> None:
     check.tensor(arg, cache, rank=rank, dtypes=_CACHE_DTYPES)
     if cache.shape[0] < 1 or not 1 <= cache.shape[1] <= 128:
         check.fail(arg, "of at least one page and page size (dimension 1) in [1, 128]", f"shape {tuple(cache.shape)}")
@@ -71,8 +78,8 @@ def append_kv(
     Source: FlashInfer `append_paged_kv_cache`, SGLang `set_kv_buffer`.
     """
     check = Checker("append_kv")
-    _check_cache(check, "k_cache", k_cache, 4)
-    _check_cache(check, "v_cache", v_cache, 4)
+    check_cache(check, "k_cache", k_cache, 4)
+    check_cache(check, "v_cache", v_cache, 4)
     check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=k_cache.device)
     if v_cache is k_cache:
         check.fail("v_cache", "another tensor than `k_cache`", "the same one")
@@ -106,7 +113,7 @@ def append_mla_kv(
     Source: FlashInfer `append_paged_mla_kv_cache`.
     """
     check = Checker("append_mla_kv")
-    _check_cache(check, "kv_cache", kv_cache, 3)
+    check_cache(check, "kv_cache", kv_cache, 3)
     values = FLOAT_DTYPES if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
     check.tensor("c_kv", c_kv, rank=2, dtypes=values, device=kv_cache.device)
     rope_dim = kv_cache.shape[2] - c_kv.shape[1]
@@ -141,7 +148,7 @@ def move_kv(caches: torch.Tensor | Sequence[torch.Tensor], src_slots: torch.Tens
         check.fail("caches", "at least one tensor", "an empty sequence")
     for i, cache in enumerate(caches):
         check.tensor(f"caches[{i}]", cache)
-        _check_cache(check, f"caches[{i}]", cache, max(cache.dim(), 3))
+        check_cache(check, f"caches[{i}]", cache, max(cache.dim(), 3))
         check.tensor(f"caches[{i}]", cache, device=caches[0].device)
         if cache.shape[0] * cache.shape[1] != caches[0].shape[0] * caches[0].shape[1]:
             slots = caches[0].shape[0] * caches[0].shape[1]

@@ -30,7 +30,7 @@ class ElideUnreadInputs(GraphPass):
             given = [i for i in OPTIONAL_INPUTS if arg(node, i) is not None]
             if not given:
                 continue
-            backend = registry._BACKENDS.get(name)
+            backend = registry.get_backend(name)
             if backend is None:
                 state = "has no backend yet" if name == "auto" else f"names the unknown backend {name!r}"
                 result.refuse(node, f"{op} {state}: {', '.join(given)} may be read")

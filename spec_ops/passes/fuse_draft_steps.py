@@ -1,4 +1,4 @@
-"""One launch for what an unrolled draft loop computes once per step: page tables, kv-indices and lengths.
+"""One launch for what an unrolled draft loop computes once per step: page tables, kv-indices, lengths and slots.
 
     len1 = where(active, base + 1, 0); t1 = page_table(r, req, len1, ps, n)
     ip0, ix0 = draft_kv_indices(r, req, base, 0, 2, ...)
@@ -19,22 +19,23 @@ their lengths differ by constants (`lengths.py`).
 * Identical metadata calls become one. A value that is returned keeps its own call: two results of a graph must not share
   memory, since the caller may write one of them in place.
 * Page tables. An attention call never reads a table past its own `seq_lens`, so the table for the largest offset serves every
-  attention call whose `seq_lens` provably lies within the length its own table was built for. Past that length the old table
-  held zeros and the new one does not, so a table with any other reader stays.
+  attention call whose `seq_lens` provably lies within the length its own table was built for, and every gather of the pages of
+  positions within it (`table_reads.py`). Past that length the old table held zeros and the new one does not, so a table with
+  any other reader stays.
 * kv-indices. One launch computes the steps up to the last live one. With top-k 1 the layout does not depend on `num_steps`, so
   calls that differ in it fuse too.
-* Lengths. Everything moves up only as far as its inputs allow.
+* Lengths, slots, positions: every integer tensor that an op of ours takes (`stacking.py`). Positions that only feed RoPE need
+  no launch: Inductor inlines them. Everything moves up only as far as its inputs allow.
 
-Limits: slots and positions are left to Inductor, which fuses this pointwise work horizontally. Tables that are gathered from
-stay. Constant lengths are not fused.
+Limits: values of different shapes (one token of a draft step, all tokens of verify) are not rows of one launch. Constant
+lengths are not fused.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,15 +44,24 @@ from torch import fx
 
 from spec_ops.ops.kv_indices import draft_kv_indices_op, draft_kv_indices_steps_op, page_table_op
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, INDEX_OPS, arg, attention_calls, calls, insert, set_arg, value
-from spec_ops.passes.lengths import Length, Values, as_dtype, masked, materialize, same_shape
+from spec_ops.passes.graph import ATTENTION_OPS, INDEX_OPS, arg, call_like, calls, insert, op_of
+from spec_ops.passes.lengths import Length, Values, materialize
+from spec_ops.passes.stacking import Stacking
+from spec_ops.passes.table_reads import reads_live_pages
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 
 class _Call(NamedTuple):
     node: fx.Node
     length: Length
+
+
+class _Input(NamedTuple):
+    call: fx.Node
+    name: str
+    node: fx.Node
+    offsets: tuple[int, ...]
 
 
 class FuseDraftSteps(GraphPass):
@@ -63,7 +73,7 @@ class FuseDraftSteps(GraphPass):
         rewrite.merge_identical()
         rewrite.fuse_tables()
         rewrite.fuse_kv_indices()
-        rewrite.fuse_lengths()
+        rewrite.stack_steps()
 
 
 @dataclass
@@ -129,7 +139,7 @@ class _Rewrite:
                 self._share_table(length, members)
 
     def _share_table(self, length: Length, tables: list[_Call]) -> None:
-        moved = [node for node, own in tables if own != length and self._may_be_longer(node, own)]
+        moved = [node for node, own in tables if own != length and self._may_be_longer(node, own, length)]
         if not moved:
             return
         shared = next(node for node, own in tables if own == length)
@@ -141,27 +151,32 @@ class _Rewrite:
             node.replace_all_uses_with(shared)
             self.graph.erase_node(node)
 
-    def _may_be_longer(self, table: fx.Node, length: Length) -> bool:
-        """Whether all readers of `table`, built for `length`, are attention calls that stay within that length."""
+    def _may_be_longer(self, table: fx.Node, own: Length, length: Length) -> bool:
+        """Whether all readers of `table`, built for `own`, see the same in one built for `length`."""
         for user in table.users:
-            inputs = [*user.args, *user.kwargs.values()]
-            if user.target not in ATTENTION_OPS or arg(user, "block_tables") is not table or inputs.count(table) != 1:
-                reader = "it is returned" if _is_returned(user) else f"{user.name} reads it, not as block_tables alone"
-                self.result.refuse(table, f"page_table: stays: {reader}")
-                return False
-            seq_lens = self.length(user)
-            if not seq_lens.within(length):
-                op = ATTENTION_OPS[user.target]
-                self.result.refuse(table, f"page_table: stays: {op} attends {seq_lens}, not provably within {length}")
+            if (why := self._why_not_longer(user, table, own, length)) is not None:
+                self.result.refuse(table, f"page_table: stays: {why}")
                 return False
         return True
+
+    def _why_not_longer(self, user: fx.Node, table: fx.Node, own: Length, length: Length) -> str | None:
+        if user.target in (aten.gather.default, aten.index.Tensor):
+            # Where the mask is false both tables are empty, if it is the same mask.
+            if length.keep is own.keep and reads_live_pages(user, table, own, self.values):
+                return None
+            return f"{user.name} gathers from it, not provably within {own}"
+        inputs = [*user.args, *user.kwargs.values()]
+        if user.target not in ATTENTION_OPS or arg(user, "block_tables") is not table or inputs.count(table) != 1:
+            return "it is returned" if _is_returned(user) else f"{user.name} reads it, not as block_tables alone"
+        if not (seq_lens := self.length(user)).within(own):
+            return f"{ATTENTION_OPS[user.target]} attends {seq_lens}, not provably within {own}"
+        return None
 
     def _hoist_table(self, table: fx.Node, length: Length, anchor: fx.Node) -> fx.Node:
         """The same call at `anchor`, an earlier one of the same table and requests."""
         lens = materialize(self.graph, anchor, length, arg(table, "seq_lens"))
-        sizes = (arg(table, "page_size"), arg(anchor, "max_pages"))
-        inputs = (arg(anchor, "req_to_token"), arg(anchor, "req_pool_indices"), lens, *sizes)
-        hoisted = insert(self.graph, anchor, page_table_op, inputs, source=table)
+        changes = {name: arg(anchor, name) for name in ("req_to_token", "req_pool_indices", "max_pages")}
+        hoisted = call_like(self.graph, anchor, table, {**changes, "seq_lens": lens})
         table.replace_all_uses_with(hoisted)
         self.graph.erase_node(table)
         return hoisted
@@ -196,63 +211,41 @@ class _Rewrite:
             for call in group:  # only now: rows are inserted before the first
                 self.graph.erase_node(call)
 
-    def fuse_lengths(self) -> None:
-        groups: dict[Hashable, list[_Call]] = defaultdict(list)
-        for call in [*attention_calls(self.graph), *calls(self.graph, *INDEX_OPS)]:
-            node = arg(call, "seq_lens")
-            length = self.values.canonical(node)
-            base, lens = length.base, value(node)
-            if base is None or not same_shape(value(base).shape, lens.shape):
-                continue
-            if length.offset != 0 or length.keep is not None or value(base).dtype != lens.dtype:
-                groups[base, length.keep, lens.dtype].append(_Call(call, length))
+    def stack_steps(self) -> None:
+        values = Values(self.graph)  # anew: gathers that read several tables may now read one
+        stacking = Stacking(self.graph, values)
+        groups: dict[int, list[_Input]] = defaultdict(list)
+        for call in self.graph.nodes:
+            for name, node in _tensor_inputs(call) if op_of(call) is not None else ():
+                if stacking.computed(node):
+                    kind, offsets = stacking.form(node)
+                    groups[kind].append(_Input(call, name, node, offsets))
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for group in groups.values():
-            offsets = sorted({length.offset for _, length in group})
-            # All computed from the base and the mask, so both stand before the first of them.
-            anchor = min((arg(call, "seq_lens") for call, _ in group), key=order.__getitem__)
-            if len(offsets) < 2:
-                for call, length in group:
-                    if arg(call, "seq_lens") is not anchor:
-                        set_arg(call, "seq_lens", anchor)
-                        self.result.did(call, f"seq_lens: {length}, as computed before")
-                continue
-            stacked = self._stack(anchor, group[0].length, offsets)
-            rows = [insert(self.graph, anchor, aten.select.int, (stacked, 0, i)) for i in range(len(offsets))]
-            for call, length in group:
-                set_arg(call, "seq_lens", rows[offsets.index(length.offset)])
-                self.result.did(call, f"seq_lens: row {length.offset:+d} of one launch for {len(offsets)} lengths")
+            # The first of all is a row: whatever the rows share is above it in the graph, or is itself.
+            distinct: dict[tuple[int, ...], fx.Node] = {}
+            for member in sorted(group, key=lambda member: order[member.node]):
+                distinct.setdefault(member.offsets, member.node)
+            anchor = next(iter(distinct.values()))
+            steps = sorted(distinct)
+            rows = [anchor] if len(steps) == 1 else stacking.rows([distinct[step] for step in steps], anchor)
+            for call, name, node, offsets in group:
+                row = steps.index(offsets)
+                if node is not rows[row]:
+                    call.replace_input_with(node, rows[row])
+                    text = f"row {row} of one launch for {len(steps)}" if len(steps) > 1 else "as computed before"
+                    self.result.did(call, f"{name}: {text}")
 
-    def _stack(self, anchor: fx.Node, length: Length, offsets: list[int]) -> fx.Node:
-        """`[len(offsets), bs]`: `length` with each of the offsets, before `anchor` and of its dtype."""
-        like = value(anchor)
-        assert length.base is not None
-        base = as_dtype(self.graph, anchor, length.base, like.dtype)
-        row = insert(self.graph, anchor, aten.unsqueeze.default, (base, 0))
-        column = insert(self.graph, anchor, aten.unsqueeze.default, (self._column(anchor, offsets), 1))
-        stacked = insert(self.graph, anchor, aten.add.Tensor, (row, column))
-        if length.keep is not None:
-            stacked = masked(self.graph, anchor, stacked, length.keep, like.shape, anchor)
-        return stacked
 
-    def _column(self, anchor: fx.Node, offsets: Iterable[int]) -> fx.Node:
-        """`[n]` of ascending offsets from pointwise ops: a tensor made on the host would be a copy in every round."""
-        like, offsets = value(anchor), list(offsets)
-        step = offsets[1] - offsets[0]
-        even = all(b - a == step for a, b in itertools.pairwise(offsets))
-        start, step = (offsets[0], step) if even else (0, 1)
-        options = {"start": start, "step": step, "dtype": like.dtype, "device": like.device, "requires_grad": False}
-        index = insert(self.graph, anchor, prims.iota.default, (len(offsets),), options)
-        if even:
-            return index
-        column = insert(self.graph, anchor, aten.add.Tensor, (index, offsets[0]))
-        for i in range(1, len(offsets)):
-            if offsets[i] == offsets[i - 1] + 1:
-                continue
-            jumped = insert(self.graph, anchor, aten.ge.Scalar, (index, i))
-            shifted = insert(self.graph, anchor, aten.add.Tensor, (index, offsets[i] - i))
-            column = insert(self.graph, anchor, aten.where.self, (jumped, shifted, column))
-        return column
+def _tensor_inputs(call: fx.Node) -> list[tuple[str, fx.Node]]:
+    """The distinct tensors that a call of ours takes, with the name of their first argument."""
+    schema = op_of(call)._schema
+    given = dict(zip((a.name for a in schema.arguments), call.args, strict=False)) if call.target is op_of(call) else {}
+    found: dict[fx.Node, str] = {}
+    for name, argument in (given | call.kwargs).items():
+        if isinstance(argument, fx.Node):
+            found.setdefault(argument, name)
+    return [(name, node) for node, name in found.items()]
 
 
 def _is_returned(node: fx.Node) -> bool:

@@ -27,6 +27,10 @@ INDEX_OPS: dict[Any, str] = {
     draft_kv_indices_steps_op: "draft_kv_indices_steps",
 }
 
+# Where tracing notes the arguments of a custom op as eager mode would pass them. Inductor keeps the inputs' strides to those;
+# a call without the note may get inputs of any strides.
+EAGER = "eager_input_vals"
+
 
 def op_of(node: fx.Node) -> Any:
     """The operator of ours that `node` calls, also inside `auto_functionalized_v2`; None if it calls none."""
@@ -65,23 +69,40 @@ def arg(node: fx.Node, name: str) -> Any:
     return node.kwargs.get(name, node.target._schema.arguments[index].default_value)  # type: ignore[union-attr]
 
 
-def set_arg(node: fx.Node, name: str, value: Any) -> None:
-    index = _position(node, name)
-    if index < len(node.args):
-        node.update_arg(index, value)
-    else:
-        node.update_kwarg(name, value)
-
-
 def value(node: Any) -> Any:
     """Fake value of a node (what it is otherwise: itself)."""
     return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
+def set_arg(node: fx.Node, name: str, new: Any) -> None:
+    index = _position(node, name)
+    if index < len(node.args):
+        node.update_arg(index, new)
+    else:
+        node.update_kwarg(name, new)
+    if (eager := node.meta.get(EAGER)) is not None:
+        args, kwargs = list(eager[0]), dict(eager[1])
+        if index < len(args):
+            args[index] = value(new)
+        else:
+            kwargs[name] = value(new)
+        node.meta[EAGER] = (tuple(args), kwargs)
+
+
 def insert(
-    graph: fx.Graph, before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None, source: fx.Node | None = None
+    graph: fx.Graph,
+    before: fx.Node,
+    target: Any,
+    args: tuple,
+    kwargs: dict | None = None,
+    source: fx.Node | None = None,
+    result: Any = None,
 ) -> fx.Node:
-    """A new call before `before`, with its fake value computed; it inherits the source line of `source` (default `before`)."""
+    """A new call before `before`, of fake value `result` (default: computed); it inherits the source line of `source` (default
+    `before`).
+
+    A call of our ops gets its inputs with the strides that they have here.
+    """
     kwargs = kwargs or {}
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
@@ -89,11 +110,29 @@ def insert(
     fakes = (v for n in graph.nodes if isinstance(v := n.meta.get("val"), FakeTensor))
     fake = next(fakes, None)  # one is enough: all of a graph's fakes share a mode
     with fake.fake_mode if fake is not None else contextlib.nullcontext():
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta["val"] = target(*fake_args, **fake_kwargs) if result is None else result
     for key in ("stack_trace", "nn_module_stack"):
         if key in (source or before).meta:
             node.meta[key] = (source or before).meta[key]
+    if op_of(node) is not None:
+        node.meta[EAGER] = (fake_args, fake_kwargs)
     return node
+
+
+def call_like(graph: fx.Graph, before: fx.Node, node: fx.Node, changes: dict[str, Any], target: Any = None) -> fx.Node:
+    """The call `node` of one of our ops, made anew before `before`: `changes` by argument name, `target` in place of its op.
+
+    What is not changed keeps the strides that it had when the user called the op.
+    """
+    target = target or node.target
+    names = [argument.name for argument in target._schema.arguments]
+    new = insert(graph, before, target, tuple(changes[n] if n in changes else arg(node, n) for n in names), source=node)
+    old_args, old_kwargs = node.meta.get(EAGER, ((), {}))
+    old_names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    kept = {**dict(zip(old_names, old_args, strict=False)), **old_kwargs}
+    args = (kept.get(n, fake) if n not in changes else fake for n, fake in zip(names, new.meta[EAGER][0], strict=True))
+    new.meta[EAGER] = (tuple(args), {})
+    return new
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')

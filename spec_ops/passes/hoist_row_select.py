@@ -27,7 +27,7 @@ from torch import fx
 from spec_ops.backends import BackendError, attention_meta, select_backend
 from spec_ops.backends.registry import device_arch
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, arg, insert, source_line, value
+from spec_ops.passes.graph import ATTENTION_OPS, arg, call_like, insert, source_line, value
 from spec_ops.passes.lengths import Values
 from spec_ops.passes.rows import (
     RESHAPES,
@@ -340,15 +340,7 @@ class _Hoist:
             changed |= {"tree_mask": self._causal_mask(node, before), "mask_len": self.space.length}
         else:
             changed["seq_lens"] = self._causal_lengths(node, before)
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        args = tuple(changed.get(name, arg(node, name)) for name in names)
-        new = insert(self.graph, before, node.target, args, source=node)
-        if "eager_input_vals" in node.meta:  # what Inductor keeps the strides of a custom op's inputs to
-            old_args, old_kwargs = node.meta["eager_input_vals"]
-            merged = dict(zip(names, old_args, strict=False)) | dict(old_kwargs)
-            merged |= {name: value(v) for name, v in changed.items()}
-            new.meta["eager_input_vals"] = (tuple(merged[name] for name in names if name in merged), {})
-        return new
+        return call_like(self.graph, before, node, changed)
 
     def _causal_lengths(self, node: fx.Node, before: fx.Node) -> fx.Node:
         """Query j of q_len is the last of a sequence that ends with it: `seq_lens - q_len + j + 1`. Where that is negative

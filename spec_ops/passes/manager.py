@@ -27,6 +27,7 @@ from spec_ops.passes.graph import op_of
 from spec_ops.passes.hoist_row_select import HoistRowSelect
 from spec_ops.passes.report import GraphReport, count_nodes
 from spec_ops.passes.select_backends import SelectBackends
+from spec_ops.passes.share_op_inputs import ShareOpInputs
 from spec_ops.passes.use_decode_for_extend import UseDecodeForExtend
 
 logger = logging.getLogger("spec_ops.passes")
@@ -41,6 +42,7 @@ PASSES: tuple[GraphPass, ...] = (
     ElideHostSyncs(),
     FuseDraftSteps(),
     HoistRowSelect(),
+    ShareOpInputs(),
 )
 
 

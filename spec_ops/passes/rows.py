@@ -89,7 +89,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     if not isinstance(val, torch.Tensor):
         raise NotRowwiseError("its value is not a tensor")
     if not all(isinstance(size, int) for size in val.shape):
-        raise NotRowwiseError("its shape is symbolic")
+        raise NotRowwiseError("its shape is symbolic, and rows are followed through static shapes only")
     return tuple(val.shape)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from spec_ops.backends import BackendError, attention_meta, select_backend
-from spec_ops.backends.registry import device_arch
+from spec_ops.backends.registry import device_arch, missing_backends
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.graph import ATTENTION_OPS, arg, attention_calls, set_arg, value
@@ -30,14 +30,21 @@ class SelectBackends(GraphPass):
             meta = attention_meta(op, tuple(fx.node.map_arg(node.args, value)))
             q = value(arg(node, "q"))
             assert isinstance(q, torch.Tensor)
-            arch = context.arch if context.arch is not None else device_arch(q.device)
+            # A plan for a stated architecture is a plan for a machine with every package; for this one only what is here
+            # counts.
+            planned = context.arch is not None
+            arch = context.arch if planned else device_arch(q.device)
+            missing = frozenset() if planned else missing_backends()
             name = arg(node, "backend")
             try:
-                selection = select_backend(meta, arch, name)
+                selection = select_backend(meta, arch, name, missing)
             except BackendError as error:
                 result.refuse(node, str(error))
                 continue
-            others = "; ".join(f"{other} {why}" for other, why in selection.reasons.items())
+            candidates = ((other, why) for other, why in selection.reasons.items() if not why.startswith("has no kernel"))
+            others = "; ".join(f"{other} {why}" for other, why in candidates)
             set_arg(node, "backend", selection.backend.name)
             node.target = (HOST_PLAN_OPS if selection.backend.host_plan else OPS)[op]
-            result.did(node, f"{op}: {selection.backend.name}" + (f" ({others})" if others else ""))
+            absent = selection.backend.missing()
+            here = f", which {absent}" if absent else ""
+            result.did(node, f"{op}: {selection.backend.name}{here}" + (f" ({others})" if others else ""))

@@ -105,8 +105,10 @@ def _indexed(node: fx.Node, source: fx.Node, count: int, index: fx.Node, values:
 
 def _select(node: fx.Node, source: fx.Node, values: Values) -> Selection | None:
     rank, place = value(source).dim(), arg(node, "index")
-    if rank < 2 or arg(node, "dim") % rank != 1 or not isinstance(place, int):
+    if rank < 2 or arg(node, "dim") % rank != 1:
         return None
+    if not isinstance(place, int):
+        raise NotRowwiseError("the row is a symbolic number")
     return _block(node, source, place % shape_of(source)[1], 1)
 
 
@@ -115,7 +117,9 @@ def _slice(node: fx.Node, source: fx.Node, values: Values) -> Selection | None:
     if rank < 2 or arg(node, "dim") % rank != 1:
         return None
     start, stop, step = (arg(node, name) for name in ("start", "end", "step"))
-    if step != 1 or not all(part is None or isinstance(part, int) for part in (start, stop)):
+    if not all(part is None or isinstance(part, int) for part in (start, stop, step)):
+        raise NotRowwiseError("the bounds of the rows are symbolic numbers")
+    if step != 1:
         return None
     start, stop, _ = slice(start, None if stop == _FULL_STOP else stop).indices(shape_of(source)[1])
     return _block(node, source, start, stop - start)
@@ -148,7 +152,7 @@ def _index(node: fx.Node, source: fx.Node, values: Values) -> Selection | None:
     several = len(shape) == 2
     if lead != ((requests, 1) if several else (requests,)) or shape[:1] != (requests,) or len(shape) > 2:
         raise NotRowwiseError("it does not take the same number of rows of each request")
-    if _iota(request) != (requests, 1):
+    if iota(request) != (requests, 1):
         raise NotRowwiseError("its first index is not provably 0, 1, ... over the requests")
     return _indexed(node, source, shape[1] if several else 1, _root(row, math.prod(shape)), values, wraps=True)
 
@@ -167,7 +171,7 @@ def _flat(node: fx.Node, source: fx.Node, index: fx.Node, values: Values) -> Sel
     row."""
     parts = index.args if index.target is aten.add.Tensor and arg(index, "alpha") == 1 else ()
     for first, row in (parts, tuple(reversed(parts))) if len(parts) == 2 else ():
-        if not isinstance(first, fx.Node) or not isinstance(row, fx.Node) or (found := _iota(first)) is None:
+        if not isinstance(first, fx.Node) or not isinstance(row, fx.Node) or (found := iota(first)) is None:
             continue
         requests, length = found
         if requests * length != shape_of(source)[0] or shape_of(index) != (requests,) or shape_of(row) != (requests,):
@@ -231,7 +235,7 @@ def _root(index: fx.Node, count: int) -> fx.Node:
     return found
 
 
-def _iota(node: fx.Node) -> tuple[int, int] | None:
+def iota(node: fx.Node) -> tuple[int, int] | None:
     """`(n, step)` if `node` holds 0, step, ..., (n - 1) * step."""
     count, scale = math.prod(shape_of(node)), 1
     current: Any = node

@@ -25,7 +25,7 @@ from spec_ops.backends import BackendError, attention_meta, select_backend
 from spec_ops.backends.registry import device_arch
 from spec_ops.ops.attention import HOST_PLAN_OPS, MAX_TREE_TOKENS, OPS
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, arg, calls, insert, value
+from spec_ops.passes.graph import ATTENTION_OPS, arg, call_like, calls, insert, value
 
 # Decode kernels hold all queries of a request in one tile next to the KV they stream. They are built for drafts, which have at
 # most 64 tokens (the width of a tree mask); a longer extend is a prefill, and faster on the kernel made for that.
@@ -212,14 +212,9 @@ def _kernel_refusal(node: fx.Node, n: int, context: PassContext) -> str | None:
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, bs: int, n: int) -> None:
-    arguments = _arguments(node)
-    heads, dim = value(arguments["q"]).shape[1:]
+    heads, dim = value(arg(node, "q")).shape[1:]
     # Views, not copies, whatever the strides: one splits a dimension, the other joins two of a contiguous result.
-    arguments["q"] = insert(graph, node, aten.view.default, (arguments["q"], [bs, n, heads, dim]))
-    arguments |= {"tree_mask": None, "mask_len": 0}
-    target = DRAFT_EXTEND[node.target]
-    args = tuple(arguments[a.name] for a in target._schema.arguments)
-    call = insert(graph, node, target, args)
-    if "eager_input_vals" in node.meta:  # without it, Inductor may hand the kernel inputs of any strides
-        call.meta["eager_input_vals"] = (fx.node.map_arg(args, value), {})
+    queries = insert(graph, node, aten.view.default, (arg(node, "q"), [bs, n, heads, dim]))
+    changes = {"q": queries, "tree_mask": None, "mask_len": 0}
+    call = call_like(graph, node, node, changes, DRAFT_EXTEND[node.target])
     node.replace_all_uses_with(insert(graph, node, aten.view.default, (call, list(value(node).shape))))

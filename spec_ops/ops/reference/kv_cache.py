@@ -7,7 +7,7 @@ import torch
 E4M3_MAX = 448.0
 
 
-def _check_slots(op: str, arg: str, slots: torch.Tensor, cache: torch.Tensor) -> None:
+def check_slots(op: str, arg: str, slots: torch.Tensor, cache: torch.Tensor) -> None:
     """On CPU an out-of-range slot raises before anything is written."""
     capacity = cache.shape[0] * cache.shape[1]
     if slots.device.type == "cpu" and slots.numel() and int(slots.max()) >= capacity:
@@ -45,7 +45,7 @@ def _quantize(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.T
 def append_kv(k_cache, v_cache, k, v, slots, k_scale: float, v_scale: float) -> None:
     if slots.numel() == 0:
         return
-    _check_slots("append_kv", "slots", slots, k_cache)
+    check_slots("append_kv", "slots", slots, k_cache)
     valid = slots >= 0
     _write_rows(k_cache, slots, _quantize(k, k_scale, k_cache.dtype), valid)
     _write_rows(v_cache, slots, _quantize(v, v_scale, v_cache.dtype), valid)
@@ -54,7 +54,7 @@ def append_kv(k_cache, v_cache, k, v, slots, k_scale: float, v_scale: float) -> 
 def append_mla_kv(kv_cache, c_kv, k_rope, slots, kv_scale: float) -> None:
     if slots.numel() == 0:
         return
-    _check_slots("append_mla_kv", "slots", slots, kv_cache)
+    check_slots("append_mla_kv", "slots", slots, kv_cache)
     _write_rows(kv_cache, slots, _quantize(torch.cat([c_kv, k_rope], -1), kv_scale, kv_cache.dtype), slots >= 0)
 
 
@@ -62,8 +62,8 @@ def move_kv(caches, src_slots, dst_slots) -> None:
     if src_slots.numel() == 0:
         return
     for cache in caches:
-        _check_slots("move_kv", "src_slots", src_slots, cache)
-        _check_slots("move_kv", "dst_slots", dst_slots, cache)
+        check_slots("move_kv", "src_slots", src_slots, cache)
+        check_slots("move_kv", "dst_slots", dst_slots, cache)
         valid = (src_slots >= 0) & (dst_slots >= 0)
         source = torch.where(valid, src_slots, 0).long()
         page_size = cache.shape[1]

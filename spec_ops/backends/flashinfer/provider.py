@@ -1,0 +1,42 @@
+"""What all calls into FlashInfer share: its buffers, what a release accepts, and queries for fp8 caches."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spec_ops.backends.workspace import workspace
+
+SCRATCH_BYTES = 128 << 20  # what FlashInfer's own examples and every engine give it
+COUNTER_BYTES = 1 << 20  # trtllm-gen's semaphores: four bytes per (request, query head)
+
+
+def scratch(use: str, device: torch.device) -> torch.Tensor:
+    return workspace(f"flashinfer {use}", device, SCRATCH_BYTES)
+
+
+@functools.cache
+def accepts(function: Callable, parameter: str) -> bool:
+    """Whether this release's `function` has `parameter`."""
+    return parameter in inspect.signature(function).parameters
+
+
+def counters(function: Callable, device: torch.device) -> dict[str, Any]:
+    """trtllm-gen's semaphores as an argument: without ours, every call allocates and zeroes some. Releases before 0.7 keep them
+    in the scratch buffer instead."""
+    if not accepts(function, "multi_ctas_kv_counter_buffer"):
+        return {}
+    return {"multi_ctas_kv_counter_buffer": workspace("flashinfer counters", device, COUNTER_BYTES)}
+
+
+def queries_for(cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """`q`, contiguous, in the cache's dtype: Blackwell's kernels multiply like with like, so an fp8 cache takes e4m3 queries
+    (scale 1, as SGLang and vLLM do). Clamped first: not every release of torch saturates in the cast, others give NaN."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return q.contiguous()
+    limit = torch.finfo(cache.dtype).max
+    return q.clamp(-limit, limit).to(cache.dtype).contiguous()

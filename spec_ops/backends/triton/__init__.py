@@ -1,0 +1,49 @@
+"""Our Triton kernels: one module per family, each with the functions that launch its kernels and `ahead()`, the variants of
+them that are compiled without a GPU (`ahead.py`).
+
+Importing this package registers the attention backend and imports no triton; its modules do, when an op first runs on CUDA.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spec_ops.backends.registry import STEPS, AttentionMeta, Backend, register_backend
+
+_FP8 = torch.float8_e4m3fn
+MAX_Q_LEN = 64
+RAGGED = ("mha_extend", "mla_extend")
+
+
+def _constraint(meta: AttentionMeta, arch: int | None) -> str | None:
+    if meta.kv_dtype == _FP8 and arch is not None and arch < 89:
+        return f"needs sm_89 for fp8 caches, not sm_{arch}"
+    if meta.step.startswith("mla_"):
+        # Values are the first power of two of a cache row, so that keys and values are loaded once.
+        widths = (meta.v_head_dim, meta.head_dim - meta.v_head_dim)
+        if widths not in ((512, 64), (256, 64)):
+            return f"supports MLA of (kv_lora_rank, rope) (512, 64) or (256, 64), not {widths}"
+    elif max(meta.head_dim, meta.v_head_dim) > 256:
+        return f"supports head_dim up to 256, not {max(meta.head_dim, meta.v_head_dim)}"
+    elif meta.head_dim < 16:
+        return f"supports head_dim from 16, not {meta.head_dim}"  # products are of at least 16
+    if meta.step not in RAGGED and meta.q_len > MAX_Q_LEN:
+        return f"supports at most {MAX_Q_LEN} queries per request, not {meta.q_len}"
+    return None
+
+
+register_backend(
+    Backend(
+        name="triton",
+        kernels={step: f"spec_ops.backends.triton.steps:{step if step in RAGGED else step[:3]}" for step in STEPS},
+        capabilities=(80, 121),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset({torch.bfloat16, torch.float16, _FP8}),
+        rank=100,
+        tree_mask=True,
+        window=True,
+        sinks=True,
+        softcap=True,
+        constraint=_constraint,
+    )
+)

@@ -1,0 +1,153 @@
+"""Ahead-of-time compilation of the Triton kernels, without a GPU, and what each takes of a multiprocessor.
+
+A kernel module exposes `ahead() -> Iterable[Variant]`. Spills cost a hot kernel more than any tuning gains, and a kernel that
+needs more shared memory than an architecture has fails at its first launch there: both show here on any machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+ARCHS = (90, 100, 103, 120)
+# Bytes that one block may use: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+SHARED_LIMIT = {90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024}
+
+ArgType = str | tuple["ArgType", ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialization of a kernel.
+
+    Attributes:
+        name: of the table's row, such as `"append_kv bf16"`; unique.
+        kernel: the `@triton.jit` (or Gluon) function.
+        signature: Triton type of each argument that is no constant: `"*bf16"`, `"i32"`, `"fp32"`, a tuple of types for a tuple
+            argument. `":16"` at the end (`"*bf16:16"`, `"i64:16"`) promises a multiple of 16, as a launch finds for aligned
+            pointers and for strides; without it nothing is vectorized.
+        constexprs: value of each constexpr, and of each other argument that a launch makes a constant: None, and integers of
+            value 1 such as the stride of a last dimension.
+        num_warps, num_stages: as in the launch.
+        hot: on the path of a decode step, where no spill is tolerated.
+        archs: architectures it is launched on.
+        options: further compile options, such as `{"maxnreg": 168}`.
+        programs: blocks that must be resident on a multiprocessor at once, as a cooperative launch relies on.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, ArgType]
+    constexprs: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    hot: bool = True
+    archs: tuple[int, ...] = ARCHS
+    options: Mapping[str, Any] = field(default_factory=dict)
+    programs: int = 1
+
+
+class Resources(NamedTuple):
+    """Registers per thread; shared memory per block; bytes of spilled registers (stack frame) per thread."""
+
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+
+
+def resident_blocks(used: Resources, num_warps: int, arch: int) -> int:
+    """How many blocks of a kernel fit on a multiprocessor of `arch` at once.
+
+    By the occupancy calculator's rules: registers go to warps in units of 8 a thread, out of a quarter of 65,536 for each of
+    the four schedulers; a block takes 1 KB of shared memory more than it asks for.
+    """
+    warps_per_scheduler = min(16384 // (32 * -(-used.registers // 8) * 8), 12 if arch == 120 else 16)
+    by_shared = (SHARED_LIMIT[arch] + 1024) // (used.shared_bytes + 1024)
+    return min(4 * warps_per_scheduler // num_warps, by_shared)
+
+
+def variants() -> Iterator[Variant]:
+    """Those of every kernel module of this package."""
+    package = importlib.import_module(__package__)
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{__package__}.{info.name}")
+        if callable(declared := getattr(module, "ahead", None)):
+            yield from declared()
+
+
+def first_of_each_kernel(all_variants: Iterable[Variant]) -> list[Variant]:
+    """The first variant declared of every kernel: what there is time for in CI."""
+    return list({id(v.kernel): v for v in reversed(list(all_variants))}.values())[::-1]
+
+
+def compile_ahead(variant: Variant, arch: int) -> Resources:
+    """What the variant takes on `arch` (90 for sm_90).
+
+    Raises:
+        ValueError: the signature and the constants do not cover the kernel's arguments; the kernel is an interpreted one.
+    """
+    binary = compiled(variant, arch)
+    return _resources(binary.asm["cubin"], binary.metadata.shared)
+
+
+def compiled(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
+    """The variant, compiled by triton with the assembler that comes with it; raises as `compile_ahead` does."""
+    kernel = variant.kernel
+    if not isinstance(kernel, triton.JITFunction):
+        raise ValueError(
+            f"compile_ahead: `variant.kernel` must be a compiled @triton.jit function, got {type(kernel).__name__}; "
+            "unset TRITON_INTERPRET"
+        )
+    given = [*variant.signature, *variant.constexprs]
+    if sorted(given) != sorted(kernel.arg_names):
+        wanted = f"must name each of {kernel.arg_names} once"
+        raise ValueError(f"compile_ahead: {variant.name}: `signature` and `constexprs` {wanted}, got {given}")
+    types: dict[str, Any] = {}
+    attrs: dict[tuple[int, ...], list] = {}
+    for position, name in enumerate(kernel.arg_names):
+        declared = variant.signature.get(name, "constexpr")
+        types[name] = _without_hints(declared, (position,), attrs)
+    source = _source_class(kernel)(kernel, types, dict(variant.constexprs), attrs)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _without_hints(declared: ArgType, path: tuple[int, ...], attrs: dict) -> ArgType:
+    """The type without its `":16"`, which goes to `attrs`."""
+    if isinstance(declared, tuple):
+        return tuple(_without_hints(part, (*path, i), attrs) for i, part in enumerate(declared))
+    name, hint, multiple = declared.partition(":")
+    if hint:
+        if multiple != "16":
+            raise ValueError(f"compile_ahead: a type's hint must be ':16', got {declared!r}")
+        attrs[path] = [["tt.divisibility", 16]]
+    return name
+
+
+def _source_class(kernel) -> type:
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return ASTSource
+
+
+def _resources(cubin: bytes, shared: int) -> Resources:
+    # Not its SHARED: triton's shared memory is dynamic, which the binary does not know of.
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = {name: int(amount) for name, amount in re.findall(r"(REG|STACK):(\d+)", report)}
+    return Resources(used["REG"], shared, used["STACK"])

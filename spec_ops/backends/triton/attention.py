@@ -1,0 +1,338 @@
+"""Paged split-KV attention for draft decode, verify and draft extend: GQA and absorbed MLA, chains and trees.
+
+One kernel, one launch. See `schedule.py` for how work is divided, `visibility.py` for masks. The online softmax is
+that of FlashAttention-2 (arXiv:2307.08691) in base 2; splitting the keys is FlashDecoding's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from spec_ops.backends.triton.schedule import arrive, await_all, kv_blocks, pick, range_of, range_start
+from spec_ops.backends.triton.visibility import visible
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def denominator(m, l, sinks, head, in_use, HAS_SINKS: tl.constexpr):
+    """What to multiply an accumulator of maximum `m` and sum `l` with; zero for rows that saw nothing."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=in_use, other=0.0) * LOG2E
+        top = tl.maximum(m, sink)
+        top = tl.where(top == float("-inf"), 0.0, top)  # saw nothing, and a sink that takes nothing
+        shrink = tl.exp2(m - top)
+        total = l * shrink + tl.exp2(sink - top)
+        return shrink / tl.where(total > 0, total, 1.0)
+    else:
+        return 1.0 / tl.where(l > 0, l, 1.0)
+
+
+@triton.jit
+def _combine(
+    partial_acc, partial_ml, out, sinks, unit, units, splits, slots, ends_first, row0, rows, kv_head, v_scale,
+    HM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Merge a tile's `splits` partial results, every `units`-th piece of `PIECE` numbers from `unit` on, `SPLITS` at a time.
+
+    Split `i` lies in slot `slots + (2 * i) * HM`, the first one `HM` further if the tile begins inside its range
+    (`ends_first`).
+    """
+    ROWS: tl.constexpr = max(PIECE // BLOCK_DV, 1)
+    COLUMNS: tl.constexpr = min(PIECE, BLOCK_DV)
+    PARTS: tl.constexpr = BLOCK_DV // COLUMNS
+    for piece in tl.range(unit, tl.cdiv(rows, ROWS) * PARTS, units):
+        row = (piece // PARTS) * ROWS + tl.arange(0, ROWS)
+        column = (piece % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
+        live = row < rows
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in tl.range(0, splits, SPLITS):
+            i = start + tl.arange(0, SPLITS)
+            slot = (slots + (2 * i + tl.where(i == 0, ends_first, 0)) * HM).to(tl.int64)
+            there = (i < splits)[:, None] & live[None, :]
+            # .cg: partials come from other SMs, so L1 must not answer
+            ml = partial_ml + slot[:, None] * (2 * BLOCK_M) + row[None, :]
+            m_i = tl.load(ml, mask=there, other=float("-inf"), cache_modifier=".cg")
+            l_i = tl.load(ml + BLOCK_M, mask=there, other=0.0, cache_modifier=".cg")
+            a_row = partial_acc + (slot[:, None] * BLOCK_M + row[None, :]) * BLOCK_DV
+            a_i = tl.load(a_row[:, :, None] + column[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+            m_new = tl.maximum(m, tl.max(m_i, 0))
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+            shrink = tl.exp2(m - shift)
+            grow = tl.exp2(m_i - shift[None, :])
+            acc = acc * shrink[:, None] + tl.sum(a_i * grow[:, :, None], 0)
+            l = l * shrink + tl.sum(l_i * grow, 0)
+            m = m_new
+        head = kv_head * GROUP + (row0 + row) % GROUP
+        result = acc * (denominator(m, l, sinks, head, live, HAS_SINKS) * v_scale)[:, None]
+        o = out + ((row0 + row) // GROUP * (KV_HEADS * GROUP) + (row0 + row) % GROUP) * DV
+        mask = live[:, None] & (column < DV)[None, :]
+        tl.store(o[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softmax_step(
+    s, m, l, acc, n, masked, seq_len, query, q_len, words, qk_scale, softcap,
+    MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One block of the online softmax: from products `s [rows, keys]` to weights; rescales `acc`."""
+    if HAS_SOFTCAP:
+        x = s * qk_scale  # already divided by the cap; tanh by way of exp2
+        e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+        s = softcap * tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e)
+        logit_scale = 1.0
+    else:
+        logit_scale = qk_scale
+    if masked:
+        s = tl.where(visible(n, seq_len, query, q_len, words, MASK_LEN, WINDOW), s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * logit_scale)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
+    p = tl.exp2(s * logit_scale - shift[:, None])
+    shrink = tl.exp2(m - shift)
+    return p, m_new, l * shrink + tl.sum(p, 1), acc * shrink[:, None]
+
+
+@triton.jit
+def attend(
+    q0, q1, k_cache, k_rest, v_cache, table, kv_head, first_key, last_key, seq_len, all_seen, query, q_len, words,
+    qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attention of one tile of rows over the keys `[first_key, last_key)` of one request and KV head.
+
+    `first_key` is a multiple of `BLOCK_N`; keys before `all_seen` are seen by every row. Returns each row's maximum (base 2),
+    sum and unnormalized output.
+    """
+    d0 = tl.arange(0, D0)
+    d1 = D0 + tl.arange(0, D1) if D1 > 0 else d0
+    dv = tl.arange(0, BLOCK_DV)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # Page ids are loaded one block ahead: a load whose address depends on a load of the same iteration would take
+    # pipeline stages from the keys and values.
+    if TMA:
+        full = tl.minimum(last_key, seq_len // BLOCK_N * BLOCK_N)
+        page = tl.load(table + first_key // PAGE, mask=first_key < last_key, other=0)  # the table may have no columns
+        for start in tl.range(first_key, full, BLOCK_N, num_stages=STAGES):
+            slot = page * PAGE + start % PAGE
+            page = tl.load(table + (start + BLOCK_N) // PAGE, mask=start + BLOCK_N < last_key, other=0)
+            k0 = k_cache.load([slot, kv_head * D]).to(q0.dtype)
+            s = tl.dot(q0, tl.trans(k0))
+            if D1 > 0:
+                k1 = k_rest.load([slot, kv_head * D + D0]).to(q0.dtype)
+                s = tl.dot(q1, tl.trans(k1), s)
+            n = start + tl.arange(0, BLOCK_N)
+            masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
+            p, m, l, acc = _softmax_step(
+                s, m, l, acc, n, masked, seq_len, query, q_len, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
+            )
+            v = k0 if SHARED_KV else v_cache.load([slot, kv_head * DV]).to(q0.dtype)
+            acc = tl.dot(p.to(q0.dtype), v, acc)
+        if full < last_key:
+            # The request's last, partly filled block: what lies behind `seq_len` in its page may be NaN.
+            slot = page * PAGE + full % PAGE
+            n = full + tl.arange(0, BLOCK_N)
+            valid = n < seq_len
+            k0 = k_cache.load([slot, kv_head * D]).to(q0.dtype)
+            if SHARED_KV:
+                k0 = tl.where(valid[:, None], k0, 0.0)
+            s = tl.dot(q0, tl.trans(k0))
+            if D1 > 0:
+                k1 = k_rest.load([slot, kv_head * D + D0]).to(q0.dtype)
+                s = tl.dot(q1, tl.trans(k1), s)
+            p, m, l, acc = _softmax_step(
+                s, m, l, acc, n, True, seq_len, query, q_len, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
+            )
+            v = k0 if SHARED_KV else tl.where(valid[:, None], v_cache.load([slot, kv_head * DV]).to(q0.dtype), 0.0)
+            acc = tl.dot(p.to(q0.dtype), v, acc)
+    else:
+        n = first_key + tl.arange(0, BLOCK_N)
+        if PAGE % BLOCK_N == 0:
+            page = tl.load(table + first_key // PAGE, mask=first_key < last_key, other=0)
+        else:
+            page = tl.load(table + n // PAGE, mask=n < seq_len, other=0)
+        for start in tl.range(first_key, last_key, BLOCK_N, num_stages=STAGES):
+            n = start + tl.arange(0, BLOCK_N)
+            valid = n < seq_len
+            k_row = k_cache + page.to(tl.int64) * k_stride_page + kv_head * k_stride_h + (n % PAGE) * k_stride_token
+            v_row = v_cache + page.to(tl.int64) * v_stride_page + kv_head * v_stride_h + (n % PAGE) * v_stride_token
+            if PAGE % BLOCK_N == 0:
+                page = tl.load(table + (start + BLOCK_N) // PAGE, mask=start + BLOCK_N < last_key, other=0)
+            else:
+                page = tl.load(table + (n + BLOCK_N) // PAGE, mask=n + BLOCK_N < seq_len, other=0)
+            k0 = tl.load(k_row[:, None] + d0[None, :], mask=valid[:, None], other=0.0).to(q0.dtype)
+            s = tl.dot(q0, tl.trans(k0))
+            if D1 > 0:
+                k1 = tl.load(k_row[:, None] + d1[None, :], mask=valid[:, None] & (d1 < D)[None, :], other=0.0)
+                s = tl.dot(q1, tl.trans(k1.to(q0.dtype)), s)
+            masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
+            p, m, l, acc = _softmax_step(
+                s, m, l, acc, n, masked, seq_len, query, q_len, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
+            )
+            if SHARED_KV:
+                v = k0
+            else:
+                v = tl.load(v_row[:, None] + dv[None, :], mask=valid[:, None] & (dv < DV)[None, :], other=0.0).to(q0.dtype)
+            acc = tl.dot(p.to(q0.dtype), v, acc)
+    return m, l, acc
+
+
+@triton.jit(do_not_specialize=["bs", "ranges"])  # other batch sizes compile nothing new within a power of two
+def split_kv_attention_kernel(
+    q, k_cache, k_rest, v_cache, out, block_tables, seq_lens, tree_mask, sinks,
+    partial_acc, partial_ml, counters,
+    qk_scale, v_scale, softcap,
+    bs, ranges,
+    q_stride_b, q_stride_q, q_stride_h,
+    k_stride_page, k_stride_token, k_stride_h,
+    v_stride_page, v_stride_token, v_stride_h,
+    table_stride, mask_stride,
+    Q_LEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
+    BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    COOPERATIVE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """`q [bs, Q_LEN, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
+
+    `TMA`: the caches are tensor descriptors of `[tokens, heads * dim]` (`k_rest` with a block of `D1` columns) and `PAGE %
+    BLOCK_N == 0`; otherwise pointers. `COOPERATIVE`: all programs are resident at once, so that each can wait for the
+    others of its tile and combine a share of it; otherwise the last to arrive combines alone.
+
+    Keys are read in two parts, `D0` (a power of two) and `D1` (the rest, 0 if none). `SHARED_KV`: values are the first
+    `DV == D0` entries of the keys (MLA), and are loaded once. `softcap` comes times log2(e), `qk_scale` too unless there is a
+    soft cap.
+    """
+    HM: tl.constexpr = KV_HEADS * ROW_BLOCKS
+    ROWS: tl.constexpr = Q_LEN * GROUP
+    SPAN: tl.constexpr = MASK_LEN + 1 if MASK_LEN > 0 else Q_LEN
+    pid = tl.program_id(0)
+    index = pid // HM
+    hm = pid % HM
+    kv_head = hm // ROW_BLOCKS
+    row = (hm % ROW_BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    in_use = row < ROWS
+    d0 = tl.arange(0, D0)
+    dv = tl.arange(0, BLOCK_DV)
+
+    request_ids = tl.arange(0, BS)
+    lens = tl.load(seq_lens + request_ids, mask=request_ids < bs, other=0)
+    _, counts = kv_blocks(lens, SPAN, WINDOW, BLOCK_N)
+    ends = tl.cumsum(counts, 0)
+    total = tl.sum(counts, 0)
+
+    # Requests without keys belong to no range.
+    if tl.sum(((counts == 0) & (request_ids < bs)).to(tl.int32), 0) > 0:
+        for b in range(index, bs, ranges):
+            if tl.load(seq_lens + b) <= 0:
+                o = out + ((b * Q_LEN + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV
+                zero = tl.zeros([BLOCK_M, BLOCK_DV], out.dtype.element_ty)
+                tl.store(o[:, None] + dv[None, :], zero, mask=in_use[:, None] & (dv < DV)[None, :])
+
+    # Fewer ranges than programs where a range would be too short to pay for its partial result.
+    ranges = tl.maximum(tl.minimum(ranges, tl.cdiv(total, MIN_BLOCKS)), 1)
+    position = range_start(index, total, ranges, ends)
+    stop = range_start(index + 1, total, ranges, ends)
+    if index >= ranges:
+        stop = position
+    b = tl.sum(((ends <= position) & (request_ids < bs)).to(tl.int32), 0)
+    last_request = tl.sum(((ends < stop) & (request_ids < bs)).to(tl.int32), 0)
+    range_begin = position
+    first_request = b
+    before_first = 0
+    before_last = 0
+
+    while position < stop:
+        seq_len = tl.load(seq_lens + b)
+        skipped, count = kv_blocks(seq_len, SPAN, WINDOW, BLOCK_N)
+        end = pick(ends, b, BS)
+        begin = end - count
+        last = tl.minimum(end, stop)
+        first_key = (skipped + position - begin) * BLOCK_N
+        last_key = (skipped + last - begin) * BLOCK_N
+
+        q_row = q + b.to(tl.int64) * q_stride_b + query * q_stride_q + head * q_stride_h
+        q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
+        q1 = q0
+        if D1 > 0:
+            d1 = D0 + tl.arange(0, D1)
+            q1 = tl.load(q_row[:, None] + d1[None, :], mask=in_use[:, None] & (d1 < D)[None, :], other=0.0)
+        words = query.to(tl.int64)
+        if MASK_LEN > 0:
+            words = tl.load(tree_mask + b * mask_stride + query, mask=in_use, other=0)
+        table = block_tables + b.to(tl.int64) * table_stride
+        all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else Q_LEN - 1)  # keys before this are seen by every query
+
+        m, l, acc = attend(
+            q0, q1, k_cache, k_rest, v_cache, table, kv_head, first_key, last_key, seq_len, all_seen, query, Q_LEN, words,
+            qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+            D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip
+
+        o = out + ((b * Q_LEN + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV
+        store_mask = in_use[:, None] & (dv < DV)[None, :]
+        if (position == begin) & (last == end):
+            result = acc * (denominator(m, l, sinks, head, in_use, HAS_SINKS) * v_scale)[:, None]
+            tl.store(o[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=store_mask)
+        else:
+            # A range has at most two unfinished tiles: the one it begins in (slot 0) and the one it ends in (slot 1).
+            slot = ((index * 2 + (position != range_begin).to(tl.int32)) * HM + hm).to(tl.int64)
+            local = tl.arange(0, BLOCK_M)
+            tl.store(partial_acc + (slot * BLOCK_M + local)[:, None] * BLOCK_DV + dv[None, :], acc, mask=in_use[:, None])
+            tl.store(partial_ml + slot * (2 * BLOCK_M) + local, m)
+            tl.store(partial_ml + slot * (2 * BLOCK_M) + BLOCK_M + local, l)
+            first_range = range_of(begin, total, ranges, ends)
+            before = arrive(counters + b * HM + hm, range_of(end - 1, total, ranges, ends) - first_range + 1)
+            if position == range_begin:
+                before_first = before
+            else:
+                before_last = before
+        position = last
+        b += 1
+
+    # Every program has announced all its partial results before any waits for others'.
+    rows_left = tl.minimum(ROWS - (hm % ROW_BLOCKS) * BLOCK_M, BLOCK_M)
+    for side in tl.range(0, 2):
+        b = first_request if side == 0 else last_request
+        end = pick(ends, b, BS)
+        begin = end - pick(counts, b, BS)
+        unfinished = (range_begin < stop) & ((begin < range_begin) | (end > stop))
+        if unfinished & ((side == 0) | (last_request != first_request)):
+            first_range = range_of(begin, total, ranges, ends)
+            splits = range_of(end - 1, total, ranges, ends) - first_range + 1
+            before = before_first if side == 0 else before_last
+            if COOPERATIVE:
+                await_all(counters + b * HM + hm, before, splits)
+                unit, units = index - first_range, splits
+            else:
+                unit, units = tl.where((before & 0xFFFF) == splits - 1, 0, BLOCK_M * BLOCK_DV), 1
+            ends_first = (range_start(first_range, total, ranges, ends) < begin).to(tl.int32)
+            slots = first_range * 2 * HM + hm
+            o = out + ((b * Q_LEN).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP) * DV
+            row0 = (hm % ROW_BLOCKS) * BLOCK_M
+            # Few splits: many rows of each at once. Many splits: many of them at once.
+            if splits <= 4:
+                _combine(
+                    partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
+                    v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 2, 512 * WARPS,
+                )  # fmt: skip
+            elif splits <= 32:
+                _combine(
+                    partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
+                    v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 16, 128 * WARPS,
+                )  # fmt: skip
+            else:
+                _combine(
+                    partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
+                    v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 64, 32 * WARPS,
+                )  # fmt: skip

@@ -1,0 +1,186 @@
+"""The attention kernels as the usual models launch them, for compilation without a GPU (see `ahead.py`).
+
+Signatures and constants are not written down a second time: the launch functions of `steps.py` run on tensors of the meta
+device, with a recorder in place of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from spec_ops.backends.triton import mla_hopper, steps, tuning
+from spec_ops.backends.triton.ahead import ARCHS, ArgType, Variant
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+_NAMES = {
+    BF16: "bf16", FP8: "fp8e4nv", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+_SMS = 132
+
+
+class Shape(NamedTuple):
+    """A model's attention: query heads, KV heads (0: MLA), widths of keys and values, dtype of the cache."""
+
+    label: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    kv_dtype: torch.dtype = BF16
+
+
+GQA_128 = Shape("GQA 32/8 D128", 32, 8, 128, 128)
+GQA_64 = Shape("GQA 64/8 D64", 64, 8, 64, 64)
+GQA_256 = Shape("GQA 16/8 D256", 16, 8, 256, 256)
+GQA_FP8 = GQA_128._replace(label="GQA 32/8 D128 fp8", kv_dtype=FP8)
+MLA_128 = Shape("MLA 128 heads", 128, 0, 576, 512)
+MLA_16 = Shape("MLA 16 heads", 16, 0, 576, 512)
+MLA_FP8 = MLA_16._replace(label="MLA 16 heads fp8", kv_dtype=FP8)
+
+# (shape, queries, whether they are a tree)
+UNIFORM = [
+    *((shape, *queries) for shape in (GQA_128, GQA_64) for queries in ((1, False), (4, False), (16, True))),
+    (GQA_256, 1, False), (GQA_256, 4, False), (GQA_256, 16, True),
+    (GQA_FP8, 1, False), (GQA_FP8, 16, True),
+    *((shape, q_len, False) for shape in (MLA_128, MLA_16) for q_len in (1, 4)),
+    (MLA_FP8, 1, False),
+]  # fmt: skip
+RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8]
+
+
+class _Recorder:
+    """Takes a kernel's place: `recorder[grid](...)` keeps the arguments."""
+
+    def __init__(self, kernel: triton.JITFunction) -> None:
+        self.kernel = kernel
+        self.arguments: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> _Recorder:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        names = self.kernel.arg_names
+        self.arguments = dict(zip(names, args, strict=False)) | {n: kwargs.pop(n) for n in names if n in kwargs}
+        self.options = kwargs
+
+
+def _type(value: Any) -> ArgType | None:
+    """Triton's type of an argument as a launch would specialize it; None if it becomes a constant."""
+    if isinstance(value, (TensorDescriptor, GluonDescriptor)):
+        layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+        return f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}{layout}>"
+    if isinstance(value, torch.Tensor):
+        return f"*{_NAMES[value.dtype]}:16"
+    if isinstance(value, float):
+        return "fp32"
+    if value is None or value == 1:
+        return None
+    return ("i64" if abs(value) >= 2**31 else "i32") + (":16" if value % 16 == 0 else "")
+
+
+def _recorded(name: str, launch: str, kernel: str, args: tuple, config: tuning.Config, archs: tuple[int, ...]) -> Variant:
+    """The variant of `steps.<kernel>` that `steps.<launch>(*args)` launches."""
+    recorder = _Recorder(getattr(steps, kernel))
+    with mock.patch.object(steps, kernel, recorder), mock.patch.object(steps, "num_sms", return_value=_SMS):
+        getattr(steps, launch)(*args, config=config)
+    given = recorder.arguments
+    if "COOPERATIVE" in given:
+        given["COOPERATIVE"] = config.cooperative  # the meta device is no CUDA device
+    constants = {p.name for p in recorder.kernel.params if p.is_constexpr}
+    types = {n: None if n in constants else _type(value) for n, value in given.items()}
+    options = {n: recorder.options[n] for n in ("maxnreg",) if n in recorder.options}
+    return Variant(
+        name,
+        recorder.kernel,
+        signature={n: t for n, t in types.items() if t is not None},
+        constexprs={n: given[n] for n, t in types.items() if t is None},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        # The other kernel is prefill's; MLA has kernels of its own on Hopper (`mla_hopper.py`) and Blackwell (other backends').
+        hot=kernel == "split_kv_attention_kernel" and launch == "mha",
+        archs=archs,
+        options=options,
+        programs=config.programs,
+    )
+
+
+def _arguments(shape: Shape, queries: tuple, q_rows: tuple[int, ...], bs: int) -> tuple[str, tuple]:
+    """`"mha"` or `"mla"`, and the arguments of that launch function up to its config, for pages of 64."""
+    meta = torch.device("meta")
+    q = torch.empty(*q_rows, shape.heads, shape.head_dim, dtype=BF16, device=meta)
+    tables = torch.empty(bs, 128, dtype=torch.int32, device=meta)
+    seq_lens = torch.empty(bs, dtype=torch.int32, device=meta)
+    softmax = (0.1, -1, None, 0.0)
+    if shape.kv_heads:
+        caches = [torch.empty(1024, 64, shape.kv_heads, d, dtype=shape.kv_dtype, device=meta) for d in shape[3:5]]
+        return "mha", (q, *caches, tables, seq_lens, *queries, None, None, None, *softmax, 1.0, 1.0, None)
+    cache = torch.empty(1024, 64, shape.head_dim, dtype=shape.kv_dtype, device=meta)
+    return "mla", (q, cache, shape.v_dim, tables, seq_lens, *queries, None, None, None, *softmax, 1.0, None)
+
+
+def _by_config(choose: Any, shape: Shape, rows: int) -> Iterator[tuple[tuning.Config, tuple[int, ...], str]]:
+    """The distinct choices over the architectures, the architectures of each, and what to add to the variant's name."""
+    chosen: dict[tuning.Config, list[int]] = {}
+    for arch in ARCHS:
+        element = shape.kv_dtype.itemsize
+        config = choose(arch, not shape.kv_heads, shape.head_dim, shape.v_dim, element, rows)
+        chosen.setdefault(config, []).append(arch)
+    for config, archs in chosen.items():
+        yield config, tuple(archs), f" on sm_{archs[0]}" if len(chosen) > 1 else ""
+
+
+def _hopper_mla(shape: Shape, q_len: int, tree: bool) -> Variant:
+    """The variant of the Gluon kernel, which `steps.mla` leaves bfloat16 and float16 on sm_90 to."""
+    bs = 8
+    mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
+    _, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
+    recorder = _Recorder(mla_hopper.mla_hopper_attention)
+    with (
+        mock.patch.object(mla_hopper, "mla_hopper_attention", recorder),
+        mock.patch.object(mla_hopper, "num_sms", return_value=_SMS),
+    ):
+        mla_hopper.mla(*args)
+    constants = {p.name for p in recorder.kernel.params if p.is_constexpr}
+    types = {n: None if n in constants else _type(value) for n, value in recorder.arguments.items()}
+    return Variant(
+        f"Hopper attention, {shape.label}, {q_len} {'tree' if tree else 'causal'}",
+        recorder.kernel,
+        signature={n: t for n, t in types.items() if t is not None},
+        constexprs={n: recorder.arguments[n] for n, t in types.items() if t is None},
+        num_warps=4,
+        hot=False,  # a few words of stack outside of the loops
+        archs=(90,),
+    )
+
+
+def ahead() -> Iterator[Variant]:
+    for shape, q_len, tree in (
+        (MLA_128, 1, False),
+        (MLA_128, 4, False),
+        (MLA_16, 1, False),
+        (MLA_16, 4, False),
+        (MLA_16, 16, True),
+    ):
+        yield _hopper_mla(shape, q_len, tree)
+    for shape, q_len, tree in UNIFORM:
+        bs = 8
+        mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
+        kind, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
+        for config, archs, suffix in _by_config(tuning.choose, shape, q_len * shape.heads // max(shape.kv_heads, 1)):
+            name = f"attention, {shape.label}, {q_len} {'tree' if tree else 'causal'}{suffix}"
+            yield _recorded(name, kind, "split_kv_attention_kernel", args, config, archs)
+    for shape in RAGGED:
+        bs, most = 8, 512
+        indptr = torch.empty(bs + 1, dtype=torch.int32, device="meta")
+        kind, args = _arguments(shape, (indptr, most), (2048,), bs)
+        for config, archs, suffix in _by_config(tuning.choose_ragged, shape, most * shape.heads // max(shape.kv_heads, 1)):
+            name = f"ragged attention, {shape.label}{suffix}"
+            yield _recorded(name, f"{kind}_extend", "ragged_attention_kernel", args, config, archs)

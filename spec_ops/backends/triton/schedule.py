@@ -1,0 +1,76 @@
+"""How paged attention is divided among programs, on the device: no host plan, no metadata kernel, no sync.
+
+A *tile* is one (request, KV head, block of query rows); its KV is cut into blocks of `BLOCK_N` tokens. The blocks of all
+requests, laid end to end, are divided into `ranges` of about equal size (stream-K, arXiv:2301.03598), so unequal lengths
+balance by themselves. Each range is walked once per (KV head, row block) by one program; programs of one range are neighbours
+in the grid and read the same pages at about the same time. A tile that lies inside one range is finished there. Otherwise
+each of its ranges writes a partial result and announces it (a counter per tile); then its programs share the work of
+combining them, in the order of the ranges.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kv_blocks(seq_len, Q_SPAN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First block, and number of blocks, that any query of a request looks at.
+
+    `Q_SPAN`: how many of the last positions the queries or the tree mask occupy.
+    """
+    end = tl.cdiv(tl.maximum(seq_len, 0), BLOCK_N)
+    if WINDOW >= 0:
+        first = tl.maximum(seq_len - Q_SPAN - WINDOW, 0) // BLOCK_N
+        return first, end - first
+    else:
+        return end * 0, end
+
+
+@triton.jit
+def range_start(index, total, ranges, ends):
+    """Where range `index` of `ranges` begins among `total` blocks: equal shares, except that a start close to a request's end
+    (`ends`, running block counts) moves there. A sliver of a tile would cost more than its blocks: a pipeline to refill and a
+    partial result to combine.
+    """
+    share = total // ranges
+    start = index * share + tl.minimum(index, total - share * ranges)
+    tolerance = tl.minimum(share // 8, 4)
+    end = tl.max(tl.where(ends <= start + tolerance, ends, 0), 0)
+    return tl.where((end >= start - tolerance) & (index > 0), end, start)
+
+
+@triton.jit
+def range_of(block, total, ranges, ends):
+    """The range that holds `block`: the largest `r` with `range_start(r) <= block`."""
+    share = total // ranges
+    longer = (total - share * ranges) * (share + 1)  # blocks in ranges of one block more
+    guess = tl.where(block < longer, block // (share + 1), total - share * ranges + (block - longer) // share)
+    guess += (range_start(guess + 1, total, ranges, ends) <= block).to(tl.int32)
+    return guess - (range_start(guess, total, ranges, ends) > block).to(tl.int32)
+
+
+@triton.jit
+def pick(vector, index, SIZE: tl.constexpr):
+    """`vector[index]` for a vector held in registers."""
+    return tl.sum(tl.where(tl.arange(0, SIZE) == index, vector, 0), 0)
+
+
+@triton.jit
+def arrive(counter, expected):
+    """Announce this program's partial result: low half of the counter, its high half counts launches.
+
+    Returns the counter before. The last of `expected` to arrive opens the next generation, so that no launch has to clear it.
+    """
+    tl.debug_barrier()  # every thread's partial is written before one thread announces it
+    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if (before & 0xFFFF) == expected - 1:
+        tl.atomic_add(counter, 0x10000 - expected, sem="relaxed", scope="gpu")
+    return before
+
+
+@triton.jit
+def await_all(counter, before, expected):
+    """Wait until `expected` programs have arrived; `before` is what `arrive` returned to this one."""
+    now = before + 1
+    while ((now & 0xFFFF) != expected) & ((now >> 16) == (before >> 16)):
+        now = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")

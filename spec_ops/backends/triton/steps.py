@@ -1,0 +1,228 @@
+"""The attention steps on Triton kernels: what the `triton` backend declares."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from spec_ops.backends.registry import device_arch
+from spec_ops.backends.triton import tuning
+from spec_ops.backends.triton.attention import split_kv_attention_kernel
+from spec_ops.backends.triton.extend import ragged_attention_kernel
+from spec_ops.backends.triton.launch import device_guard, num_sms
+from spec_ops.backends.triton.workspace import arrival_counters
+
+LOG2E = 1.4426950408889634
+
+
+class _Keys(NamedTuple):
+    """The caches as kernels take them: pointers, or tensor descriptors of `[tokens, heads * dim]` (`tma`)."""
+
+    tensors: tuple
+    strides: tuple[int, ...]
+    constants: dict[str, Any]
+    block_dv: int
+    tma: bool
+
+
+def head_parts(head_dim: int) -> tuple[int, int]:
+    """A power of two and the padded rest: 192 is 128 + 64, 576 is 512 + 64."""
+    first = max(16, 1 << (head_dim.bit_length() - 1))
+    rest = head_dim - first
+    return first, (max(16, triton.next_power_of_2(rest)) if rest > 0 else 0)
+
+
+def _keys(k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Config) -> _Keys:
+    head_dim = k_cache.shape[-1]
+    d0, d1 = head_parts(head_dim)
+    block_dv = max(16, triton.next_power_of_2(v_dim))
+    # Descriptors cannot mask a head's padding (the next head's numbers would stand there), and hold whole blocks of one page.
+    tma = (
+        config.tma
+        and d0 + d1 == head_dim
+        and block_dv == v_dim
+        and all(_is_token_rows(cache, config.block_n) for cache in {k_cache, v_cache})
+    )
+    tensors = (k_cache, None, v_cache)
+    if tma:
+        k_rest = _descriptor(k_cache, config.block_n, d1) if d1 else None
+        tensors = (
+            _descriptor(k_cache, config.block_n, d0),
+            k_rest,
+            None if shared_kv else _descriptor(v_cache, config.block_n, v_dim),
+        )
+    constants = {
+        "D": head_dim, "D0": d0, "D1": d1, "DV": v_dim, "BLOCK_DV": block_dv, "PAGE": k_cache.shape[1], "SHARED_KV": shared_kv,
+        "TMA": tma, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
+    }  # fmt: skip
+    strides = (*_page_token_head(k_cache), *_page_token_head(v_cache))
+    return _Keys(tensors, strides, constants, block_dv, tma)
+
+
+def _page_token_head(cache: torch.Tensor) -> tuple[int, int, int]:
+    return cache.stride(0), cache.stride(1), cache.stride(2) if cache.dim() == 4 else 0
+
+
+def _is_token_rows(cache: torch.Tensor, block_n: int) -> bool:
+    """Whether a descriptor can read `cache` as `[tokens, row]`: rows at one distance, 16-byte steps, whole blocks in a page."""
+    stride = cache.stride(1)
+    return (
+        cache.shape[1] % block_n == 0
+        and cache.stride(0) == cache.shape[1] * stride
+        and (cache.dim() == 3 or cache.stride(2) == cache.shape[3])
+        and stride * cache.element_size() % 16 == 0
+        and cache.data_ptr() % 16 == 0
+    )
+
+
+def _descriptor(cache: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    shape = [cache.shape[0] * cache.shape[1], math.prod(cache.shape[2:])]
+    return TensorDescriptor(cache, shape, [cache.stride(1), 1], [rows, columns])
+
+
+def _softmax_arguments(scale: float, k_scale: float, v_scale: float, softcap: float) -> tuple[float, float, float]:
+    """`qk_scale, v_scale, softcap` of the kernels, which work in base 2."""
+    if softcap > 0:
+        return scale * k_scale / softcap, v_scale, softcap * LOG2E
+    return scale * k_scale * LOG2E, v_scale, 0.0
+
+
+@functools.cache
+def _arch(device: torch.device) -> int:
+    """Compute capability (90 for sm_90); Triton's interpreter stands in for sm_90."""
+    return device_arch(device) or 90
+
+
+def _unit_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _aligned_ranges(bs: int, ranges: int) -> int:
+    """A few ranges less, if that makes requests of equal length end where ranges end."""
+    aligned = ranges // bs * bs if bs <= ranges else triton.cdiv(bs, triton.cdiv(bs, ranges))
+    return aligned if aligned >= 0.9 * ranges else ranges
+
+
+def _uniform(
+    q, k_cache, v_cache, v_dim, shared_kv, block_tables, seq_lens, tree_mask, mask_len, scale, window_left, sinks, softcap,
+    k_scale, v_scale, config,
+):  # fmt: skip
+    bs, q_len, heads, head_dim = q.shape
+    out = q.new_empty(bs, q_len, heads, v_dim)
+    if out.numel() == 0:
+        return out
+    q = _unit_rows(q)
+    tree_mask = None if tree_mask is None else _unit_rows(tree_mask)
+    seq_lens = seq_lens.contiguous()
+    block_tables = _unit_rows(block_tables)
+    kv_heads = 1 if shared_kv else k_cache.shape[2]
+    group = heads // kv_heads
+    rows = q_len * group
+    sms = num_sms(q.device)
+    config = config or tuning.choose(_arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows)
+    keys = _keys(k_cache, v_cache, v_dim, shared_kv, config)
+    row_blocks = triton.cdiv(rows, config.block_m)
+    tiles = kv_heads * row_blocks
+    ranges = _aligned_ranges(bs, max(1, sms * config.programs // tiles))
+    # Two unfinished tiles a program: accumulators, then maxima and sums.
+    slots = ranges * tiles * 2 * config.block_m
+    partial = torch.empty(slots * (keys.block_dv + 2), dtype=torch.float32, device=q.device)
+    cooperative = config.cooperative and q.is_cuda and ranges * tiles <= sms * config.programs  # else not all resident at once
+    with device_guard(q):
+        split_kv_attention_kernel[(ranges * tiles,)](
+            q, *keys.tensors, out, block_tables, seq_lens, tree_mask, sinks,
+            partial, partial[slots * keys.block_dv :], arrival_counters(q.device, bs * tiles),
+            *_softmax_arguments(scale, k_scale, v_scale, softcap), bs, ranges,
+            *q.stride()[:3], *keys.strides, block_tables.stride(0), 0 if tree_mask is None else tree_mask.stride(0),
+            Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, MASK_LEN=0 if tree_mask is None else mask_len,
+            WINDOW=window_left, HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap > 0,
+            BS=max(2, triton.next_power_of_2(bs)), MIN_BLOCKS=config.min_blocks, COOPERATIVE=cooperative,
+            WARPS=config.num_warps, maxnreg=config.max_registers,
+            **keys.constants, num_warps=config.num_warps, launch_cooperative_grid=cooperative,
+        )  # fmt: skip
+    return out
+
+
+def _ragged(
+    q, k_cache, v_cache, v_dim, shared_kv, block_tables, seq_lens, q_indptr, max_q_len, scale, window_left, sinks, softcap,
+    k_scale, v_scale, config,
+):  # fmt: skip
+    total_q, heads, head_dim = q.shape
+    out = q.new_empty(total_q, heads, v_dim)
+    if out.numel() == 0:
+        return out
+    q = _unit_rows(q)
+    seq_lens, q_indptr = seq_lens.contiguous(), q_indptr.contiguous()
+    block_tables = _unit_rows(block_tables)
+    kv_heads = 1 if shared_kv else k_cache.shape[2]
+    group = heads // kv_heads
+    config = config or tuning.choose_ragged(
+        _arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), max_q_len * group
+    )
+    keys = _keys(k_cache, v_cache, v_dim, shared_kv, config)
+    bs, row_blocks = seq_lens.shape[0], triton.cdiv(max_q_len * group, config.block_m)
+    with device_guard(q):
+        ragged_attention_kernel[(row_blocks, kv_heads, bs + 1)](
+            q, *keys.tensors, out, block_tables, seq_lens, q_indptr, sinks,
+            *_softmax_arguments(scale, k_scale, v_scale, softcap), bs, total_q, row_blocks,
+            *q.stride()[:2], *keys.strides, block_tables.stride(0),
+            GROUP=group, KV_HEADS=kv_heads, WINDOW=window_left, HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap > 0,
+            **keys.constants, num_warps=config.num_warps,
+        )  # fmt: skip
+    return out
+
+
+def mha(
+    q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
+    sinks, softcap, k_scale, v_scale, max_seq_len, config=None,
+):  # fmt: skip
+    """mha_draft_decode, mha_target_verify, mha_draft_extend."""
+    return _uniform(
+        q, k_cache, v_cache, v_cache.shape[-1], False, block_tables, seq_lens, tree_mask, mask_len, scale, window_left, sinks,
+        softcap, k_scale, v_scale, config,
+    )  # fmt: skip
+
+
+def mla(
+    q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+    window_left, sinks, softcap, kv_scale, max_seq_len, config=None,
+):  # fmt: skip
+    """mla_draft_decode, mla_target_verify, mla_draft_extend."""
+    if config is None and q.is_cuda and _arch(q.device) == 90:
+        from spec_ops.backends.triton import mla_hopper  # Gluon: not on other platforms
+
+        if mla_hopper.supports(q, kv_cache, kv_lora_rank, window_left, softcap):
+            with device_guard(q):
+                return mla_hopper.mla(
+                    q, kv_cache, kv_lora_rank, _unit_rows(block_tables), seq_lens.contiguous(), tree_mask, mask_len, kv_indptr,
+                    kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len,
+                )  # fmt: skip
+    return _uniform(
+        q, kv_cache, kv_cache, kv_lora_rank, True, block_tables, seq_lens, tree_mask, mask_len, scale, window_left, sinks,
+        softcap, kv_scale, kv_scale, config,
+    )  # fmt: skip
+
+
+def mha_extend(
+    q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
+    sinks, softcap, k_scale, v_scale, max_seq_len, config=None,
+):  # fmt: skip
+    return _ragged(
+        q, k_cache, v_cache, v_cache.shape[-1], False, block_tables, seq_lens, q_indptr, max_q_len, scale, window_left, sinks,
+        softcap, k_scale, v_scale, config,
+    )  # fmt: skip
+
+
+def mla_extend(
+    q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+    window_left, sinks, softcap, kv_scale, max_seq_len, config=None,
+):  # fmt: skip
+    return _ragged(
+        q, kv_cache, kv_cache, kv_lora_rank, True, block_tables, seq_lens, q_indptr, max_q_len, scale, window_left, sinks,
+        softcap, kv_scale, kv_scale, config,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Scratch memory and semaphores that kernels of other packages keep between launches.
+
+Owned here rather than by an op's schema: a buffer declared as mutated would be copied by functionalization, and a buffer that
+is allocated and zeroed per call costs a launch. One per use, device and stream; zeroed once, since the kernels leave their
+semaphores at zero; never freed or moved, since CUDA graphs hold its address.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_buffers: dict[tuple[str, torch.device, int], torch.Tensor] = {}
+
+
+def workspace(use: str, device: torch.device, num_bytes: int) -> torch.Tensor:
+    """`[num_bytes]` uint8, the same at every call with this `use` on the current stream of `device`; zero at the first.
+
+    Graphs that were captured on one stream share a buffer: do not replay two of them at the same time.
+
+    Raises:
+        ValueError: `use` has a smaller buffer already. RuntimeError: the first call comes inside a CUDA graph capture.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (use, device, stream)
+    found = _buffers.get(key)
+    if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"workspace {use!r}: its first use on a stream must come before a CUDA graph capture: call the same step once, "
+                "or `spec_ops.backends.warm_up`, on that stream"
+            )
+        found = _buffers[key] = zeros_outside_graph_pools(device, num_bytes)
+    if found.numel() < num_bytes:
+        raise ValueError(f"workspace {use!r}: `num_bytes` must be at most {found.numel()}, got {num_bytes}")
+    return found[:num_bytes]
+
+
+def zeros_outside_graph_pools(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """`[num_bytes]` uint8 zeros from the ordinary memory pool, in place when this returns.
+
+    On a thread of its own: while torch's CUDA graph trees warm a function up, they serve the calling *thread* from the graph's
+    pool (`_cuda_beginAllocateCurrentThreadToPool`), and later restore that pool to a state that does not know this buffer.
+    """
+    made: list[torch.Tensor] = []
+
+    def allocate() -> None:
+        made.append(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    if not made:
+        raise torch.cuda.OutOfMemoryError(f"workspace: cannot allocate {num_bytes} bytes on {device}")
+    return made[0]

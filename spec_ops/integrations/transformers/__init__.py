@@ -1,0 +1,31 @@
+"""Hugging Face transformers (5.17 or newer): its models on paged KV, and decoded speculatively in one compiled round.
+
+from spec_ops.integrations.transformers import SpecCache, speculative_generate
+
+model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="spec_ops")
+model.generate(**inputs, past_key_values=SpecCache(model, batch_size, max_seq_len))  # plain decoding
+speculative_generate(model, draft, **inputs, max_new_tokens=256)                     # speculative decoding
+"""
+
+try:
+    import transformers as _transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError("spec_ops.integrations.transformers needs transformers: pip install 'spec-ops[transformers]'") from error
+
+from spec_ops.integrations.transformers.attention import register
+from spec_ops.integrations.transformers.cache import SpecCache
+from spec_ops.integrations.transformers.eagle3 import load_eagle3
+from spec_ops.integrations.transformers.generate import SpeculativeOutput, TransformersGenerator, speculative_generate
+from spec_ops.integrations.transformers.model import TransformersModel
+
+register()
+
+__all__ = [
+    "SpecCache",
+    "SpeculativeOutput",
+    "TransformersGenerator",
+    "TransformersModel",
+    "load_eagle3",
+    "register",
+    "speculative_generate",
+]

@@ -1,0 +1,280 @@
+"""`SpecCache`: a transformers `Cache` over paged KV with device lengths, and the probe that finds what a model caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from spec_ops.integrations.transformers.attention import NAME, LayerCall, append_and_attend, is_latent, leave_note
+from spec_ops.models.paged import PagedAttention, PagedKVCache
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What one token of a model takes in a paged cache.
+
+    Attributes:
+        kv_rows: per layer the row shapes: `((kv_heads, head_dim), (kv_heads, v_head_dim))`, or one latent row
+            `((kv_lora_rank + rope_dim,),)` for MLA.
+        logits_size: width of the LM head.
+    """
+
+    kv_rows: tuple[tuple[tuple[int, ...], ...], ...]
+    logits_size: int
+
+    @property
+    def latent(self) -> tuple[bool, ...]:
+        """Per layer whether it caches MLA latents."""
+        return tuple(len(rows) == 1 for rows in self.kv_rows)
+
+
+class StepCache(Cache):
+    """What a model sees as its cache during one step of a round: it holds nothing, and hands every layer to `attention`."""
+
+    def __init__(self, attention: PagedAttention | None, latent: Sequence[bool]) -> None:
+        super().__init__(layers=[])
+        self.attention, self.latent = attention, latent
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        leave_note(self, layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        assert self.attention is not None
+        return append_and_attend(self.attention, call, self.latent[call.layer])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class _Probe(StepCache):
+    """Records what each layer would cache; the attention output is zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(None, ())
+        self.rows: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self.windows: dict[int, int] = {}
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        if is_latent(call):
+            self.rows[call.layer] = ((call.states[0].shape[-1] + call.states[1].shape[-1],),)
+        else:
+            self.rows[call.layer] = tuple((x.shape[1], x.shape[3]) for x in (call.key, call.value))
+        self.windows[call.layer] = call.options["window_left"]
+        bs, heads, q_len, _ = call.query.shape
+        return call.query.new_zeros(bs, q_len, heads, call.value.shape[-1])
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel) -> CacheSpec:
+    """Run one token through `model` to learn what its layers cache, whatever its configuration calls the sizes.
+
+    Args:
+        model: a causal language model of transformers with `attn_implementation="spec_ops"`.
+
+    Raises:
+        ValueError: the model cannot run on these ops; the message says which part of it.
+    """
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"`model` must be a decoder-only language model, got the encoder-decoder {name}")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"`model` must attend through transformers' attention interface; {name} does not")
+    if config._attn_implementation != NAME:
+        raise ValueError(
+            f'`model` must be loaded with attn_implementation="{NAME}" (or switched by `model.set_attn_implementation`), '
+            f"got {config._attn_implementation!r}"
+        )
+    if model.training:
+        raise ValueError("`model` must be in evaluation mode: call `model.eval()`")
+    types = getattr(config, "layer_types", None)
+    if unknown := sorted(set(types or ()) - {"full_attention", "sliding_attention"}):
+        raise ValueError(f"`model`: layers must be of full or sliding attention, {name} has {unknown}")
+    record = _Probe()
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    logits = model(input_ids=tokens, position_ids=tokens, past_key_values=record, use_cache=True).logits
+    layers = config.num_hidden_layers
+    if silent := sorted(set(range(layers)) - set(record.rows)):
+        raise ValueError(f"`model`: layers {silent} of {name} do not attend through the attention interface")
+    kinds = types or ["sliding_attention" if _slides(config) else "full_attention"] * layers
+    for layer, kind in enumerate(kinds[:layers]):
+        if (kind == "sliding_attention") != (record.windows[layer] >= 0):
+            window = record.windows[layer] + 1
+            raise ValueError(f"`model`: layer {layer} of {name} is {kind}, but the attention gets the window {window}")
+    return CacheSpec(tuple(record.rows[layer] for layer in range(layers)), logits.shape[-1])
+
+
+def _slides(config: Any) -> bool:
+    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+
+
+class SpecCacheLayer(CacheLayerMixin):
+    """One layer's pages, in the form transformers asks a cache about: all layers share their `SpecCache`'s lengths."""
+
+    is_compileable, is_sliding, is_croppable = True, False, True
+
+    def __init__(self, cache: SpecCache, index: int) -> None:
+        super().__init__()
+        self._cache, self._index = cache, index
+        self.keys, self.values = cache.pool.layer(index)[0], cache.pool.layer(index)[-1]
+        self.batch_size, self.is_initialized = cache._rows, True
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        """Nothing to do: pages are allocated by `SpecCache`."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        return self._cache.update(key_states, value_states, self._index)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.max_seq_len, 0
+
+    def get_seq_length(self) -> Any:  # a tensor, as transformers' own static layers return
+        return self._cache.columns
+
+    def get_max_length(self) -> int:
+        return self._cache.max_seq_len
+
+
+class SpecCache(Cache):
+    """Static paged KV for `attn_implementation="spec_ops"`: pass it as `past_key_values`.
+
+    Rows of a batch have lengths of their own, on the device. Padding of a 2-D `attention_mask`, left or right, takes no slot
+    for good: a row's real tokens lie in consecutive slots, and the outputs of padded tokens are meaningless. The mask must
+    cover all columns so far, as `generate` passes it; one that hides tokens already cached is refused.
+
+    Args:
+        model: causal language model with `attn_implementation="spec_ops"`; one token is run through it.
+        batch_size: exactly the rows that will come.
+        max_seq_len: most tokens a row may hold, padding of a single call included.
+        page_size: 1 to 128.
+
+    Attributes:
+        lengths: `[bs]` int32, real tokens cached per row.
+        columns: 0-dim int64, columns seen, padding included: transformers' "sequence length".
+        block_tables: `[bs, pages]` int32.
+
+    Raises:
+        ValueError: naming what of the model or the sizes does not fit.
+    """
+
+    def __init__(self, model: PreTrainedModel, batch_size: int, max_seq_len: int, *, page_size: int = 16) -> None:
+        for name, value in (("batch_size", batch_size), ("max_seq_len", max_seq_len)):
+            if value < 1:
+                raise ValueError(f"SpecCache: `{name}` must be at least 1, got {value}")
+        if not 1 <= page_size <= 128:
+            raise ValueError(f"SpecCache: `page_size` must be in [1, 128], got {page_size}")
+        self.spec = probe(model)
+        weight: torch.Tensor = model.get_input_embeddings().get_parameter("weight")
+        pages = -(-max_seq_len // page_size)
+        # Not `batch_size` or `max_batch_size`: properties of `Cache` in some versions.
+        self._rows, self.max_seq_len, self.page_size = batch_size, max_seq_len, page_size
+        self.pool = PagedKVCache(self.spec, batch_size * pages, page_size, dtype=weight.dtype, device=weight.device)
+        tables = torch.arange(batch_size * pages, dtype=torch.int32, device=weight.device)
+        self.block_tables = tables.view(batch_size, pages)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=weight.device)
+        self.columns = torch.zeros((), dtype=torch.int64, device=weight.device)
+        for tensor in (self.block_tables, self.lengths, self.columns):
+            torch._dynamo.mark_static_address(tensor)
+        self._step: PagedAttention | None = None
+        self._new: torch.Tensor | None = None
+        super().__init__(layers=[SpecCacheLayer(self, layer) for layer in range(len(self.spec.kv_rows))])
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        leave_note(self, layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        if call.layer == 0:
+            self._begin(call)
+        if self._step is None:
+            raise RuntimeError("SpecCache: layer 0 must attend first in every forward")
+        out = append_and_attend(self._step, call, self.spec.latent[call.layer])
+        if call.layer == len(self.spec.kv_rows) - 1:
+            assert self._new is not None
+            self.lengths += self._new
+            self.columns += call.query.shape[2]
+            self._step = self._new = None
+        return out
+
+    def _begin(self, call: LayerCall) -> None:
+        """Slots and lengths of this forward's tokens, the same for every layer."""
+        bs, _, q_len, _ = call.query.shape
+        if bs != self._rows:
+            raise ValueError(f"SpecCache: made for batch size {self._rows}, got {bs}")
+        row = torch.arange(q_len, device=self.lengths.device)
+        real = torch.ones_like(row, dtype=torch.bool).expand(bs, -1) if call.columns is None else call.columns >= 0
+        first = torch.where(real, row, q_len).amin(-1)  # columns of padding before a row's tokens
+        position = self.lengths[:, None] + row - first[:, None]
+        seq_lens = (self.lengths + q_len - first).to(torch.int32)
+        _require(
+            (seq_lens <= self.max_seq_len).all(),
+            f"SpecCache: the tokens must fit max_seq_len={self.max_seq_len}; make the cache larger or call `reset()`",
+        )
+        if call.columns is not None:
+            _require(
+                ((call.columns == position) | ~real).all(),
+                "SpecCache: `attention_mask` must cover every column since the cache was empty, show every cached token, and "
+                "pad a row's new tokens on the left or the right only",
+            )
+        page = (position // self.page_size).clamp(0, self.block_tables.shape[1] - 1).long()
+        slots = self.block_tables.gather(1, page) * self.page_size + position % self.page_size
+        self._new = real.sum(-1, dtype=torch.int32)
+        step: dict[str, Any] = {"step": "draft_decode"}
+        # Padding behind the tokens is written, to slots that the next tokens overwrite: every slot attended holds numbers.
+        slots = torch.where(row >= first[:, None], slots, -1)
+        if q_len > 1:
+            starts = torch.arange(bs + 1, dtype=torch.int32, device=row.device) * q_len
+            step = {"step": "extend", "q_indptr": starts, "max_q_len": q_len}
+        self._step = PagedAttention(self.pool, block_tables=self.block_tables, seq_lens=seq_lens, slots=slots, **step)
+
+    def rollback(self, count: torch.Tensor) -> None:
+        """Forget the last `count[b]` tokens of each row: `[bs]` integers on the device. Nothing is read on the host; on CUDA, a
+        count out of range is a device-side assertion.
+
+        The columns of forgotten tokens stay: with an `attention_mask`, mark them as padding from then on.
+        """
+        if count.shape != self.lengths.shape or count.is_floating_point():
+            got = f"{count.dtype} of shape {tuple(count.shape)}"
+            raise ValueError(f"rollback: `count` must be integers of shape [{self._rows}], got {got}")
+        in_range = ((count >= 0) & (count <= self.lengths)).all()
+        _require(in_range, "rollback: `count` must be in [0, length] for every row", sync=False)
+        self.lengths -= count.to(self.lengths)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns of every row: transformers' host-side rollback, a negative number of tokens."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: `tokens_to_remove` must be negative or 0, got {tokens_to_remove}")
+        self.rollback(torch.full_like(self.lengths, -tokens_to_remove))
+        self.columns += tokens_to_remove
+
+    def reset(self) -> None:
+        """Empty the cache; its memory is kept."""
+        self.lengths.zero_()
+        self.columns.zero_()
+        self._step = self._new = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise NotImplementedError("SpecCache: beam search (`num_beams` > 1) is not supported")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("SpecCache: repeating a batch is not supported; repeat `input_ids` and make a cache for it")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise NotImplementedError("SpecCache: selecting rows is not supported")
+
+
+def _require(condition: torch.Tensor, message: str, sync: bool = True) -> None:
+    """Raise a ValueError; inside a compiled graph, or on CUDA without a `sync`, assert on the device."""
+    if torch.compiler.is_compiling() or (condition.is_cuda and not sync):
+        torch._assert_async(condition, message)
+    elif not bool(condition):
+        raise ValueError(message)

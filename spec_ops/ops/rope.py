@@ -1,0 +1,77 @@
+"""RoPE and the KV append that follows it, as one op: one launch instead of three, and keys pass through memory once.
+
+Source: FlashInfer `rope_quantize_fp8_append_paged_kv_cache`, TensorRT-LLM's fused QKV preprocessing. RoPE: arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spec_ops.ops._library import define_op
+from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
+from spec_ops.ops.kv_cache import check_cache
+from spec_ops.ops.reference import rope as reference
+
+
+def _rope_append_kv_fake(q, *_unused):
+    return q.new_empty(q.shape)
+
+
+rope_append_kv_op = define_op(
+    "rope_append_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor slots, float k_scale, float v_scale) -> Tensor",
+    reference.rope_append_kv,
+    _rope_append_kv_fake,
+    cuda="spec_ops.backends.triton.rope:rope_append_kv",
+)
+
+
+def rope_append_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> torch.Tensor:
+    """Rotate queries and keys, write keys and values into paged caches in place, and return the rotated queries.
+
+    The half-split ("NeoX", Hugging Face) layout: dimension `i` of the first `r = cos.shape[-1]` rotates with dimension `i + r`;
+    dimensions from `2 * r` on pass through unrotated. Arithmetic in float32.
+
+    Args:
+        q: `[n, num_q_heads, head_dim]` float32, bfloat16 or float16, any strides (a slice of a fused projection is fine).
+        k, v: `[n, num_kv_heads, head_dim]` and `[n, num_kv_heads, v_head_dim]`, dtype of `q`.
+        cos, sin: `[n, r]` float32, of each token's position; `2 * r <= head_dim`.
+        k_cache, v_cache, slots, k_scale, v_scale: as in `append_kv`; unless they are fp8, caches have the dtype of `q`.
+
+    Returns:
+        `[n, num_q_heads, head_dim]`, contiguous, dtype of `q`: every row is rotated, also where its slot is negative.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written. IndexError on CPU for a slot past the end.
+    """
+    check = Checker("rope_append_kv")
+    check.tensor("q", q, rank=3, dtypes=FLOAT_DTYPES)
+    n, _, dim = q.shape
+    check_cache(check, "k_cache", k_cache, 4)
+    check_cache(check, "v_cache", v_cache, 4)
+    check.tensor("k_cache", k_cache, shape=(None, None, None, dim), dtypes=(q.dtype, *FP8_DTYPES), device=q.device)
+    check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=q.device)
+    if v_cache is k_cache:
+        check.fail("v_cache", "another tensor than `k_cache`", "the same one")
+    check.tensor("k", k, shape=(n, *k_cache.shape[2:]), dtypes=(q.dtype,), device=q.device)
+    check.tensor("v", v, shape=(n, *v_cache.shape[2:]), dtypes=(q.dtype,), device=q.device)
+    check.tensor("cos", cos, shape=(n, None), dtypes=(torch.float32,), device=q.device)
+    if not 0 < 2 * cos.shape[1] <= dim:
+        check.fail("cos", f"of 1 to {dim // 2} columns (half of `q`'s last dimension)", f"shape {tuple(cos.shape)}")
+    check.tensor("sin", sin, shape=(n, cos.shape[1]), dtypes=(torch.float32,), device=q.device)
+    check.tensor("slots", slots, shape=(n,), dtypes=INDEX_DTYPES, device=q.device)
+    k_factor = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
+    v_factor = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
+    return rope_append_kv_op(q, k, v, cos, sin, k_cache, v_cache, slots, k_factor, v_factor)

@@ -1,0 +1,69 @@
+"""Compute a value once that several of our ops take.
+
+    cos = angle.cos()                                   cos = force_stride_order(angle.cos())
+    rope_append_kv(q0, k0, v0, cos, ...)        ->      rope_append_kv(q0, k0, v0, cos, ...)
+    rope_append_kv(q1, k1, v1, cos, ...)                rope_append_kv(q1, k1, v1, cos, ...)
+
+An op of ours takes buffers, and Inductor makes a pointwise value's buffer where it is needed: once for each op that takes it,
+so that 32 layers computed the same sines 32 times, in 32 launches. Here the value becomes a buffer once, before its first
+reader.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.graph import insert, op_of, value
+
+_VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze.dim,
+    torch.ops.aten.select.int,
+}
+
+
+class ShareOpInputs(GraphPass):
+    name = "share_op_inputs"
+
+    def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
+        for node in list(graph.nodes):
+            if not _is_pointwise(node):
+                continue
+            paths = [(user, readers) for user in node.users if (readers := _readers(user))]
+            count = len({reader for _, readers in paths for reader in readers})
+            if count < 2:
+                continue
+            fake = value(node)
+            if not all(isinstance(n, int) for n in (*fake.shape, *fake.stride())):
+                result.refuse(node, f"an input of {count} ops has sizes that are not known while compiling")
+                continue
+            target = torch.ops.prims.inductor_force_stride_order.default
+            # The fake value is given, since the op's eager form would copy.
+            buffer = insert(graph, node.next, target, (node, list(fake.stride())), source=node, result=fake)
+            for user, _ in paths:
+                user.replace_input_with(node, buffer)
+            result.did(node, f"one buffer for {count} ops")
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether Inductor has no buffer for the node's value unless something asks for one."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in node.target.tags
+        and isinstance(value(node), torch.Tensor)
+    )
+
+
+def _readers(user: fx.Node) -> set[fx.Node]:
+    """The calls of our ops that `user` is, or that read it through views of a buffer, which cost nothing."""
+    if op_of(user) is not None:
+        return {user}
+    if user.op == "call_function" and user.target in _VIEWS:
+        return set().union(*map(_readers, user.users))
+    return set()

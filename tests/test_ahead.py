@@ -1,0 +1,122 @@
+"""Every Triton kernel compiles for every architecture without a GPU; the hot ones spill nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import pkgutil
+
+import pytest
+from typer.testing import CliRunner
+
+triton = pytest.importorskip("triton", reason="triton comes for Linux only")
+tl = pytest.importorskip("triton.language")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
+
+import spec_ops.backends.triton as package  # noqa: E402
+from spec_ops.backends.triton import ahead  # noqa: E402
+
+VARIANTS = list(ahead.variants())
+
+
+@pytest.mark.parametrize("arch", ahead.ARCHS, ids=lambda arch: f"sm_{arch}")
+@pytest.mark.parametrize("variant", ahead.first_of_each_kernel(VARIANTS), ids=lambda variant: variant.name)
+def test_kernel_compiles(variant, arch):
+    if arch not in variant.archs:
+        pytest.skip(f"not launched on sm_{arch}")
+    used = ahead.compile_ahead(variant, arch)
+    assert 0 < used.registers <= 255
+    assert used.shared_bytes <= ahead.SHARED_LIMIT[arch]
+    if variant.hot:
+        assert used.spill_bytes == 0
+
+
+def test_no_kernel_is_left_out():
+    """By convention the name of what is launched ends in `_kernel` or `_attention`; other `@triton.jit` functions are called by
+    kernels."""
+    defined = set()
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(info.name)
+        functions = [
+            f
+            for f in vars(module).values()
+            if isinstance(f, triton.JITFunction) and f.__name__.endswith(("_kernel", "_attention"))
+        ]
+        defined |= {(f.fn.__module__, f.__name__) for f in functions}
+    assert defined == {(v.kernel.fn.__module__, v.kernel.__name__) for v in VARIANTS}
+    assert len({v.name for v in VARIANTS}) == len(VARIANTS)
+
+
+@triton.jit
+def wasteful_kernel(x, outs, n, BLOCK: tl.constexpr):
+    """Many values alive at once: spills when registers are scarce."""
+    at = tl.arange(0, BLOCK)
+    a = tl.load(x + at)
+    b = tl.load(x + BLOCK + at)
+    for _ in range(n):
+        a, b = tl.sqrt(a + b), a * b
+    for i in tl.static_range(len(outs)):
+        tl.store(outs[i] + at, a - b)
+
+
+WASTEFUL = ahead.Variant(
+    "wasteful", wasteful_kernel, {"x": "*fp32:16", "outs": ("*fp32:16", "*fp32:16"), "n": "i32"}, {"BLOCK": 4096}
+)
+
+
+def test_spills_are_reported():
+    assert ahead.compile_ahead(WASTEFUL, 90).spill_bytes == 0
+    scarce = ahead.compile_ahead(dataclasses.replace(WASTEFUL, options={"maxnreg": 32}), 90)
+    assert scarce.registers <= 32
+    assert scarce.spill_bytes > 0
+
+
+def test_shared_memory_is_reported():
+    @triton.jit
+    def reduce_kernel(x, BLOCK: tl.constexpr):
+        tl.store(x, tl.sum(tl.load(x + tl.arange(0, BLOCK))))  # four warps exchange their sums: 4 bytes each
+
+    variant = ahead.Variant("reduce", reduce_kernel, {"x": "*fp32:16"}, {"BLOCK": 1024})
+    assert 16 <= ahead.compile_ahead(variant, 90).shared_bytes <= 256
+    assert ahead.compile_ahead(dataclasses.replace(variant, num_warps=1), 90).shared_bytes == 0
+
+
+def test_hint_reaches_the_compiler():
+    @triton.jit
+    def copy_kernel(x, y, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(y + at, tl.load(x + at))
+
+    def instructions(pointer: str) -> str:
+        variant = ahead.Variant("copy", copy_kernel, {"x": pointer, "y": pointer}, {"BLOCK": 1024})
+        return ahead.compiled(variant, 90).asm["ptx"]
+
+    assert "v4" in instructions("*fp32:16")
+    assert "v4" not in instructions("*fp32")
+
+
+def test_incomplete_variant_is_refused():
+    short = dataclasses.replace(WASTEFUL, constexprs={})
+    with pytest.raises(ValueError, match=r"wasteful: `signature` and `constexprs` must name each of .*'BLOCK'.* got .*'n'\]"):
+        ahead.compile_ahead(short, 90)
+    odd = dataclasses.replace(WASTEFUL, signature={**WASTEFUL.signature, "x": "*fp32:8"})
+    with pytest.raises(ValueError, match=r"hint must be ':16', got '\*fp32:8'"):
+        ahead.compile_ahead(odd, 90)
+
+
+def test_cli_prints_the_table(monkeypatch):
+    from spec_ops import cli
+
+    monkeypatch.setattr(ahead, "variants", lambda: [WASTEFUL])
+    shown = CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90", "--arch", "120"])
+    assert shown.exit_code == 0
+    assert "sm_90" in shown.output
+    assert "sm_120" in shown.output
+    assert "wasteful" in shown.output
+    # A hot kernel that spills fails the command; one that is not hot may.
+    for hot, code in ((True, 1), (False, 0)):
+        scarce = dataclasses.replace(WASTEFUL, options={"maxnreg": 32}, hot=hot)
+        monkeypatch.setattr(ahead, "variants", lambda scarce=scarce: [scarce])
+        assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90"]).exit_code == code
+    assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "80"]).exit_code == 2

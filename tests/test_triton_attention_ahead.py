@@ -1,0 +1,72 @@
+"""What the attention kernels' launches count on, shown without a GPU: so many programs resident on every multiprocessor."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
+
+from spec_ops.backends.registry import AttentionMeta  # noqa: E402
+from spec_ops.backends.triton import _constraint, ahead, attention_ahead  # noqa: E402
+
+VARIANTS = list(attention_ahead.ahead())
+# A few seconds each: every variant on one architecture, in turn; `python -m spec_ops bench ahead` takes all of them.
+TAKEN = [(variant, variant.archs[i % len(variant.archs)]) for i, variant in enumerate(VARIANTS)]
+
+
+@pytest.mark.parametrize(("variant", "arch"), TAKEN, ids=lambda part: getattr(part, "name", f"sm_{part}"))
+def test_programs_are_resident_at_once(variant, arch):
+    """A cooperative launch fails otherwise, and programs that wait for others would wait for ever."""
+    used = ahead.compile_ahead(variant, arch)
+    assert used.shared_bytes <= ahead.SHARED_LIMIT[arch]
+    assert ahead.resident_blocks(used, variant.num_warps, arch) >= variant.programs
+
+
+def test_every_architecture_has_every_shape():
+    everywhere = [v for v in VARIANTS if not v.name.startswith("Hopper")]
+    names = {v.name.split(" on sm_")[0] for v in everywhere}
+    for arch in ahead.ARCHS:
+        assert {v.name.split(" on sm_")[0] for v in everywhere if arch in v.archs} == names
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "arch", "blocks"),
+    [
+        (255, 0, 4, 90, 2), (255, 0, 2, 90, 4), (168, 0, 8, 90, 1), (128, 0, 8, 90, 2), (32, 0, 4, 90, 16), (32, 0, 4, 120, 12),
+        (32, 113 * 1024, 4, 90, 2), (32, 114 * 1024, 4, 90, 1), (32, 99 * 1024, 4, 120, 1), (32, 49 * 1024, 4, 120, 2),
+        (32, 228 * 1024, 4, 90, 0), (232, 0, 16, 90, 0),
+    ],
+)  # fmt: skip
+def test_resident_blocks(registers, shared, warps, arch, blocks):
+    """By hand, from the limits in the CUDA programming guide's table of compute capabilities."""
+    assert ahead.resident_blocks(ahead.Resources(registers, shared, 0), warps, arch) == blocks
+
+
+def test_recorded_arguments_are_specialized_as_a_launch_does():
+    variant = next(v for v in VARIANTS if v.name.startswith("attention, GQA 32/8 D128, 16 tree"))
+    assert variant.signature["q"] == "*bf16:16"
+    assert variant.signature["tree_mask"] == "*i64:16"
+    assert variant.signature["k_stride_page"] == "i32:16"
+    assert variant.signature["bs"] == "i32"
+    assert variant.constexprs["sinks"] is None
+    assert variant.constexprs["MASK_LEN"] == 16
+    assert variant.constexprs["COOPERATIVE"] is True
+    wide = next(v for v in VARIANTS if v.name.startswith("attention, MLA 16 heads, 1 causal"))
+    assert wide.signature["k_cache"].startswith("tensordesc<bf16[")
+    assert wide.signature["k_cache"].endswith(", 512]>")
+    assert wide.constexprs["v_cache"] is None
+
+
+def test_narrow_heads_are_refused():
+    """Keys are read in parts of at least 16: those of a narrower head would run into the next head."""
+    common = {"num_heads": 8, "num_kv_heads": 2, "page_size": 64, "q_len": 1}
+    features = dict.fromkeys(("tree_mask", "window", "sinks", "softcap"), False)
+    for head_dim, refused in ((8, "supports head_dim from 16, not 8"), (16, None)):
+        meta = AttentionMeta(
+            "mha_draft_decode", torch.bfloat16, torch.bfloat16, head_dim=head_dim, v_head_dim=head_dim, **common, **features
+        )
+        assert _constraint(meta, 90) == refused

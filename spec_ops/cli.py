@@ -315,6 +315,7 @@ def bench_round(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the target; Llama-3.1-8B has 32.")] = 32,
     steps: Steps = 3,
     backend: Annotated[str, typer.Option(help="Of every attention call.")] = "auto",
+    passes: Annotated[str, typer.Option(help="both, on or off: the graph passes.")] = "both",
     repeats: Annotated[int, typer.Option(min=1, help="Replays to take the median of.")] = 50,
     bandwidth: Annotated[float, typer.Option(help="Bytes a second of a device-to-device copy, for the floor.")] = 4.3e12,
     json: Annotated[Path | None, typer.Option(help="Also write the rows, with machine, versions and commit.")] = None,
@@ -323,6 +324,10 @@ def bench_round(
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a CUDA device", param_hint="bench round")
     from spec_ops.bench.round import measure
+
+    settings_of_passes = {"both": (False, True), "on": (True,), "off": (False,)}
+    if passes not in settings_of_passes:
+        raise typer.BadParameter(f"must be one of {list(settings_of_passes)}, got {passes!r}", param_hint="--passes")
 
     rows: list[dict[str, Any]] = []
     for size in batch_size:
@@ -333,12 +338,24 @@ def bench_round(
             "context": context,
             "backend": backend,
         }
-        for row in measure(**settings, repeats=repeats, bandwidth=bandwidth, passes=(False, True)):
+        for row in measure(**settings, repeats=repeats, bandwidth=bandwidth, passes=settings_of_passes[passes]):
             console.print(", ".join(f"{key} {value}" for key, value in row.items()), soft_wrap=True)
             rows.append(row)
             if json is not None:
                 write_rows(json, rows)
-    shown = ("bs", "passes", "ms", "floor_ms", "kernels", "graph_launches", "host_launches", "host_syncs", "compile_cold_s")
+    shown: tuple[str, ...] = (
+        "bs",
+        "passes",
+        "ms",
+        "floor_ms",
+        "matmul_ms",
+        "attention_ms",
+        "other_ms",
+        "gaps_ms",
+        "kernels",
+        "graph_launches",
+    )
+    shown += ("host_launches", "host_syncs", "compile_cold_s")
     table = Table(*(name.replace("_", " ") for name in shown))
     for row in rows:
         table.add_row(*(str(row[name]) for name in shown))

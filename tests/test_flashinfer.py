@@ -291,6 +291,21 @@ def test_planned_fp8(fakes):
     assert_same(planned.fa2_mha(*args), reference.mha_target_verify(*args))
 
 
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_prepared_calls_run_without_planning(kind, fakes):
+    """Each has a wrapper of its own, so that the second plan does not change the first call."""
+    make = gqa_call if kind == "mha" else mla_call
+    calls = [make(lens, 4) for lens in ([70, 5, 33], [9, 40, 130])]
+    prepared = [planned.prepare(f"{kind}_target_verify", (*args, "flashinfer-fa2")) for args in calls]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned, "_wrapper_for", None)  # nothing is planned any more
+        for _ in range(2):
+            for call, args in zip(prepared, calls, strict=True):
+                expected = getattr(reference, f"{kind}_target_verify")(*args)
+                call().fill_(float("nan"))
+                assert_same(call(), expected)
+
+
 @pytest.mark.parametrize("kernel", ["fa2", "fa3"])
 def test_planned_mla(kernel, fakes):
     args = mla_call([70, 0, 33], 4)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from spec_ops.backends import BackendError, get_backend
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, SpeculativeRound, generate
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig, MTPDraft, PagedAttention, PagedKVCache, StandaloneDraft
+from tests.pass_harness import using_provider
 
 VOCAB = 97
 PROMPTS = [[1, 2, 3, 4, 5], [7], list(range(20, 41)), [9, 9], [3] * 13, [50, 51, 52], list(range(60, 90)), [2, 4, 8, 16]]
@@ -342,3 +344,14 @@ def test_bad_speculation_config(kwargs, name):
 def test_bad_sampling_params(kwargs, name):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**kwargs)
+
+
+def test_prefill_backend(target, plain_tokens):
+    """A provider without a ragged kernel decodes, and never stands in for one that was named."""
+    reference = get_backend("reference")
+    kernels = {step: path for step, path in reference.kernels.items() if step not in ("mha_extend", "mla_extend")}
+    with using_provider("decode_only", kernels=kernels):
+        with pytest.raises(BackendError, match=r"decode_only has no kernel for m.a_extend"):
+            Generator(target, page_size=4, backend="decode_only").generate(PROMPTS[:1], max_new_tokens=2)
+        generator = Generator(target, page_size=4, backend="decode_only", prefill_backend="reference")
+        assert generator.generate(PROMPTS, max_new_tokens=24).tokens == plain_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,8 +81,28 @@ def floor_bytes(generator: Generator, batch_size: int, context: int) -> int:
     return size(target) - size(target.embed) + steps * head + kv
 
 
-def _profiled(step: Callable[[], None], rounds: int) -> dict[str, float]:
-    """Kernels on the device, and graph launches, other launches and syncs of the host, per round."""
+_PRODUCTS = ("nvjet", "gemm", "splitk", "cutlass", "triton_tem")  # cuBLAS, its split-K sums, Inductor's templates
+
+
+def breakdown(kernels: Iterable[tuple[str, float]], milliseconds: float) -> dict[str, float]:
+    """Where a round of `milliseconds` goes: `kernels` are the names and microseconds of one round's kernels.
+
+    Keys: `matmul_ms`, `attention_ms`, `other_ms` (norms, RoPE and append, sampling ...), and `gaps_ms`, what lies between
+    kernels. Negative gaps mean that kernels overlap.
+    """
+    spent = {"matmul_ms": 0.0, "attention_ms": 0.0, "other_ms": 0.0}
+    for name, microseconds in kernels:
+        if any(part in name.lower() for part in _PRODUCTS):
+            kind = "matmul_ms"
+        else:
+            kind = "attention_ms" if "attention" in name.lower() else "other_ms"
+        spent[kind] += microseconds / 1e3
+    spent["gaps_ms"] = milliseconds - sum(spent.values())
+    return {kind: round(value, 3) for kind, value in spent.items()}
+
+
+def _profiled(step: Callable[[], None], rounds: int, milliseconds: float) -> dict[str, float]:
+    """Kernels on the device, and graph launches, other launches and syncs of the host, per round; where the time goes."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         with torch.profiler.record_function("rounds"):
@@ -103,6 +123,7 @@ def _profiled(step: Callable[[], None], rounds: int) -> dict[str, float]:
         "graph_launches": sum(n.startswith("cudaGraphLaunch") for n in names) / rounds,
         "host_launches": sum(n.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for n in names) / rounds,
         "host_syncs": sum("Synchronize" in n for n in names) / rounds,
+        **breakdown([(e.name, e.time_range.elapsed_us() / rounds) for e in cuda], milliseconds),
     }
 
 
@@ -143,7 +164,7 @@ def measure(
                 step()
             reset(generator, batch_size, context)
             milliseconds = median_ms(step, repeats)
-            counts = _profiled(step, 5)
+            counts = _profiled(step, 5, milliseconds)
         yield {
             "model": f"llama-3.1-8b-shape-{layers}-layers+eagle3",
             "bs": batch_size,

@@ -98,6 +98,7 @@ class Generator:
         cache_dtype: default the model's; `torch.float8_e4m3fn` quantizes with scale 1.
         compile: compile rounds with `spec_ops.compile`: the graph passes, and one CUDA graph per bucket.
         backend: of every attention op.
+        prefill_backend: of the prompts' ragged extend, where it shall differ: not every kernel provider has one.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Generator:
         cache_dtype: torch.dtype | None = None,
         compile: bool = False,
         backend: str = "auto",
+        prefill_backend: str | None = None,
     ) -> None:
         for name, value in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len)):
             if value < 1:
@@ -122,6 +124,7 @@ class Generator:
         self.config = config or SpeculationConfig()
         self.max_batch_size, self.max_seq_len, self.page_size = max_batch_size, max_seq_len, page_size
         self.compile, self.backend = compile, backend
+        self.prefill_backend = backend if prefill_backend is None else prefill_backend
         weight = target.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
         if draft is not None:
@@ -335,7 +338,7 @@ class Generator:
             slots,
             q_indptr=starts.to(device, torch.int32),
             max_q_len=max(lens),
-            backend=self.backend,
+            backend=self.prefill_backend,
         )
         return positions, starts, attention
 

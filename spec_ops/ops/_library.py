@@ -22,8 +22,8 @@ def define_op(
     """Register one operator.
 
     Args:
-        schema: `"name(Tensor a, ...) -> Tensor"`, or `"name.overload(...)"`; mutated arguments carry `(a!)`, and such an op
-            returns nothing.
+        schema: `"name(Tensor a, ...) -> Tensor"`, or `"name.overload(...)"`; mutated arguments carry `(a!)`, and
+            none of them is returned.
         impl: what runs on CPU tensors, and on CUDA tensors unless `cuda` is given.
         fake: output metadata only; must agree with `impl` in shape, dtype and strides.
         cuda: `"module:function"` of the kernel for CUDA tensors, which takes what `impl` takes; imported at its first call.

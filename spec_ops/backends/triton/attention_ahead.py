@@ -1,28 +1,28 @@
 """The attention kernels as the usual models launch them, for compilation without a GPU (see `ahead.py`).
 
 Signatures and constants are not written down a second time: the launch functions of `steps.py` run on tensors of the meta
-device, with a recorder in place of the kernel.
+device, and what they would launch is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton import mla_hopper, steps, tuning
 from spec_ops.backends.triton.ahead import ARCHS, ArgType, Variant
+from spec_ops.backends.triton.launch import recorded
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 _NAMES = {
     BF16: "bf16", FP8: "fp8e4nv", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
-_SMS = 132
+HOPPER = tuning.Config(64, 64, 4, 3, 1)  # what a table shows of the Gluon kernel, which has its own pipeline
 
 
 class Shape(NamedTuple):
@@ -49,27 +49,10 @@ UNIFORM = [
     *((shape, *queries) for shape in (GQA_128, GQA_64) for queries in ((1, False), (4, False), (16, True))),
     (GQA_256, 1, False), (GQA_256, 4, False), (GQA_256, 16, True),
     (GQA_FP8, 1, False), (GQA_FP8, 16, True),
-    *((shape, q_len, False) for shape in (MLA_128, MLA_16) for q_len in (1, 4)),
+    *((shape, q_len, False) for shape in (MLA_128, MLA_16) for q_len in (1, 4)), (MLA_16, 16, True),
     (MLA_FP8, 1, False),
 ]  # fmt: skip
 RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8]
-
-
-class _Recorder:
-    """Takes a kernel's place: `recorder[grid](...)` keeps the arguments."""
-
-    def __init__(self, kernel: triton.JITFunction) -> None:
-        self.kernel = kernel
-        self.arguments: dict[str, Any] = {}
-        self.options: dict[str, Any] = {}
-
-    def __getitem__(self, grid: tuple[int, ...]) -> _Recorder:
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        names = self.kernel.arg_names
-        self.arguments = dict(zip(names, args, strict=False)) | {n: kwargs.pop(n) for n in names if n in kwargs}
-        self.options = kwargs
 
 
 def _type(value: Any) -> ArgType | None:
@@ -86,28 +69,25 @@ def _type(value: Any) -> ArgType | None:
     return ("i64" if abs(value) >= 2**31 else "i32") + (":16" if value % 16 == 0 else "")
 
 
-def _recorded(name: str, launch: str, kernel: str, args: tuple, config: tuning.Config, archs: tuple[int, ...]) -> Variant:
-    """The variant of `steps.<kernel>` that `steps.<launch>(*args)` launches."""
-    recorder = _Recorder(getattr(steps, kernel))
-    with mock.patch.object(steps, kernel, recorder), mock.patch.object(steps, "num_sms", return_value=_SMS):
-        getattr(steps, launch)(*args, config=config)
-    given = recorder.arguments
+def _variant(name: str, call: Callable[[], Any], config: tuning.Config, archs: tuple[int, ...], hot: bool) -> Variant:
+    """The variant that `call` launches."""
+    with recorded() as launches:
+        call()
+    ((kernel, given, options),) = launches
     if "COOPERATIVE" in given:
         given["COOPERATIVE"] = config.cooperative  # the meta device is no CUDA device
-    constants = {p.name for p in recorder.kernel.params if p.is_constexpr}
+    constants = {p.name for p in kernel.params if p.is_constexpr}
     types = {n: None if n in constants else _type(value) for n, value in given.items()}
-    options = {n: recorder.options[n] for n in ("maxnreg",) if n in recorder.options}
     return Variant(
         name,
-        recorder.kernel,
+        kernel,
         signature={n: t for n, t in types.items() if t is not None},
         constexprs={n: given[n] for n, t in types.items() if t is None},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        # The other kernel is prefill's; MLA has kernels of its own on Hopper (`mla_hopper.py`) and Blackwell (other backends').
-        hot=kernel == "split_kv_attention_kernel" and launch == "mha",
+        hot=hot,
         archs=archs,
-        options=options,
+        options={n: options[n] for n in ("maxnreg",) if n in options},
         programs=config.programs,
     )
 
@@ -137,50 +117,23 @@ def _by_config(choose: Any, shape: Shape, rows: int) -> Iterator[tuple[tuning.Co
         yield config, tuple(archs), f" on sm_{archs[0]}" if len(chosen) > 1 else ""
 
 
-def _hopper_mla(shape: Shape, q_len: int, tree: bool) -> Variant:
-    """The variant of the Gluon kernel, which `steps.mla` leaves bfloat16 and float16 on sm_90 to."""
-    bs = 8
-    mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
-    _, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
-    recorder = _Recorder(mla_hopper.mla_hopper_attention)
-    with (
-        mock.patch.object(mla_hopper, "mla_hopper_attention", recorder),
-        mock.patch.object(mla_hopper, "num_sms", return_value=_SMS),
-    ):
-        mla_hopper.mla(*args)
-    constants = {p.name for p in recorder.kernel.params if p.is_constexpr}
-    types = {n: None if n in constants else _type(value) for n, value in recorder.arguments.items()}
-    return Variant(
-        f"Hopper attention, {shape.label}, {q_len} {'tree' if tree else 'causal'}",
-        recorder.kernel,
-        signature={n: t for n, t in types.items() if t is not None},
-        constexprs={n: recorder.arguments[n] for n, t in types.items() if t is None},
-        num_warps=4,
-        hot=False,  # a few words of stack outside of the loops
-        archs=(90,),
-    )
-
-
 def ahead() -> Iterator[Variant]:
-    for shape, q_len, tree in (
-        (MLA_128, 1, False),
-        (MLA_128, 4, False),
-        (MLA_16, 1, False),
-        (MLA_16, 4, False),
-        (MLA_16, 16, True),
-    ):
-        yield _hopper_mla(shape, q_len, tree)
     for shape, q_len, tree in UNIFORM:
         bs = 8
         mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
         kind, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
+        name = f"attention, {shape.label}, {q_len} {'tree' if tree else 'causal'}"
         for config, archs, suffix in _by_config(tuning.choose, shape, q_len * shape.heads // max(shape.kv_heads, 1)):
-            name = f"attention, {shape.label}, {q_len} {'tree' if tree else 'causal'}{suffix}"
-            yield _recorded(name, kind, "split_kv_attention_kernel", args, config, archs)
+            call = functools.partial(getattr(steps, kind), *args, config=config)
+            # MLA has kernels of its own on Hopper (below) and on Blackwell (other backends').
+            yield _variant(f"{name}{suffix}", call, config, archs, hot=kind == "mha")
+        if kind == "mla" and shape.kv_dtype == BF16:
+            # A few words of stack outside of its loops, hence not `hot`.
+            yield _variant(f"Hopper {name}", functools.partial(mla_hopper.mla, *args), HOPPER, (90,), hot=False)
     for shape in RAGGED:
         bs, most = 8, 512
         indptr = torch.empty(bs + 1, dtype=torch.int32, device="meta")
         kind, args = _arguments(shape, (indptr, most), (2048,), bs)
         for config, archs, suffix in _by_config(tuning.choose_ragged, shape, most * shape.heads // max(shape.kv_heads, 1)):
-            name = f"ragged attention, {shape.label}{suffix}"
-            yield _recorded(name, f"{kind}_extend", "ragged_attention_kernel", args, config, archs)
+            call = functools.partial(getattr(steps, f"{kind}_extend"), *args, config=config)
+            yield _variant(f"ragged attention, {shape.label}{suffix}", call, config, archs, hot=False)

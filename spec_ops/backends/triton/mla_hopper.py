@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.triton.launch import num_sms
+from spec_ops.backends.triton.launch import launch, num_sms
 from spec_ops.backends.triton.mla_hopper_combine import (
     LOG2E,
     O_LAYOUT,
@@ -470,7 +470,8 @@ def mla(
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     q_box = max(8, min(64, triton.next_power_of_2(rows)))
     cache_shape, stride = [kv_cache.shape[0] * kv_cache.shape[1], dim], kv_cache.stride(1)
-    mla_hopper_attention[(ranges * tiles,)](
+    launch(
+        mla_hopper_attention, (ranges * tiles,),
         TensorDescriptor(q, [bs * rows, dim], [dim, 1], [q_box, 64], layout),
         TensorDescriptor(kv_cache, cache_shape, [stride, 1], [64, 256], layout),
         TensorDescriptor(kv_cache, cache_shape, [stride, 1], [64, 64], layout),

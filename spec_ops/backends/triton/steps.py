@@ -14,7 +14,7 @@ from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton import tuning
 from spec_ops.backends.triton.attention import split_kv_attention_kernel
 from spec_ops.backends.triton.extend import ragged_attention_kernel
-from spec_ops.backends.triton.launch import device_guard, num_sms
+from spec_ops.backends.triton.launch import device_guard, launch, num_sms
 from spec_ops.backends.triton.workspace import arrival_counters
 
 LOG2E = 1.4426950408889634
@@ -134,8 +134,8 @@ def _uniform(
     partial = torch.empty(slots * (keys.block_dv + 2), dtype=torch.float32, device=q.device)
     cooperative = config.cooperative and q.is_cuda and ranges * tiles <= sms * config.programs  # else not all resident at once
     with device_guard(q):
-        split_kv_attention_kernel[(ranges * tiles,)](
-            q, *keys.tensors, out, block_tables, seq_lens, tree_mask, sinks,
+        launch(
+            split_kv_attention_kernel, (ranges * tiles,), q, *keys.tensors, out, block_tables, seq_lens, tree_mask, sinks,
             partial, partial[slots * keys.block_dv :], arrival_counters(q.device, bs * tiles),
             *_softmax_arguments(scale, k_scale, v_scale, softcap), bs, ranges,
             *q.stride()[:3], *keys.strides, block_tables.stride(0), 0 if tree_mask is None else tree_mask.stride(0),
@@ -167,7 +167,8 @@ def _ragged(
     keys = _keys(k_cache, v_cache, v_dim, shared_kv, config)
     bs, row_blocks = seq_lens.shape[0], triton.cdiv(max_q_len * group, config.block_m)
     with device_guard(q):
-        ragged_attention_kernel[(row_blocks, kv_heads, bs + 1)](
+        launch(
+            ragged_attention_kernel, (row_blocks, kv_heads, bs + 1),
             q, *keys.tensors, out, block_tables, seq_lens, q_indptr, sinks,
             *_softmax_arguments(scale, k_scale, v_scale, softcap), bs, total_q, row_blocks,
             *q.stride()[:2], *keys.strides, block_tables.stride(0),

@@ -62,7 +62,7 @@ class TransformersGenerator:
             for plain decoding.
         config: steps, and the width of the tree (1: a chain).
         compile: compile draft and target into one round per batch bucket (CUDA graphs on a GPU). Default: on a GPU.
-        options: `max_batch_size`, `max_seq_len`, `page_size`, `cache_dtype`, `backend` of `Generator`.
+        options: `max_batch_size`, `max_seq_len`, `page_size`, `cache_dtype`, `backend`, `prefill_backend` of `Generator`.
 
     Raises:
         TypeError, ValueError: naming the argument and what of the models does not fit.
@@ -167,6 +167,7 @@ def speculative_generate(
     page_size: int = 16,
     cache_dtype: torch.dtype | None = None,
     backend: str = "auto",
+    prefill_backend: str | None = None,
     **arguments: Any,
 ) -> torch.Tensor | SpeculativeOutput:
     """Decode once; `TransformersGenerator` is the thing to keep for more than one call.
@@ -175,7 +176,7 @@ def speculative_generate(
     The models' attention implementation is as before afterwards.
 
     Args:
-        target, draft, config, compile, page_size, cache_dtype, backend: see `TransformersGenerator`.
+        target, draft, config, compile, page_size, cache_dtype, backend, prefill_backend: see `TransformersGenerator`.
         input_ids, attention_mask, max_new_tokens, arguments: see `TransformersGenerator.generate`.
     """
     if input_ids.dim() != 2 or input_ids.numel() == 0:
@@ -194,6 +195,7 @@ def speculative_generate(
             page_size=page_size,
             cache_dtype=cache_dtype,
             backend=backend,
+            prefill_backend=prefill_backend,
         )
         return generator.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **arguments)
     finally:

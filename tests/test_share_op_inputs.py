@@ -61,6 +61,10 @@ def test_each_shared_input_becomes_one_buffer():
             assert len(node.users) == 3
 
 
+def test_two_readers_are_enough():
+    check(layers(count=2), 3)
+
+
 def test_each_layer_views_the_value():
     module = check(layers(prepare=lambda cos, sin, slots: (cos[None].view(4, 4), sin, slots.view(2, 2).flatten())), 3)
     for node in module.graph.nodes:

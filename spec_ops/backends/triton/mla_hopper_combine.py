@@ -1,8 +1,9 @@
 """From accumulators to results for `mla_hopper.py`: whole tiles, partial results, and their combination, in Gluon.
 
-Gluon twins of what `schedule.py` and `attention.py` do in Triton, which Gluon cannot call: layouts are explicit here. A tile is
-64 query rows by 512 columns. Each of the two warpgroups writes 256 columns, announces them and waits by itself: a tile's
-counter counts two arrivals per program.
+Gluon twins of what `schedule.py` and `attention.py` do in Triton, which Gluon cannot call: layouts are explicit here. Ranges
+are exactly equal here, and counters return to zero, so these kernels have counters of their own. A tile is 64 query rows by
+512 columns. Each of the two warpgroups writes 256 columns, announces them and waits by itself: a tile's counter counts two
+arrivals per program.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ def exp_shift(m):
 def _denominator(m, l, sinks, head, in_use, HAS_SINKS: gl.constexpr):
     if HAS_SINKS:
         sink = gl.load(sinks + head, mask=in_use, other=0.0) * LOG2E
-        top = gl.maximum(m, sink)
+        top = exp_shift(gl.maximum(m, sink))  # -inf: saw nothing, and a sink that takes nothing
         shrink = gl.exp2(m - top)
-        return shrink / (l * shrink + gl.exp2(sink - top))
+        total = l * shrink + gl.exp2(sink - top)
+        return shrink / gl.where(total > 0, total, 1.0)
     else:
         return 1.0 / gl.where(l > 0, l, 1.0)
 
@@ -126,7 +128,7 @@ def _combine(
 
 @gluon.jit
 def _await_all(counter, expected):
-    """`schedule.await_all`."""
+    """Wait until `expected` have arrived (low half of the counter); the last to leave (high half) clears it."""
     value = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     while (value & 0xFFFF) < expected:
         value = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")

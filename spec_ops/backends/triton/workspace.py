@@ -1,4 +1,4 @@
-"""Arrival counters of the split kernels, one set per device and stream; they count on from launch to launch."""
+"""Arrival counters of the split kernels, one set per kernel, device and stream: each kernel leaves its own in another state."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _parts: dict[tuple[int, int], int] = {}
 def arrival_counters(device: torch.device, tiles: int, kernel: str = "split_kv") -> torch.Tensor:
     """Zeroed int32 counters for `tiles` tiles, for launches of `kernel` on the current stream.
 
-    One slab per device is zeroed at the first call; a stream that comes later, even one that is being captured, gets a part of
-    it without an allocation.
+    One slab per kernel and device is zeroed at the first call; a stream that comes later, even one that is being captured,
+    gets a part of it without an allocation.
 
     Raises:
         ValueError: more tiles than counters. RuntimeError: the first call on this device happens inside a CUDA graph capture,

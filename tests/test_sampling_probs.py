@@ -133,6 +133,8 @@ def test_top_p_cuts_where_the_running_sum_says(device):
     mass = (probs * kept).sum(-1)
     least = torch.where(kept, probs, 1.0).amin(-1)
     slack = 32_768 * 2.0**-53  # a float64 sum of that many terms, at most 1, in any order
+    if device == "cuda":  # the kernel sums its float32 weights, each a few roundings away from `probs`
+        slack = 2.0**-22
     assert (mass >= top_p.double() - slack).all(), "the set does not reach top_p"
     assert (mass - least < top_p.double() + slack).all(), "a smaller set would have reached top_p"
     assert (least >= torch.where(kept, 0.0, probs).amax(-1)).all(), "a more likely token was dropped"

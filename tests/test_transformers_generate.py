@@ -458,7 +458,13 @@ def test_compiled_round_on_cuda(name, config):
         .generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None)
     )
     counters.clear()
-    generator = TransformersGenerator(make_model(name).cuda(), make_model(name, layers=1).cuda(), config, **SIZES)
+    models = [make_model(name, **kwargs).cuda() for kwargs in ({}, {"layers": 1})]
+    if name != "llama":  # float32 experts
+        with pytest.raises(ValueError, match="`model` has experts_implementation"):
+            TransformersGenerator(*models, config, **SIZES)
+        for model in models:
+            model.set_experts_implementation("batched_mm")
+    generator = TransformersGenerator(*models, config, **SIZES)
     assert generator.generator.compile
     for _ in range(2):
         assert torch.equal(generator.generate(ids, mask, max_new_tokens=20, eos_token_id=()), want)

@@ -51,9 +51,10 @@ def rope_append_kv_kernel(
         tl.store(to + i[None, :], first.to(q_out.dtype.element_ty), mask=there)
         tl.store(to + HALF + i[None, :], second.to(q_out.dtype.element_ty), mask=there)
         if 2 * HALF < DIM:
-            there = (head < HEADS)[:, None] & (rest < DIM)[None, :]
-            at = q + row * q_row_stride + head.to(tl.int64)[:, None] * q_head_stride + rest.to(tl.int64)[None, :] * q_dim_stride
-            tl.store(to + rest[None, :], tl.load(at, mask=there), mask=there)
+            q_rest = (head < HEADS)[:, None] & (rest < DIM)[None, :]
+            q_at = q + row * q_row_stride + head.to(tl.int64)[:, None] * q_head_stride
+            kept = tl.load(q_at + rest.to(tl.int64)[None, :] * q_dim_stride, mask=q_rest)
+            tl.store(to + rest[None, :], kept, mask=q_rest)
     else:
         head = (block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         here = (head < KV_HEADS)[:, None]
@@ -62,8 +63,8 @@ def rope_append_kv_kernel(
         first, second = _rotated(k, k_row_stride, k_head_stride, k_dim_stride, row, head, i, c, s, there, HALF)
         dim = tl.arange(0, BLOCK_V)
         v_there = here & (dim < V_DIM)[None, :]
-        at = v + row * v_row_stride + head.to(tl.int64)[:, None] * v_head_stride + dim.to(tl.int64)[None, :] * v_dim_stride
-        values = tl.load(at, mask=v_there)
+        v_at = v + row * v_row_stride + head.to(tl.int64)[:, None] * v_head_stride + dim.to(tl.int64)[None, :] * v_dim_stride
+        values = tl.load(v_at, mask=v_there)
         if slot >= 0:
             element: tl.constexpr = k_cache.dtype.element_ty
             # The rotated key is rounded to the model's dtype before it is quantized, as without this op.
@@ -72,13 +73,13 @@ def rope_append_kv_kernel(
             tl.store(to + i[None, :], stored(first.to(k.dtype.element_ty), k_scale, element), mask=there)
             tl.store(to + HALF + i[None, :], stored(second.to(k.dtype.element_ty), k_scale, element), mask=there)
             if 2 * HALF < DIM:
-                rest_there = here & (rest < DIM)[None, :]
-                at = k + row * k_row_stride + head.to(tl.int64)[:, None] * k_head_stride
-                kept = tl.load(at + rest.to(tl.int64)[None, :] * k_dim_stride, mask=rest_there)
-                tl.store(to + rest[None, :], stored(kept, k_scale, element), mask=rest_there)
-            to = slot_start(v_cache, slot, v_page_stride, v_slot_stride, PAGE_SIZE)
-            to = to + head.to(tl.int64)[:, None] * v_cache_head_stride
-            tl.store(to + dim[None, :], stored(values, v_scale, element), mask=v_there)
+                k_rest = here & (rest < DIM)[None, :]
+                k_at = k + row * k_row_stride + head.to(tl.int64)[:, None] * k_head_stride
+                k_kept = tl.load(k_at + rest.to(tl.int64)[None, :] * k_dim_stride, mask=k_rest)
+                tl.store(to + rest[None, :], stored(k_kept, k_scale, element), mask=k_rest)
+            v_to = slot_start(v_cache, slot, v_page_stride, v_slot_stride, PAGE_SIZE)
+            v_to = v_to + head.to(tl.int64)[:, None] * v_cache_head_stride
+            tl.store(v_to + dim[None, :], stored(values, v_scale, element), mask=v_there)
 
 
 def rope_append_kv(q, k, v, cos, sin, k_cache, v_cache, slots, k_scale: float, v_scale: float) -> torch.Tensor:
@@ -105,9 +106,9 @@ def rope_append_kv(q, k, v, cos, sin, k_cache, v_cache, slots, k_scale: float, v
 def ahead() -> Iterator[Variant]:
     strides = [f"{t}_{s}_stride" for t in "qkv" for s in ("row", "head")]
     strides += [f"{t}_{s}_stride" for t in "kv" for s in ("page", "slot", "cache_head")] + ["cos_stride", "sin_stride"]
-    for cache in ("bf16", "fp8e4nv"):
+    for cache, half in (("bf16", 64), ("fp8e4nv", 64), ("bf16", 32)):
         yield Variant(
-            f"rope_append_kv, {cache} cache",
+            f"rope_append_kv, {cache} cache{'' if half == 64 else ', half of each head rotated'}",
             rope_append_kv_kernel,
             dict.fromkeys(("q", "k", "v", "q_out"), "*bf16:16")
             | dict.fromkeys(("cos", "sin"), "*fp32:16")
@@ -115,6 +116,7 @@ def ahead() -> Iterator[Variant]:
             | {"slots": "*i64:16", "k_scale": "fp32", "v_scale": "fp32"}
             | dict.fromkeys(strides, "i64:16"),
             dict.fromkeys(("q_dim_stride", "k_dim_stride", "v_dim_stride", "slots_stride"), 1)
-            | {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "V_DIM": 128, "HALF": 64, "PAGE_SIZE": 64}
-            | {"BLOCK_HEADS": HEADS_BLOCK, "BLOCK_HALF": 64, "BLOCK_REST": 1, "BLOCK_V": 128},
+            | {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "V_DIM": 128, "HALF": half, "PAGE_SIZE": 64}
+            | {"BLOCK_HEADS": HEADS_BLOCK, "BLOCK_HALF": half, "BLOCK_V": 128}
+            | {"BLOCK_REST": triton.next_power_of_2(max(128 - 2 * half, 1))},
         )

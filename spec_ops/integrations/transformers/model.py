@@ -49,6 +49,7 @@ class TransformersModel(Target):
             raise TypeError(f"TransformersModel: `model` must be a causal language model, got {type(model).__name__}")
         if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
             raise ValueError("TransformersModel: `model` must be on one device, got a device map over several")
+        _check_experts(model)
         model.eval()
         model.set_attn_implementation(NAME)
         self.spec: CacheSpec = probe(model)
@@ -110,6 +111,17 @@ class _Identity(nn.Module):
 
     def forward(self, *_args, inputs_embeds: torch.Tensor, **_kwargs) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _check_experts(model: PreTrainedModel) -> None:
+    """Refuse what cannot be captured: transformers' grouped product of experts reads its offsets on the host, except in bfloat16."""
+    experts = {getattr(c, "_experts_implementation", None) for c in (model.config, model.config.get_text_config())}
+    syncs = "grouped_mm" in experts and model.dtype != torch.bfloat16 and model._can_set_experts_implementation()
+    if syncs and model.device.type == "cuda":
+        raise ValueError(
+            f'TransformersModel: `model` has experts_implementation="grouped_mm", which syncs with the host in {model.dtype} and '
+            'fits in no CUDA graph; load it in bfloat16 or call model.set_experts_implementation("batched_mm")'
+        )
 
 
 def _head(model: PreTrainedModel) -> PreTrainedModel:

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from spec_ops.bench.round_command import bench_round
 from spec_ops.decoding import GenerationResult, Generator, SamplingParams, SpeculationConfig
-from spec_ops.models.corpus import ByteTokenizer, split_of, stdlib_files
+from spec_ops.models.corpus import held_out_prompts
 from spec_ops.models.drafts import Draft
 from spec_ops.models.pretrained import load_pair
 from spec_ops.models.target import Target
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+bench.command("round")(bench_round)
 console = Console(highlight=False, emoji=False)  # `x[:end:]` is Python, not an emoji
 
 DEFAULT_PROMPT = '''class Matrix:
@@ -289,7 +291,10 @@ def accept(
     """Accept length on text the pair was never trained on: files of the standard library that the split holds out."""
     target, draft, tokenizer = load_pair(pair, device=_device(device), dtype=_dtype(dtype))
     config = _config(steps, tree_width, tree_tokens)
-    prompts = _held_out_prompts(tokenizer, files, prompt_tokens, corpus)
+    try:
+        prompts = held_out_prompts(tokenizer, files, prompt_tokens, corpus)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--files") from error
     options: dict[str, Any] = {"max_batch_size": batch_size, "max_seq_len": prompt_tokens + max_new_tokens, "compile": compile}
     generator = Generator(target, None if plain else draft, config, **options)
     sampling = SamplingParams(temperature)
@@ -306,60 +311,6 @@ def accept(
         row = {**shape, "temperature": temperature, "files": len(prompts), "new_tokens": stats.new_tokens, "dtype": dtype}
         row |= {"accept_length": round(stats.accept_length, 3), "tokens_per_second": round(stats.tokens_per_second, 1)}
         write_rows(json, [row | {"batch_size": batch_size, "device": str(target.embed.weight.device), "compile": compile}])
-
-
-@bench.command("round")
-def bench_round(
-    batch_size: Annotated[list[int], typer.Option(help="May be repeated.")] = [1, 8, 32],  # noqa: B006  typer wants a list
-    context: Annotated[int, typer.Option(min=1, help="Committed tokens per request.")] = 1024,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the target; Llama-3.1-8B has 32.")] = 32,
-    steps: Steps = 3,
-    backend: Annotated[str, typer.Option(help="Of every attention call.")] = "auto",
-    passes: Annotated[str, typer.Option(help="both, on or off: the graph passes.")] = "both",
-    repeats: Annotated[int, typer.Option(min=1, help="Replays to take the median of.")] = 50,
-    bandwidth: Annotated[float, typer.Option(help="Bytes a second of a device-to-device copy, for the floor.")] = 4.3e12,
-    json: Annotated[Path | None, typer.Option(help="Also write the rows, with machine, versions and commit.")] = None,
-) -> None:
-    """Milliseconds of a round on the Llama-3.1-8B shape with an EAGLE-3 head, random bfloat16 weights, passes on and off."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("needs a CUDA device", param_hint="bench round")
-    from spec_ops.bench.round import measure
-
-    settings_of_passes = {"both": (False, True), "on": (True,), "off": (False,)}
-    if passes not in settings_of_passes:
-        raise typer.BadParameter(f"must be one of {list(settings_of_passes)}, got {passes!r}", param_hint="--passes")
-
-    rows: list[dict[str, Any]] = []
-    for size in batch_size:
-        settings: dict[str, Any] = {
-            "layers": layers,
-            "steps": steps,
-            "batch_size": size,
-            "context": context,
-            "backend": backend,
-        }
-        for row in measure(**settings, repeats=repeats, bandwidth=bandwidth, passes=settings_of_passes[passes]):
-            console.print(", ".join(f"{key} {value}" for key, value in row.items()), soft_wrap=True)
-            rows.append(row)
-            if json is not None:
-                write_rows(json, rows)
-    shown: tuple[str, ...] = (
-        "bs",
-        "passes",
-        "ms",
-        "floor_ms",
-        "matmul_ms",
-        "attention_ms",
-        "other_ms",
-        "gaps_ms",
-        "kernels",
-        "graph_launches",
-    )
-    shown += ("host_launches", "host_syncs", "compile_cold_s")
-    table = Table(*(name.replace("_", " ") for name in shown))
-    for row in rows:
-        table.add_row(*(str(row[name]) for name in shown))
-    console.print(table)
 
 
 @bench.command("ahead")
@@ -447,19 +398,6 @@ def bench_kernels(
     if not fine:
         console.print("[red]some results are wrong or some kernels failed[/red]")
         raise typer.Exit(1)
-
-
-def _held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, corpus: Path | None) -> list[list[int]]:
-    """`count` prompts of `length` tokens from the middle of held-out files, spread evenly over the list of files."""
-    texts = [path.read_bytes() for path in stdlib_files(corpus) if split_of(path) == "heldout"]
-    texts = [text for text in texts if len(text) >= 4 * length]
-    if len(texts) < count:
-        raise typer.BadParameter(f"only {len(texts)} held-out files are long enough", param_hint="--files")
-    chosen = [texts[i * len(texts) // count] for i in range(count)]
-    starts = [
-        text.index(b"\n", len(text) // 2 - length) + 1 if b"\n" in text[len(text) // 2 - length :] else 0 for text in chosen
-    ]
-    return [[tokenizer.BOS, *text[start : start + length - 1]] for text, start in zip(chosen, starts, strict=True)]
 
 
 def main() -> None:

@@ -90,6 +90,35 @@ def check_scratch(buffer, semaphores: int = 0) -> None:
     assert not buffer[: max(semaphores, 1)].any(), "semaphores must start at zero"
 
 
+def check_trtllm(query, cache, out, skip_softmax_threshold_scale_factor) -> None:
+    assert query.dtype == cache.dtype
+    assert out.dtype in (query.dtype, torch.float16, torch.bfloat16, torch.float32), "Unsupported out_dtype"
+    assert skip_softmax_threshold_scale_factor is None or skip_softmax_threshold_scale_factor > 0  # 0 means none
+
+
+def append_rows(rows, cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len) -> None:
+    """Every row is written, whatever its request and position; nothing is converted."""
+    n = rows.shape[0]
+    assert rows.dtype == cache.dtype, "bytes are reinterpreted"
+    assert rows.shape[1:] == cache.shape[2:]
+    assert batch_indices.shape == positions.shape == (n,)
+    assert kv_indptr.shape == (kv_last_page_len.shape[0] + 1,)
+    for tensor in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
+        assert tensor.dtype == torch.int32
+        assert tensor.is_contiguous()
+    assert ((batch_indices >= 0) & (batch_indices < len(kv_last_page_len))).all(), "a batch index of -1 is out of bounds"
+    page_size = cache.shape[1]
+    assert ((kv_indices >= 0) & (kv_indices < cache.shape[0])).all()
+    assert ((kv_last_page_len > 0) & (kv_last_page_len <= page_size)).all()
+    written: dict[tuple[int, int], torch.Tensor] = {}
+    for row, request, position in zip(rows, batch_indices.tolist(), positions.tolist(), strict=True):
+        held = int(kv_indptr[request + 1] - kv_indptr[request] - 1) * page_size + int(kv_last_page_len[request])
+        assert 0 <= position < held
+        place = (int(kv_indices[int(kv_indptr[request]) + position // page_size]), position % page_size)
+        assert torch.equal(written.setdefault(place, row), row), "two values for one slot: which is written is chance"
+        cache[place] = row
+
+
 class Fakes:
     """One release's stand-ins; `calls` holds `(path, arguments)` of every call."""
 
@@ -121,6 +150,10 @@ class Fakes:
             "flashinfer.prefill": {
                 "trtllm_batch_context_with_kv_cache": self.context,
                 "BatchPrefillWithPagedKVCacheWrapper": Prefill,
+            },
+            "flashinfer.page": {
+                "append_paged_kv_cache": self.append_paged_kv_cache,
+                "append_paged_mla_kv_cache": self.append_paged_mla_kv_cache,
             },
             "flashinfer.mla": {"trtllm_batch_decode_with_kv_cache_mla": self.mla, "BatchMLAPagedAttentionWrapper": PlannedMLA},
             "tokenspeed_mla": {"tokenspeed_mla_decode": self.tokenspeed},
@@ -156,7 +189,7 @@ class Fakes:
     @staticmethod
     def decode(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0, bmm2_scale=1.0,
                window_left=-1, out=None, sinks=None, kv_layout="HND", backend="auto", q_len_per_req=1, mask=None,
-               multi_ctas_kv_counter_buffer=None):  # fmt: skip
+               skip_softmax_threshold_scale_factor=None, multi_ctas_kv_counter_buffer=None):  # fmt: skip
         assert kv_layout == "NHD"
         assert backend in ("trtllm-gen", "xqa")
         assert isinstance(bmm1_scale, float)
@@ -175,6 +208,11 @@ class Fakes:
             assert multi_ctas_kv_counter_buffer is None
             assert k_cache.stride() == v_cache.stride()
             assert query.dtype != FP8
+            assert skip_softmax_threshold_scale_factor is None, "trtllm-gen only"
+            if out.dtype == FP8:
+                assert k_cache.dtype == FP8, "KV cache must be fp8 when output is fp8"
+            else:
+                assert out.dtype == query.dtype, "Output and query must have the same dtype"
             if q_len > 1:
                 words = 2 * -(-q_len // 32)
                 assert mask is not None, "required with several queries"
@@ -191,7 +229,7 @@ class Fakes:
                 assert mask is None
         else:
             check_scratch(workspace_buffer)
-            assert query.dtype == k_cache.dtype
+            check_trtllm(query, k_cache, out, skip_softmax_threshold_scale_factor)
             if multi_ctas_kv_counter_buffer is not None:
                 assert multi_ctas_kv_counter_buffer.dtype == torch.uint8
                 assert multi_ctas_kv_counter_buffer.numel() >= 4 * bs * query.shape[1]
@@ -206,7 +244,7 @@ class Fakes:
     @staticmethod
     def context(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
                 batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left=-1, out=None, kv_layout="HND", sinks=None,
-                multi_ctas_kv_counter_buffer=None):  # fmt: skip
+                skip_softmax_threshold_scale_factor=None, multi_ctas_kv_counter_buffer=None):  # fmt: skip
         assert kv_layout == "NHD"
         check_scratch(workspace_buffer)
         q_lens = cum_seq_lens_q[1:] - cum_seq_lens_q[:-1]
@@ -215,7 +253,7 @@ class Fakes:
         assert int(q_lens.max()) <= max_q_len
         assert torch.equal(cum_seq_lens_kv[1:] - cum_seq_lens_kv[:-1], seq_lens)
         assert cum_seq_lens_kv.dtype == cum_seq_lens_q.dtype == torch.int32
-        assert query.dtype == kv_cache[0].dtype
+        check_trtllm(query, kv_cache[0], out, skip_softmax_threshold_scale_factor)
         for b in range(batch_size):
             n, rows = int(seq_lens[b]), slice(int(cum_seq_lens_q[b]), int(cum_seq_lens_q[b + 1]))
             keys, values = (rows_of(cache, block_tables[b], n) for cache in kv_cache)
@@ -224,14 +262,31 @@ class Fakes:
         return out
 
     @staticmethod
+    def append_paged_kv_cache(append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr,
+                              kv_last_page_len, kv_layout="NHD"):  # fmt: skip
+        assert kv_layout == "NHD"
+        k_cache, v_cache = paged_kv_cache
+        assert k_cache.stride() == v_cache.stride()
+        for rows, cache in ((append_key, k_cache), (append_value, v_cache)):
+            append_rows(rows, cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+
+    @staticmethod
+    def append_paged_mla_kv_cache(append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr,
+                                  kv_last_page_len):  # fmt: skip
+        assert (ckv_cache.shape[-1], kpe_cache.shape[-1]) == (512, 64)
+        for rows, cache in ((append_ckv, ckv_cache), (append_kpe, kpe_cache)):
+            append_rows(rows, cache, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+
+    @staticmethod
     def mla(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
-            max_seq_len, out=None, bmm1_scale=1.0, bmm2_scale=1.0, backend="auto",
+            max_seq_len, out=None, bmm1_scale=1.0, bmm2_scale=1.0, skip_softmax_threshold_scale_factor=None, backend="auto",
             multi_ctas_kv_counter_buffer=None):  # fmt: skip
         assert backend in ("trtllm-gen", "cute-dsl"), "auto raises on sm_90"
         assert (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim) in ((128, 512, 64), (64, 256, 64))
         assert block_tables.shape[1] % max(1, 128 // kv_cache.shape[1]) == 0, "width must hold whole tiles of keys"
         if backend == "cute-dsl":
             assert multi_ctas_kv_counter_buffer is None
+            assert skip_softmax_threshold_scale_factor is None, "trtllm-gen only"
         check_scratch(workspace_buffer)
         return _absorbed(query, kv_cache, kv_lora_rank, block_tables, seq_lens, max_seq_len, out, bmm1_scale, bmm2_scale)
 

@@ -23,6 +23,8 @@ SOURCES = {
     "flashinfer.prefill:BatchPrefillWithPagedKVCacheWrapper": ["flashinfer/prefill.py"],
     "flashinfer.mla:trtllm_batch_decode_with_kv_cache_mla": ["flashinfer/mla/_core.py"],
     "flashinfer.mla:BatchMLAPagedAttentionWrapper": ["flashinfer/mla/_batch_mla/_wrapper.py", "flashinfer/mla/_core.py"],
+    "flashinfer.page:append_paged_kv_cache": ["flashinfer/page.py"],
+    "flashinfer.page:append_paged_mla_kv_cache": ["flashinfer/page.py"],
     "tokenspeed_mla:tokenspeed_mla_decode": ["tokenspeed_mla/mla_decode.py"],
 }
 METHODS = ("__init__", "plan", "run")

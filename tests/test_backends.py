@@ -262,7 +262,7 @@ def test_meta_holds_the_facts_of_the_call(kind, step, register):
     [
         ({"name": "reference"}, "`name` must be new, got 'reference'"),
         ({"name": "auto"}, "`name` must be new, got 'auto'"),
-        ({"kernels": {"mha_decode": "m:f"}}, "`kernels` must be keyed by attention ops, got ['mha_decode']"),
+        ({"kernels": {"mha_decode": "m:f"}}, "`kernels` must be keyed by attention ops or appends, got ['mha_decode']"),
         ({"kernels": {"mha_extend": "m.f"}}, "`kernels` must name each kernel as 'module:function', got 'm.f'"),
         ({"reads": frozenset({"max_seq_len", "tree_mask"})}, "got ['tree_mask']"),
     ],

@@ -271,6 +271,8 @@ for op, caches in (("append_kv", ("k_cache", "v_cache")), ("append_mla_kv", ("kv
     bad_tensor(op, "slots", dtype=torch.int16)
     wrong(op, "slots", "shape (2,)", slots=int32(1, 2))
     wrong(op, "slots", "28", IndexError, slots=int32(1, 28, 2))
+    wrong(op, "backend", "int", TypeError, backend=3)
+    wrong(op, "backend", "'paper'", backend="paper")
 wrong("append_kv", "v_cache", "shape (6, 4, 2, 16)", v_cache=lambda call: call["v_cache"][1:])
 wrong("append_kv", "v_cache", "float16", TypeError, v_cache=lambda call: call["v_cache"].half())
 wrong("append_kv", "v_cache", "device meta", **to_meta("v_cache"))

@@ -8,6 +8,7 @@ of values differ by little.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 from typing import Any
@@ -17,10 +18,14 @@ import torch
 from torch._dynamo.utils import counters
 
 import spec_ops
+from spec_ops.backends import registry, unregister_backend
+from spec_ops.backends.flashinfer import page, register_variant
 from spec_ops.decoding import Generator, SpeculationConfig
-from spec_ops.models import PagedAttention, PagedKVCache
+from spec_ops.models import CausalLM, ModelConfig, MTPDraft, PagedAttention, PagedKVCache
 from spec_ops.models.pretrained import load_pair
+from spec_ops.ops.reference.rope import rotate
 from tests.dense_attention import PREFIX, attend, causal_keys, contiguous_rows, mask_words, tree_keys
+from tests.test_cuda_graphs import recorded_graphs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -292,48 +297,153 @@ def logits_of(target, tokens: list[int]) -> torch.Tensor:
         return target.logits(target(torch.tensor(tokens, device="cuda"), place, attention).hidden).float()
 
 
-class RoundsByName(Generator):
-    """Prefills on whatever "auto" picks: XQA has no ragged kernel, and a named backend never falls back."""
-
-    def _prefill(self, *args):
-        named, self.backend = self.backend, "auto"
-        try:
-            return super()._prefill(*args)
-        finally:
-            self.backend = named
-
-
-@pytest.mark.parametrize("backend", ["flashinfer-xqa", "flashinfer-fa2"])
-@pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(3, 4, 12)], ids=["chain", "tree"])
-def test_compiled_rounds(backend, config):
-    """The shipped pair in bfloat16: every token is the greedy one of the float32 model, up to what bfloat16 does to the
-    logits."""
-    needs(90, 121)
-    counters.clear()
-    target, draft, tokenizer = load_pair(device="cuda", dtype=BF16)
-    exact = load_pair(device="cuda")[0]
-    prompts = [tokenizer.encode(text) for text in TEXTS]
-    options = {"max_batch_size": 4, "max_seq_len": 256, "page_size": 64, "backend": backend}
-
-    generator = RoundsByName(target, draft, config, compile=True, **options)
-    result = run(generator.generate, prompts, max_new_tokens=64)
+def check_rounds(generator: Generator, exact, prompts: list[list[int]], count: int) -> Any:
+    """Generate; every token must be the greedy one of the float32 model `exact`, up to what bfloat16 does to the logits."""
+    result = run(generator.generate, prompts, max_new_tokens=count)
     for prompt, tokens in zip(prompts, result.tokens, strict=True):
-        assert len(tokens) == 64
+        assert len(tokens) == count
         sequence = [*prompt, *tokens]
-        truth, short = logits_of(exact, sequence), logits_of(target, sequence)
+        truth, short = logits_of(exact, sequence), logits_of(generator.target, sequence)
         noise = (truth - short).abs().amax(-1)
         for i in range(len(prompt) - 1, len(sequence) - 1):
             gap = truth[i].max() - truth[i, sequence[i + 1]]
             # Both the token and its rival may be off by the noise, and other kernels round in other places.
             assert gap <= 4 * noise[i], (i, float(gap), float(noise[i]))
+    return result
+
+
+CHAIN, TREE = SpeculationConfig(3), SpeculationConfig(3, 4, 12)
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [
+        pytest.param(backend, config, id=f"{backend}-{'tree' if config is TREE else 'chain'}")
+        for backend, configs in (
+            ("flashinfer-xqa", (CHAIN, TREE)),
+            ("flashinfer-fa2", (CHAIN, TREE)),
+            ("flashinfer-fa3", (CHAIN,)),
+        )
+        for config in configs
+    ],
+)
+def test_compiled_rounds(backend, config):
+    """The shipped pair: one CUDA graph with XQA; several, and the host's plans between them, with fa2 and fa3."""
+    needs(90, 90 if backend.endswith("fa3") else 121)
+    counters.clear()
+    target, draft, tokenizer = load_pair(device="cuda", dtype=BF16)
+    generator = Generator(
+        target, draft, config, compile=True, max_batch_size=4, max_seq_len=256, page_size=64, backend=backend,
+        prefill_backend="auto",
+    )  # fmt: skip
+    before = recorded_graphs()
+    result = check_rounds(generator, load_pair(device="cuda")[0], [tokenizer.encode(text) for text in TEXTS], 64)
     assert result.stats.accept_length > 2.5
     if backend == "flashinfer-xqa":
         assert counters["inductor"]["cudagraph_skips"] == 0
+        assert recorded_graphs() - before == 1
+    else:
+        assert recorded_graphs() - before > 1
+
+
+@pytest.mark.parametrize("backend", ["flashinfer-fa2", "flashinfer-fa3"])
+def test_compiled_mla_rounds(backend):
+    """An MLA target with random weights and its MTP layer, whose guesses are rarely right: verification is what is tested."""
+    needs(90, 90) if backend.endswith("fa3") else needs(80, 121)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 192, "num_heads": 16, "kv_lora_rank": 512}
+    sizes |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+    exact = CausalLM(ModelConfig(num_layers=2, **sizes)).cuda().eval()
+    target = copy.deepcopy(exact).to(BF16)
+    draft = MTPDraft(ModelConfig(num_layers=1, **sizes), target).cuda().to(BF16)
+    generator = Generator(
+        target,
+        draft,
+        CHAIN,
+        compile=True,
+        max_batch_size=4,
+        max_seq_len=256,
+        page_size=64,
+        backend=backend,
+        prefill_backend="auto",
+    )
+    before = recorded_graphs()
+    check_rounds(generator, exact, [[1, 2, 3, 4, 5], [9, 8, 7], [33]], 24)
+    assert recorded_graphs() - before > 1
+
+
+APPENDS = [pytest.param([5, -1, 0, 63, -1, 17], id="some"), pytest.param([-1, -1, 40, 41, -7, 2], id="first"),
+           pytest.param([-1] * 6, id="all"), pytest.param([9, 8, 7, 6, 5, 4], id="none")]  # fmt: skip
+
+
+@pytest.mark.parametrize("slots", APPENDS)
+def test_page_append(slots):
+    """Bit for bit as the reference, dropped rows included, in layers of one pool."""
+    g = torch.Generator().manual_seed(0)
+    where = torch.tensor(slots).cuda()
+    for dim in (64, 128, 256):
+        pools = [torch.randn(2, 2, 4, 16, 2, dim, generator=torch.Generator().manual_seed(1)).to(BF16).cuda() for _ in range(2)]
+        k, v = (torch.randn(6, 2, dim, generator=g).to(BF16).cuda() for _ in range(2))
+        for pool, backend in zip(pools, ("flashinfer-page", "reference"), strict=True):
+            run(spec_ops.append_kv, pool[1, 0], pool[1, 1], k, v, where, backend=backend)
+        assert torch.equal(*pools)
+    caches = [torch.randn(2, 64, 576, generator=torch.Generator().manual_seed(2)).to(BF16).cuda() for _ in range(2)]
+    rows = [torch.randn(6, width, generator=g).to(BF16).cuda() for width in (512, 64)]
+    for cache, backend in zip(caches, ("flashinfer-page", "reference"), strict=True):
+        run(spec_ops.append_mla_kv, cache, *rows, where, backend=backend)
+    assert torch.equal(*caches)
+
+
+def test_page_append_in_compiled_rounds(monkeypatch):
+    """All cache writes of a round by FlashInfer: the models' fused RoPE and append taken apart. One graph, the same text."""
+    needs(90, 121)
+    counters.clear()
+    calls = []
+
+    def counted(*args):
+        calls.append(args[4].shape)
+        append_kv(*args)
+
+    def rope_append_kv(q, k, v, cos, sin, k_cache, v_cache, slots, **scales):
+        spec_ops.append_kv(k_cache, v_cache, rotate(k, cos, sin), v, slots, **scales, backend="flashinfer-page")
+        return rotate(q, cos, sin)
+
+    append_kv = page.append_kv
+    monkeypatch.setattr(page, "append_kv", counted)
+    monkeypatch.setattr("spec_ops.ops.rope_append_kv", rope_append_kv)
+    registry._load.cache_clear()
+    target, draft, tokenizer = load_pair(device="cuda", dtype=BF16)
+    generator = Generator(
+        target, draft, TREE, compile=True, max_batch_size=4, max_seq_len=256, page_size=64, backend="flashinfer-xqa",
+        prefill_backend="auto",
+    )  # fmt: skip
+    result = check_rounds(generator, load_pair(device="cuda")[0], [tokenizer.encode(text) for text in TEXTS], 64)
+    registry._load.cache_clear()
+    assert len(calls) > 8  # each layer's, where the round is warmed up and where it is recorded
+    assert result.stats.accept_length > 2.5
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize(("q_len", "tree"), [(1, False), (4, True), (16, False)])
+def test_xqa_writes_fp8(q_len, tree):
+    needs(90, 121)
+    q, caches, call, _, _ = gqa_case(q_len, tree=tree, page_size=64, group=4, kv_dtype=FP8)
+    register_variant("flashinfer-xqa", "xqa-fp8-out", out_dtype=FP8, out_scale=0.125)
+    try:
+        out = run(spec_ops.mha_target_verify, q, *caches, **call, backend="xqa-fp8-out")
+    finally:
+        unregister_backend("xqa-fp8-out")
+    exact = run(spec_ops.mha_target_verify, q, *caches, **call, backend="flashinfer-xqa").float()
+    assert out.dtype == FP8
+    # The same kernel but for the last rounding: 4 bits of significand, or steps of 2^-9 below e4m3's smallest normal number.
+    torch.testing.assert_close(out.float() * 0.125, exact, rtol=2**-4 + 2**-8, atol=0.125 * 2**-9)
+    assert exact.abs().max() > 1
 
 
 def test_a_host_plan_is_named_in_the_report():
     q, caches, call, _, _ = gqa_case(4, tree=False, page_size=64, group=4, kv_dtype=BF16)
     named = spec_ops.explain(lambda: spec_ops.mha_target_verify(q, *caches, **call, backend="flashinfer-fa2"))
     assert any("flashinfer-fa2" in line for line in named.kernels())
+    assert "1 calls plan on the host and run outside CUDA graphs" in str(named)
     auto = spec_ops.explain(lambda: spec_ops.mha_target_verify(q, *caches, **call))
     assert "flashinfer-fa2 plans on the host" in auto.kernels()[0]

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from spec_ops.backends import padding, workspace
+from spec_ops.backends.flashinfer import page
 from spec_ops.backends.triton.ahead import ARCHS, SHARED_LIMIT, Variant, compile_ahead
 from tests import provider_fakes
 
@@ -110,6 +111,13 @@ def variants() -> list[Variant]:
         Variant("prepare", kernel, {**tables, **sizes}, {**shape, **plain, "mask": None}),
         Variant("prepare chain", kernel, {**tables, **sizes, "mask": "*i64:16"}, {**shape, **plain, "HAS_MASK": True}),
         Variant("prepare tree", kernel, {**tables, **sizes, **tree}, {**shape, "HAS_WORDS": True, "HAS_MASK": True}),
+        Variant(
+            "redirect",
+            page.redirect_kernel,
+            dict.fromkeys(("first", "second", "first_spare", "second_spare", "first_rows", "second_rows"), "*bf16:16")
+            | {"slots": "*i64:16", "places": "*i32:16", "n": "i32", "first_stride": "i64:16", "second_stride": "i64:16"},
+            {"slots_stride": 1, "FIRST": 1024, "SECOND": 1024, "PAGE": 64, "BLOCK": 1024},
+        ),
         Variant("clear", padding.clear_kernel, {"out": "*bf16:16", "hidden": "*i1:16", "row_size": "i32"}, {"BLOCK": 1024}),
     ]
 

@@ -333,7 +333,7 @@ def test_the_table_of_the_docs_is_in_the_order_of_the_ranks():
 
 
 def test_the_backend_of_the_docs_registers():
-    code = DOCS.read_text().split("```python\n")[1].split("```")[0]
+    code = DOCS.read_text().split("```python\n")[-1].split("```")[0]
     exec(code, {})
     try:
         meta = dataclasses.replace(GQA, tree_mask=True)

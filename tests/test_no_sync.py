@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from spec_ops.ops.reference import accept, attention, kv_cache, kv_indices, rope, tree
+from spec_ops.ops.reference import accept, attention, kv_cache, kv_indices, linear, rope, tree
 from tests.test_opcheck import SAMPLES, SEEDS, WITH_CACHES, overload, sample
 
-MODULES: tuple[ModuleType, ...] = (attention, kv_cache, kv_indices, tree, accept, rope)
+MODULES: tuple[ModuleType, ...] = (attention, kv_cache, kv_indices, tree, accept, rope, linear)
 CASES = [(name, seed, fp8) for name in SAMPLES for seed in SEEDS for fp8 in {False, name in WITH_CACHES}]
 
 

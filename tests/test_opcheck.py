@@ -135,6 +135,13 @@ def rope_append_kv_sample(s: Source) -> tuple[Any, ...]:
     return (q, k, v.to(dtype), *angles, k_cache, v_cache, slots, *scales)
 
 
+def skinny_mm_sample(s: Source) -> tuple[Any, ...]:
+    m, n, k = s.integer(0, 5), s.integer(0, 70), 64 * s.integer(1, 3)
+    dtype = s.pick(*FLOATS[1:])
+    x, weight = s.any_layout(s.normal(m, k, dtype=dtype)), s.normal(n, k, dtype=dtype).to(s.device)
+    return x, weight, s.any_layout(s.normal(n, dtype=dtype)) if s.pick(False, True) else None
+
+
 def append_mla_kv_sample(s: Source) -> tuple[Any, ...]:
     pages, page_size, rank, rope = (s.integer(1, 4) for _ in range(4))
     cache_dtype = s.cache_dtype(*FLOATS)
@@ -249,8 +256,13 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     },
     "append_kv": append_kv_sample,
     "append_mla_kv": append_mla_kv_sample,
+    "append_kv_lowered": append_kv_sample,
+    "append_mla_kv_lowered": append_mla_kv_sample,
+    "append_kv.by": lambda s: (*append_kv_sample(s), "reference"),
+    "append_mla_kv.by": lambda s: (*append_mla_kv_sample(s), "reference"),
     "rope_append_kv": rope_append_kv_sample,
     "move_kv": move_kv_sample,
+    "skinny_mm": skinny_mm_sample,
     "page_table": page_table_sample,
     "kv_indices": kv_indices_sample,
     "draft_kv_indices": lambda s: draft_kv_indices_sample(s, every_step=False),

@@ -1,18 +1,28 @@
-"""The README's code block runs, and its figures are those of `benchmarks/results`."""
+"""The README's code block runs, its measured figures are those of `benchmarks/results`, and its sizes those of the files."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results"
+
+spec = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "readme_tables.py")
+readme_tables = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(readme_tables)
+
+# How long things take that no benchmark repeats: the test suite, training, and the size of the pair, checked below.
+NOT_FROM_RESULTS = {"11 minutes", "8 minutes", "15 MB"}
+UNITS = r"ms|us|µs|s|seconds?|minutes?|tokens/s|[TG]B/s|[KMGT]i?B|times|%"
 
 
 def test_code_block_runs():
@@ -22,53 +32,116 @@ def test_code_block_runs():
     assert "tokens a round" in run.stdout
 
 
-@pytest.mark.parametrize("name", ["cpu-plain", "cpu-chain3", "cpu-chain3-sampled", "cpu-tree3x4"])
-def test_accept_lengths_come_from_the_results(name):
-    (row,) = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
-    assert re.search(rf"\| {row.get('num_tokens', 1)} \| {row['accept_length']:.2f} \|", README)
+def test_figures_come_from_the_results():
+    assert {"accept", "kernels", "limits", "rounds"} <= {name for _, name, _ in readme_tables.BLOCK.findall(README)}
+    assert readme_tables.updated(README, RESULTS) == README, "run python benchmarks/readme_tables.py"
 
 
-def kernel_times() -> dict[tuple, dict[str, dict]]:
-    """Rows of the H200 kernel benchmark by case, then by backend."""
-    found: dict[tuple, dict[str, dict]] = {}
-    for row in json.loads((ROOT / "benchmarks" / "results" / "h200-kernels.json").read_text())["rows"]:
-        case = (row["heads"], row["head_dim"], row["bs"], row["context"], row["lengths"], row["q_len"], row["mask"])
-        found.setdefault(case, {})[row["backend"]] = row
-    return found
+def test_no_measured_figure_stands_elsewhere():
+    by_hand = re.sub(r"```.*?```", "", readme_tables.BLOCK.sub("", README), flags=re.DOTALL)
+    found = re.findall(rf"\b\d[\d.,]*\s+(?:{UNITS})(?![\w/])|\b\d[\d.]*%", by_hand)
+    assert {re.sub(r"\s+", " ", figure) for figure in found} <= NOT_FROM_RESULTS
 
 
-def test_kernel_times_come_from_the_results():
-    times = kernel_times()
-    cells = r"\| (\d+/\d+), (\d+) \| (\d+), ([\d to]+) \| (\d+)(, tree)? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|"
-    lines = re.findall(cells, README)
-    assert len(lines) == 8
-    for heads, dim, bs, context, q_len, tree, *shown in lines:
-        unequal = " to " in context
-        (rows,) = [
-            rows
-            for (h, d, b, c, lengths, q, mask), rows in times.items()
-            if (h, d, b, q, mask) == (heads, int(dim), int(bs), int(q_len), "tree" if tree else "causal")
-            and (lengths != "equal" if unequal else lengths == "equal" and c == int(context))
-        ]
-        wanted = [rows["triton"]["floor_us"], rows["triton"]["us"], rows["flashinfer-xqa"]["us"]]
-        for text, value in zip(shown, wanted, strict=True):
-            assert float(text) == pytest.approx(value, abs=0.5 if float(text) >= 20 else 0.06)
+def test_sizes_of_the_pair():
+    folder = ROOT / "spec_ops" / "pretrained"
 
+    def parameters(name: str) -> int:
+        with safe_open(folder / f"{name}.safetensors", "pt") as file:
+            return sum(file.get_tensor(key).numel() for key in file.keys() if file.get_tensor(key).is_floating_point())  # noqa: SIM118
 
-def test_kernel_summary_comes_from_the_results():
-    rows = [rows for rows in kernel_times().values() if {"triton", "flashinfer-xqa"} <= rows.keys()]
-    ratios = [r["flashinfer-xqa"]["us"] / r["triton"]["us"] for r in rows]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    text = f"Over the {len(rows)} GQA cases of that file the Triton kernel is {mean:.2f} times as fast in the geometric mean"
+    text = (
+        f"byte-level target ({parameters('target') / 1e6:.1f}M parameters) and EAGLE-3 head ({parameters('draft') / 1e6:.1f}M)"
+    )
     assert text in README
-    assert f"({min(ratios):.2f} to {max(ratios):.1f})" in README
-    worst = max(r["triton"]["error"] / r["triton"]["reference_error"] for r in kernel_times().values())
-    assert f"its error at most {worst:.2f}" in README
+    assert f"{sum(path.stat().st_size for path in folder.iterdir()) / 1e6:.0f} MB" in README
 
 
-def test_round_times_come_from_the_results():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "h200-round-triton.json").read_text())["rows"]
-    ms = {(row["bs"], row["context"]): row["ms"] for row in rows}
-    text = f"{ms[1, 1024]:.2f} ms at batch 1 and context 1024 (floor {rows[0]['floor_ms']:.1f}), {ms[8, 1024]:.1f} at batch 8"
-    text += f", {ms[32, 1024]:.1f} at batch 32, {ms[1, 32768]:.1f} at batch 1 and context 32768"
-    assert text in " ".join(README.split())
+def row(model: str = "m+eagle3", bs: int = 1, **more) -> dict:
+    same = {"model": model, "bs": bs, "context": 1024, "layers": 32, "steps": 3, "round": "speculative", "backend": "auto"}
+    same |= {"passes": True, "ms": 5.0, "floor_ms": 4.1, "weights_floor_ms": 4.0, "kv_floor_ms": 0.1, "kernels": 421.0}
+    same |= {
+        "matmul_ms": 4.3,
+        "attention_ms": 0.4,
+        "other_ms": 0.2,
+        "gaps_ms": 0.1,
+        "accept_length": 3.0,
+        "tokens_per_s": 600.0,
+    }
+    same |= {"graph_launches": 1.0, "host_launches": 0.0, "host_syncs": 0.0, "compile_cold_s": 55.3, "compile_warm_s": 12.2}
+    return same | more
+
+
+def write(folder: Path, name: str, rows: list[dict], **more) -> None:
+    text = json.dumps({"environment": {"machine": "NVIDIA H200"}, "jobs": 6, **more, "rows": rows})
+    (folder / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+def lines(text: str) -> list[list[str]]:
+    """Cells of a block's table, without its header."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")][2:]
+
+
+def test_rounds_stand_beside_plain_and_assisted_ones(tmp_path):
+    assisted = {
+        key: value for key, value in row("m+one-layer", round="assisted", tokens_per_s=15.2).items() if "matmul" not in key
+    }
+    others = [
+        row("m", round="plain", tokens_per_s=250.0),
+        assisted,
+        row(backend="flashinfer-xqa", ms=9.0),
+        row(passes=False, ms=9.0),
+    ]
+    write(tmp_path, "h200-round", [row(), *others, row(bs=8, ms=6.0, graph_launches=2.0)])
+    text = readme_tables.rounds(tmp_path)
+    one = ["m", "1, 1024", "5.00", "4.10", "82%", "0.30", "0.30", "0.20", "0.10", "421", "600", "250", "15"]
+    assert lines(text) == [one, ["m", "8, 1024", "6.00", "4.10", "68%", *one[5:11], "", ""]]
+    assert "accept length of 3," in text
+    assert "no sync" not in text  # two graphs at batch size 8
+    write(tmp_path, "h200-round", [row()])
+    assert "no sync" in readme_tables.rounds(tmp_path)
+
+
+def test_backends_beside_each_other(tmp_path):
+    rows = [row(), row(backend="triton", ms=5.1), row(backend="flashinfer-xqa", ms=4.0)]
+    verdict = {"fastest": "flashinfer-xqa", "auto_over_fastest": 1.25, "bs": 1, "context": 1024, "why": "its rank"}
+    write(tmp_path, "h200-round-backends", rows, auto=[verdict | {"auto_wins": False}, verdict | {"auto_wins": True}])
+    text = readme_tables.backends(tmp_path)
+    assert lines(text) == [["m", "1, 1024", "5.00", "5.10", "4.00"]]
+    flat = " ".join(text.split())
+    assert "but for 1 of 2 cases: flashinfer-xqa is 1.25 times as fast at batch 1, context 1024 (its rank)" in flat
+
+
+def test_passes_and_compile_times(tmp_path):
+    write(tmp_path, "h200-round-passes", [row(round="naive", passes=False, ms=9.5, host_syncs=8.0), row(round="naive")])
+    assert lines(readme_tables.passes(tmp_path)) == [
+        ["m", "1, 1024", "naive", "off", "9.50", "4.10", "421", "1", "0", "8"],
+        ["m", "1, 1024", "naive", "on", "5.00", "4.10", "421", "1", "0", "0"],
+    ]
+    write(tmp_path, "h200-round-compile", [row(), row(layers=8, compile_cold_s=14.6), row(round="naive")])
+    assert lines(readme_tables.compilation(tmp_path)) == [["8", "3", "15", "12"], ["32", "3", "55", "12"]]
+
+
+def test_an_old_figure_is_found_and_rewritten(tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text("# x\n\n<!-- figures: accept -->\nold\n<!-- end of figures -->\n\n- y\n  <!-- figures: limits -->\n"
+                      "  <!-- end of figures -->\n", encoding="utf-8")  # fmt: skip
+    assert readme_tables.main(["--check", "--readme", str(readme)]) == 1
+    assert "old" in readme.read_text(encoding="utf-8")
+    assert readme_tables.main(["--readme", str(readme)]) == 0
+    text = readme.read_text(encoding="utf-8")
+    assert "old" not in text
+    assert lines(text)[1][1:] == ["4", "3.42"]
+    assert "\n  On one request" in text
+    assert readme_tables.main(["--check", "--readme", str(readme)]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<!-- figures: accept -->\n", "<!-- figures: accept -->\n<!-- figures: accept -->\n<!-- end of figures -->\n",
+     "<!-- figures: nonsense -->\n<!-- end of figures -->\n"],
+)  # fmt: skip
+def test_broken_blocks(text):
+    with pytest.raises(ValueError, match="readme_tables"):
+        readme_tables.updated(text, RESULTS)

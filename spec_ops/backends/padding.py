@@ -121,8 +121,9 @@ def prepare(
 
 def clear(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """`out [bs, q_len, ...]` (contiguous) with zeros in the rows of `hidden [bs, q_len]`, in place."""
+    bits = out.view(torch.uint8) if out.itemsize == 1 else out
     with _on(out.device):
-        clear_kernel[(hidden.numel(),)](out, hidden, out.numel() // hidden.numel(), BLOCK=_BLOCK)
+        clear_kernel[(hidden.numel(),)](bits, hidden, out.numel() // hidden.numel(), BLOCK=_BLOCK)
     return out
 
 

@@ -2,14 +2,15 @@
 
 import torch
 
-from spec_ops.backends.registry import STEPS, Backend, register_backend
+from spec_ops.backends.registry import APPENDS, STEPS, Backend, register_backend
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 register_backend(
     Backend(
         name="reference",
-        kernels={step: f"spec_ops.ops.reference.attention:{step}" for step in STEPS},
+        kernels={step: f"spec_ops.ops.reference.attention:{step}" for step in STEPS}
+        | {op: f"spec_ops.ops.reference.kv_cache:{op}" for op in APPENDS},
         capabilities=None,
         dtypes=_FLOATS,
         kv_dtypes=_FLOATS | {torch.float8_e4m3fn},

@@ -10,9 +10,15 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from spec_ops.backends import measured
+
 STEPS = tuple(
     f"{kind}_{step}" for kind in ("mha", "mla") for step in ("draft_decode", "target_verify", "draft_extend", "extend")
 )
+APPENDS = (
+    "append_kv",
+    "append_mla_kv",
+)  # used by name only: "auto" is the op's own kernel, one launch that casts and drops rows
 OPTIONAL_INPUTS = frozenset({"kv_indptr", "kv_indices", "seq_lens_cpu", "max_seq_len"})
 
 
@@ -22,7 +28,8 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class AttentionMeta:
-    """Trace-time facts of one attention call: all that selection may depend on."""
+    """Trace-time facts of one attention call, or of one append (a query per row, no queries' heads): all that selection may
+    depend on."""
 
     step: str
     dtype: torch.dtype
@@ -45,8 +52,8 @@ class Backend:
 
     Attributes:
         name: what users pass as `backend=`.
-        kernels: op name (`"mha_draft_decode"`, ...) to `"module:function"`, imported at its first call; the function takes
-            the op's arguments without `backend` and returns the op's result.
+        kernels: op name (`"mha_draft_decode"`, ..., `"append_kv"`) to `"module:function"`, imported at its first call; the
+            function takes the op's arguments without `backend`, and `options`, and returns the op's result.
         capabilities: inclusive range of CUDA compute capabilities (`(90, 90)`), or None for every device, CPU included.
         dtypes, kv_dtypes: of queries and caches.
         head_dims, page_sizes: supported values, or None for all.
@@ -54,10 +61,14 @@ class Backend:
         tree_mask, window, sinks, softcap: whether it honours these.
         reads: the optional inputs its kernels look at; passes drop the others.
         host_plan: needs host-side planning, so its calls cannot live inside a CUDA graph; used only by name.
-        rank: the lowest eligible rank wins under `"auto"`.
+        by_name: why `"auto"` never picks it, or None.
+        deterministic: batch-invariant: a query's result depends on that query and the keys it sees alone, to the last bit;
+            calls with `deterministic=True` take the first by rank.
+        rank: the lowest eligible rank wins under `"auto"`, as long as no measured times say otherwise (`measured.py`).
         constraint: what the other fields cannot say, as a pure function of the call's facts and the architecture that returns
             the reason to refuse, or None.
         requires: `(module, extra)`: the module that the kernels import, and the extra of this package that installs it.
+        options: keyword arguments of its kernels that no op has; `out_dtype` among them is the dtype of results.
     """
 
     name: str
@@ -75,8 +86,11 @@ class Backend:
     softcap: bool = False
     reads: frozenset[str] = field(default_factory=frozenset)
     host_plan: bool = False
+    by_name: str | None = None
+    deterministic: bool = False
     constraint: Callable[[AttentionMeta, int | None], str | None] | None = None
     requires: tuple[str, str] | None = None
+    options: Mapping[str, float | torch.dtype | None] = field(default_factory=dict)
 
     def refuse(self, meta: AttentionMeta, arch: int | None) -> str | None:
         """Why this backend cannot run `meta` on `arch` (90 for sm_90, None for CPU); None if it can."""
@@ -105,9 +119,10 @@ class Backend:
 
     def missing(self) -> str | None:
         """Why its kernels cannot be imported in this process, found without importing them; None if they can."""
-        if self.requires is None or _importable(self.requires[0]):
-            return None
-        module, extra = self.requires
+        return None if self.requires is None or _importable(self.requires[0]) else self.install_hint()
+
+    def install_hint(self) -> str:
+        module, extra = self.requires or ("its package", "")
         return f"needs {module}, which is not installed: pip install spec-ops[{extra}]"
 
 
@@ -139,8 +154,8 @@ def register_backend(backend: Backend) -> None:
     """
     if backend.name in _BACKENDS or backend.name == "auto":
         raise ValueError(f"register_backend: `name` must be new, got {backend.name!r}")
-    if unknown := set(backend.kernels) - set(STEPS):
-        raise ValueError(f"register_backend: `kernels` must be keyed by attention ops, got {sorted(unknown)}")
+    if unknown := set(backend.kernels) - {*STEPS, *APPENDS}:
+        raise ValueError(f"register_backend: `kernels` must be keyed by attention ops or appends, got {sorted(unknown)}")
     for path in backend.kernels.values():
         if path.count(":") != 1 or not all(path.split(":")):
             raise ValueError(f"register_backend: `kernels` must name each kernel as 'module:function', got {path!r}")
@@ -179,6 +194,21 @@ def validate_backend_name(check, name: object) -> None:
         check.fail("backend", f"'auto' or one of {list(available_backends())}", repr(name))
 
 
+def attention_backend(check, name: object, deterministic: object) -> str:
+    """The name to select by: `name`, or with `deterministic` a batch-invariant backend, the same for every call: two such
+    backends do not agree in their bits."""
+    validate_backend_name(check, name)
+    assert isinstance(name, str)
+    if not isinstance(deterministic, bool):
+        check.fail("deterministic", "a bool", type(deterministic).__name__, TypeError)
+    if not deterministic or (name != "auto" and _BACKENDS[name].deterministic):
+        return name
+    invariant = [known for known in available_backends() if _BACKENDS[known].deterministic]
+    if name != "auto" or not invariant:
+        check.fail("backend", f"'auto' or one of {invariant} with `deterministic=True`", repr(name))
+    return invariant[0]
+
+
 def plans_on_host(name: str) -> bool:
     """Whether the named backend needs host-side planning (false for "auto", which never picks such a backend by itself)."""
     return name in _BACKENDS and _BACKENDS[name].host_plan
@@ -207,21 +237,40 @@ def missing_backends() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _selection(meta: AttentionMeta, arch: int | None, name: str, missing: frozenset[str]) -> Selection:
-    candidates = sorted(_BACKENDS.values(), key=lambda b: b.rank) if name == "auto" else [_BACKENDS[name]]
-    chosen, reasons = None, {}
+    auto = name == "auto"
+    candidates = sorted(_BACKENDS.values(), key=lambda b: b.rank) if auto else [_BACKENDS[name]]
+    reasons: dict[str, str] = {}
+    eligible: list[Backend] = []
     for backend in candidates:
-        why = (
-            "plans on the host, which breaks a CUDA graph: name it to use it" if name == "auto" and backend.host_plan else None
-        )
-        why = why or backend.refuse(meta, arch) or (backend.missing() if backend.name in missing else None)
-        if why is None and chosen is None:
-            chosen = backend
+        why = _used_by_name(backend) if auto else None
+        why = why or backend.refuse(meta, arch) or (backend.install_hint() if backend.name in missing else None)
+        if why is None:
+            eligible.append(backend)
         else:
-            reasons[backend.name] = why or f"ranks after {chosen.name if chosen else ''}"
+            reasons[backend.name] = why
+    times = measured.nearest(meta, arch) if auto else None
+    chosen = _fastest_first(eligible, times)[0] if eligible else None
+    for backend in eligible:
+        if chosen is not None and backend is not chosen:
+            compared = times.compare(backend.name, chosen.name) if times else None
+            reasons[backend.name] = compared or f"ranks after {chosen.name}"
     if chosen is None:
         listed = "; ".join(f"{n} {why}" for n, why in reasons.items())
         raise BackendError(f"{meta.step}: `backend` {name!r} cannot run this call on {_place(arch)}: {listed}")
     return Selection(chosen, reasons)
+
+
+def _used_by_name(backend: Backend) -> str | None:
+    if backend.host_plan:
+        return "plans on the host, which breaks a CUDA graph: name it to use it"
+    return None if backend.by_name is None else f"{backend.by_name}: name it to use it"
+
+
+def _fastest_first(eligible: list[Backend], times: measured.Times | None) -> list[Backend]:
+    """`eligible` (by rank), with the places of those that were measured against each other handed out by their times."""
+    known = [b for b in eligible if times is not None and b.name in times.mean]
+    by_time = iter(sorted(known, key=lambda b: times.mean[b.name] if times else 0.0))
+    return [next(by_time) if b in known else b for b in eligible]
 
 
 def _place(arch: int | None) -> str:
@@ -261,6 +310,24 @@ def attention_meta(op: str, args: tuple) -> AttentionMeta:
     )
 
 
+def append_meta(op: str, args: tuple) -> AttentionMeta:
+    """As `attention_meta`, of a call to `append_kv` or `append_mla_kv`."""
+    cache, mha = args[0], op == "append_kv"
+    rows = args[2] if mha else args[1]
+    heads = int(cache.shape[2]) if mha else 1
+    return AttentionMeta(
+        step=op, dtype=rows.dtype, kv_dtype=cache.dtype, num_heads=heads, num_kv_heads=heads, head_dim=int(cache.shape[-1]),
+        v_head_dim=int(args[1].shape[-1] if mha else rows.shape[-1]), page_size=int(cache.shape[1]), q_len=1, tree_mask=False,
+        window=False, sinks=False, softcap=False,
+    )  # fmt: skip
+
+
+def output_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of an attention call with queries of `dtype` on the backend `name`."""
+    found = _BACKENDS[name].options.get("out_dtype") if name in _BACKENDS else None
+    return found if isinstance(found, torch.dtype) else dtype
+
+
 @functools.cache
 def _load(path: str) -> Callable:
     module, function = path.split(":")
@@ -270,7 +337,13 @@ def _load(path: str) -> Callable:
 def run_attention(op: str, args: tuple) -> torch.Tensor:
     """The implementation of every attention op: select, load, call."""
     selection = select_backend(attention_meta(op, args), device_arch(args[0].device), args[-1], missing_backends())
-    return _load(selection.backend.kernels[op])(*args[:-1])
+    return _load(selection.backend.kernels[op])(*args[:-1], **selection.backend.options)
+
+
+def run_append(op: str, args: tuple) -> None:
+    """The implementation of an append whose backend is named."""
+    backend = select_backend(append_meta(op, args), device_arch(args[0].device), args[-1], missing_backends()).backend
+    _load(backend.kernels[op])(*args[:-1])
 
 
 def declarations() -> str:
@@ -285,4 +358,4 @@ def declarations() -> str:
         return repr(sorted(map(str, setting))) if isinstance(setting, frozenset) else repr(setting)
 
     declared = [[f"{f.name}={text(getattr(b, f.name))}" for f in fields(b)] for _, b in sorted(_BACKENDS.items())]
-    return repr((declared, sorted(missing_backends())))
+    return repr((declared, sorted(missing_backends()), measured.table()))

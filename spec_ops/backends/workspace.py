@@ -2,16 +2,37 @@
 
 Owned here rather than by an op's schema: a buffer declared as mutated would be copied by functionalization, and a buffer that
 is allocated and zeroed per call costs a launch. One per use, device and stream; zeroed once, since the kernels leave their
-semaphores at zero; never freed or moved, since CUDA graphs hold its address.
+semaphores at zero; never moved, and freed by `release_workspaces` alone, since CUDA graphs hold its address.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import TypeVar
 
 import torch
 
+_Key = TypeVar("_Key")
 _buffers: dict[tuple[str, torch.device, int], torch.Tensor] = {}
+_kept: list[dict] = [_buffers]
+
+
+def kept(buffers: dict[_Key, torch.Tensor]) -> dict[_Key, torch.Tensor]:
+    """`buffers` itself, which `release_workspaces` will empty."""
+    _kept.append(buffers)
+    return buffers
+
+
+def release_workspaces() -> None:
+    """Free the memory that kernels, ours included, keep between launches; later calls make it anew.
+
+    For a process that goes on without this package, or that accounts for its memory. CUDA graphs recorded before must not be
+    replayed after: they hold the old addresses.
+    """
+    for device in {buffer.device for buffers in _kept for buffer in buffers.values() if buffer.is_cuda}:
+        torch.cuda.synchronize(device)  # launches on other streams than the one that allocated may still use it
+    for buffers in _kept:
+        buffers.clear()
 
 
 def workspace(use: str, device: torch.device, num_bytes: int) -> torch.Tensor:

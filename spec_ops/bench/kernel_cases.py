@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from spec_ops.ops import attention
+from spec_ops.ops.tree import MAX_TREE_TOKENS
 
 KV_SCALE = 0.25  # of fp8 caches: a power of two, so that dequantized values are exact in bfloat16
 ROTATE = 4  # buffer sets hold this many times the L2 cache together
@@ -151,7 +152,7 @@ def select(
     chosen_q_lens = q_lens or (QUICK_Q_LENS if quick else Q_LENS)
     if unknown := set(masks or ()) - {"causal", "tree"}:
         raise ValueError(f"--mask must be causal or tree, got {sorted(unknown)}")
-    longest = min(attention.MAX_TREE_TOKENS, *(min(batch.lens()) for batch in chosen_batches))
+    longest = min(MAX_TREE_TOKENS, *(min(batch.lens()) for batch in chosen_batches))
     if bad := [q_len for q_len in chosen_q_lens if not 1 <= q_len <= longest]:
         raise ValueError(f"--q-len must lie in [1, {longest}] (at most 64 and the shortest context), got {bad}")
     every = [b for batch in chosen_batches for b in ([batch, batch.equalized()] if batch.unequal else [batch])]

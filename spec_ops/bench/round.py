@@ -1,181 +1,251 @@
-"""Time of one speculative round on a real model's shape with random weights: passes on against off, kernels, launches, syncs.
+"""Time of one speculative round on a real model's shape with random weights, and what it is compared with.
 
-Everything runs through CUDA-graph replays of the compiled round; the median of single replays between events is reported. The
-floor is the bytes of weights and KV that a round must read once, over the measured copy bandwidth.
+A round runs as the replay of its CUDA graph; the median of single replays between events is reported. The floor is the bytes
+of weights and KV that a round must read once, over the measured copy bandwidth. One compiled round serves all contexts of its
+batch size, as in a server: only lengths differ, and the block tables are as wide as the longest needs.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from spec_ops.bench.round_naive import NaiveRound
+from spec_ops.bench.round_profile import Profile, breakdown, plot, profile
+from spec_ops.bench.shapes import SHAPES, Shape
 from spec_ops.bench.timing import median_ms
 from spec_ops.decoding import Generator, SpeculationConfig
-from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig
+from spec_ops.models.config import CacheSizes, ModelConfig
 from spec_ops.passes import compile as compile_with_passes
 
-LLAMA_8B = ModelConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rope_theta=500000.0,
-    aux_layers=(2, 16, 29),
-)
-DRAFT_VOCAB = 32000
+ROUNDS = ("speculative", "naive", "plain", "assisted")
+PAGE_SIZE = 64
+PROFILED = 5  # rounds under the profiler
 
 
-def build(layers: int, steps: int, batch_size: int, context: int, device: str, dtype: torch.dtype) -> Generator:
-    """A generator of the Llama-3.1-8B shape (with `layers` layers) and an EAGLE-3 head, random weights, mid-generation."""
-    scale = {"num_layers": layers, "aux_layers": tuple(min(a, layers - 1) for a in LLAMA_8B.aux_layers)}
-    config = ModelConfig.from_dict({**LLAMA_8B.to_dict(), **scale})
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            target = CausalLM(config)
-            head = ModelConfig.from_dict({**config.to_dict(), "num_layers": 1, "aux_layers": ()})
-            draft = Eagle3Draft(head, target, torch.arange(DRAFT_VOCAB))
-    finally:
-        torch.set_default_dtype(default)
-    generator = Generator(
-        target, draft, SpeculationConfig(steps), max_batch_size=batch_size, max_seq_len=context + 1024, page_size=64
-    )
-    for cache in (generator.target_cache, generator.draft_cache):
-        assert cache is not None
-        for tensor in cache.tensors():
-            tensor.normal_()
-    return generator
+@dataclass(frozen=True)
+class RoundCase:
+    """One round to compile and time, in a process of its own.
+
+    Attributes:
+        model: key of `SHAPES`; layers: of the target, None for all.
+        steps, topk, tree_tokens: the draft, as in `SpeculationConfig`.
+        contexts: committed tokens per request, one row each.
+        round: `"speculative"`; `"naive"`, see `round_naive`; `"plain"`: one token by the same ops; `"assisted"`: transformers.
+        backend: of every attention call. passes: the graph passes on or off.
+        repeats: rounds to take the median of. bandwidth: bytes a second, for the floor.
+        accept_length: tokens a request gains per round, stated and not measured: random weights accept nothing.
+        compiled: False runs the round as it is, to try a benchmark without a compiler.
+        timeline: file for a picture of one round at the first context.
+    """
+
+    model: str
+    batch_size: int
+    contexts: tuple[int, ...]
+    round: str = "speculative"
+    backend: str = "auto"
+    passes: bool = True
+    layers: int | None = None
+    steps: int = 3
+    topk: int = 1
+    tree_tokens: int | None = None
+    repeats: int = 50
+    bandwidth: float = 4.3e12
+    accept_length: float = 3.0
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    compiled: bool = True
+    timeline: str | None = None
+
+    def __str__(self) -> str:
+        layers = f" {self.layers} layers" if self.layers else ""
+        shape = f"{self.model}{layers} batch {self.batch_size} S={self.steps}"
+        return f"{shape} {self.round} {self.backend}{'' if self.passes else ' without passes'}"
+
+    @property
+    def shape(self) -> Shape:
+        return SHAPES[self.model].with_layers(self.layers)
+
+    @property
+    def config(self) -> SpeculationConfig:
+        return SpeculationConfig(self.steps, self.topk, self.tree_tokens)
+
+    @property
+    def slack(self) -> int:
+        """Tokens that a request may gain between two resets: warm-up, or the timed rounds, all of the longest path."""
+        return self.config.path_len * (max(self.repeats, PROFILED) + 8)
+
+    def memory_bytes(self) -> int:
+        """Estimate of what the process takes on the device."""
+        target, draft = self.shape.build("meta", getattr(torch, self.dtype))
+        models = [target] if self.round == "plain" else [target, draft]
+        configs: list[CacheSizes] = [target.config] if self.round == "plain" else [target.config, draft.config]
+        weights = {id(p): p.numel() * p.element_size() for model in models for p in model.parameters()}
+        rows = [row for config in configs for layer in config.kv_rows for row in layer]
+        tokens = self.batch_size * (max(self.contexts) + self.slack + self.config.reserve + PAGE_SIZE)
+        item = getattr(torch, self.dtype).itemsize
+        # The CUDA context, libraries' workspaces, a graph's pool, and logits of a batch.
+        return sum(weights.values()) + tokens * item * sum(map(math.prod, rows)) + 2 * 2**30
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RoundCase:
+        values = json.loads(text)
+        return cls(**values | {"contexts": tuple(values["contexts"])})
+
+    def row(self, context: int, milliseconds: float, floors: tuple[int, int]) -> dict[str, Any]:
+        """What every row has. `floors`: bytes of weights and of KV that a round must read."""
+        weights, kv = (number / self.bandwidth * 1e3 for number in floors)
+        accepted = 1.0 if self.round == "plain" else self.accept_length
+        steps, topk = (0, 0) if self.round == "plain" else (self.steps, self.topk)
+        draft = {"plain": "", "assisted": "+one-layer"}.get(self.round, f"+{self.shape.draft}")
+        return {
+            "model": f"{self.shape.label}-{self.shape.target.num_layers}-layers{draft}",
+            "layers": self.shape.target.num_layers,
+            "bs": self.batch_size,
+            "context": context,
+            "steps": steps,
+            "topk": topk,
+            "round": self.round,
+            "backend": self.backend,
+            "passes": self.passes,
+            "ms": round(milliseconds, 3),
+            "floor_ms": round(weights + kv, 3),
+            "weights_floor_ms": round(weights, 3),
+            "kv_floor_ms": round(kv, 3),
+            "share_of_floor": round((weights + kv) / milliseconds, 4),
+            "accept_length": accepted,
+            "tokens_per_s": round(accepted * self.batch_size / milliseconds * 1e3, 1),
+        }
+
+
+def floor_bytes(generator: Generator, batch_size: int, context: int) -> tuple[int, int]:
+    """Bytes of weights and of KV that a round must read: the target's once, the draft's (its LM head too) once per draft
+    forward. A layer with a window reads the window."""
+    target, draft = generator.target, generator.draft
+
+    def size(module: Any) -> int:
+        return sum(p.numel() * p.element_size() for p in module.parameters()) - sum(
+            p.numel() * p.element_size() for p in module.embed.parameters()
+        )
+
+    def kv(config: ModelConfig) -> int:
+        seen = [min(context, config.window(layer) or context) for layer in range(config.num_layers)]
+        return sum(n * math.prod(row) for n, rows in zip(seen, config.kv_rows, strict=True) for row in rows)
+
+    forwards = 0 if draft is None else generator.config.num_steps
+    weights, rows = size(target), kv(target.config)  # type: ignore[arg-type]
+    if draft is not None:
+        weights += forwards * size(draft)
+        rows += forwards * kv(draft.config)  # type: ignore[arg-type]
+    return weights, batch_size * rows * target.embed.weight.element_size()
 
 
 def reset(generator: Generator, batch_size: int, context: int) -> None:
-    """All rows in the middle of a generation at `context` committed tokens."""
+    """All rows in the middle of a generation at `context` committed tokens, their pages in random order."""
     state = generator._state(batch_size)
     state.clear()
-    pages = torch.arange(batch_size * generator.max_pages, dtype=torch.int32).reshape(batch_size, -1)
-    state.block_tables.copy_(pages)
+    order = torch.randperm(batch_size * generator.max_pages, generator=torch.Generator().manual_seed(0))
+    state.block_tables.copy_(order.to(torch.int32).view(batch_size, -1))
     state.committed_lens.fill_(context)
     state.max_lens.fill_(2**30)
     state.finished.fill_(False)
 
 
-def floor_bytes(generator: Generator, batch_size: int, context: int) -> int:
-    """Bytes one round must read: the target once, the head's layer and LM head once per draft forward, KV likewise."""
+class CompiledRound:
+    """A case's round, built, compiled and recorded by the constructor.
 
-    def size(module: torch.nn.Module) -> int:
-        return sum(p.numel() * p.element_size() for p in module.parameters())
-
-    target, draft, steps = generator.target, generator.draft, generator.config.num_steps
-    assert isinstance(draft, Eagle3Draft)
-    head = size(draft) - size(draft.embed)
-    item = target.embed.weight.element_size()
-    rows = [*target.config.kv_rows, *draft.config.kv_rows * steps]
-    kv = batch_size * context * item * sum(math.prod(row) for layer in rows for row in layer)
-    return size(target) - size(target.embed) + steps * head + kv
-
-
-_PRODUCTS = ("nvjet", "gemm", "splitk", "cutlass", "triton_tem")  # cuBLAS, its split-K sums, Inductor's templates
-
-
-def breakdown(kernels: Iterable[tuple[str, float]], milliseconds: float) -> dict[str, float]:
-    """Where a round of `milliseconds` goes: `kernels` are the names and microseconds of one round's kernels.
-
-    Keys: `matmul_ms`, `attention_ms`, `other_ms` (norms, RoPE and append, sampling ...), and `gaps_ms`, what lies between
-    kernels. Negative gaps mean that kernels overlap.
+    Attributes:
+        compile_s: seconds of the first call: compilation with whatever is in the cache directories, and its warm-up; None for
+            a round that is not compiled.
     """
-    spent = {"matmul_ms": 0.0, "attention_ms": 0.0, "other_ms": 0.0}
-    for name, microseconds in kernels:
-        if any(part in name.lower() for part in _PRODUCTS):
-            kind = "matmul_ms"
-        else:
-            kind = "attention_ms" if "attention" in name.lower() else "other_ms"
-        spent[kind] += microseconds / 1e3
-    spent["gaps_ms"] = milliseconds - sum(spent.values())
-    return {kind: round(value, 3) for kind, value in spent.items()}
 
+    compile_s: float | None = None
 
-def _profiled(step: Callable[[], None], rounds: int, milliseconds: float) -> dict[str, float]:
-    """Kernels on the device, and graph launches, other launches and syncs of the host, per round; where the time goes."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profile:
-        with torch.profiler.record_function("rounds"):
-            for _ in range(rounds):
-                step()
-        torch.cuda.synchronize()
-    events = list(profile.events() or ())
-    (window,) = (e.time_range for e in events if e.name == "rounds" and e.device_type == torch.autograd.DeviceType.CPU)
-    # What the host did between the first and the last round: the profiler's own sync at the end is not theirs.
-    names = [e.name for e in events if window.start <= e.time_range.start <= window.end]
-    cuda = [
-        e
-        for e in events
-        if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith(("Mem", "Activity", "rounds"))
-    ]
-    return {
-        "kernels": len(cuda) / rounds,
-        "graph_launches": sum(n.startswith("cudaGraphLaunch") for n in names) / rounds,
-        "host_launches": sum(n.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for n in names) / rounds,
-        "host_syncs": sum("Synchronize" in n for n in names) / rounds,
-        **breakdown([(e.name, e.time_range.elapsed_us() / rounds) for e in cuda], milliseconds),
-    }
-
-
-def measure(
-    *,
-    layers: int,
-    steps: int,
-    batch_size: int,
-    context: int,
-    backend: str,
-    repeats: int,
-    bandwidth: float,
-    passes: tuple[bool, ...],
-) -> Iterator[dict[str, Any]]:
-    """One row per setting of `passes`, both over the same weights and caches.
-
-    `compile_cold_s` is the first call's compile time with whatever is in Inductor's cache directory (point it at an empty one
-    for a cold figure), `compile_warm_s` a second compilation in this process after Dynamo forgot the first.
-    """
-    generator = build(layers, steps, batch_size, context, "cuda", torch.bfloat16)
-    generator.backend = backend
-    floor = floor_bytes(generator, batch_size, context) / bandwidth * 1e3
-    for on in passes:
-        seconds = []
-        for _ in range(2):
-            torch._dynamo.reset()
-            torch.cuda.empty_cache()
-            reset(generator, batch_size, context)
-            module = generator.round(batch_size)
-            step = compile_with_passes(module) if on else torch.compile(module, mode="reduce-overhead", fullgraph=True)
-            start = time.perf_counter()
-            with torch.no_grad():
-                step()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        with torch.no_grad():
+    def __init__(self, case: RoundCase) -> None:
+        self.case = case
+        target, draft = case.shape.build(case.device, getattr(torch, case.dtype))
+        self.generator = Generator(
+            target,
+            None if case.round == "plain" else draft,
+            case.config,
+            max_batch_size=case.batch_size,
+            max_seq_len=max(case.contexts) + case.slack,
+            page_size=PAGE_SIZE,
+            backend=case.backend,
+            prefill_backend="auto",  # not every provider has one, and nothing is prefilled here
+        )
+        for cache in filter(None, (self.generator.target_cache, self.generator.draft_cache)):
+            for tensor in cache.tensors():
+                tensor.normal_()
+        self.reset(max(case.contexts))
+        naive = case.round == "naive"
+        module = NaiveRound(self.generator, case.batch_size) if naive else self.generator.round(case.batch_size)
+        self.step = self._compiled(module)
+        start = time.perf_counter()
+        # `.item()` of the naive round becomes a node that a pass can remove, instead of a graph break.
+        with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=naive):
+            self.step()
+            self._synchronize()
+            if case.compiled:
+                self.compile_s = time.perf_counter() - start
             for _ in range(3):  # record the graph, and replay it
-                step()
-            reset(generator, batch_size, context)
-            milliseconds = median_ms(step, repeats)
-            counts = _profiled(step, 5, milliseconds)
-        yield {
-            "model": f"llama-3.1-8b-shape-{layers}-layers+eagle3",
-            "bs": batch_size,
-            "context": context,
-            "steps": steps,
-            "topk": 1,
-            "backend": backend,
-            "passes": on,
-            "ms": round(milliseconds, 3),
-            "floor_ms": round(floor, 3),
-            **counts,
-            "compile_cold_s": round(seconds[0], 1),
-            "compile_warm_s": round(seconds[1], 1),
-        }
+                self.step()
+        self._synchronize()
+
+    def _compiled(self, module: torch.nn.Module) -> Callable[[], object]:
+        if not self.case.compiled:
+            return module
+        if self.case.passes:
+            return compile_with_passes(module)
+        return torch.compile(module, mode="reduce-overhead", fullgraph=True, dynamic=False)
+
+    def _synchronize(self) -> None:
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()
+
+    def reset(self, context: int) -> None:
+        reset(self.generator, self.case.batch_size, context)
+
+    def _milliseconds(self) -> float:
+        if self.case.device == "cuda":
+            return median_ms(self.step, self.case.repeats)
+        times = []
+        for _ in range(self.case.repeats):
+            start = time.perf_counter()
+            self.step()
+            times.append((time.perf_counter() - start) * 1e3)
+        return sorted(times)[len(times) // 2]
+
+    @torch.no_grad()
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A row per context, in the case's order."""
+        case = self.case
+        for context in case.contexts:
+            self.reset(context)
+            milliseconds = self._milliseconds()
+            row = case.row(context, milliseconds, floor_bytes(self.generator, case.batch_size, context))
+            if case.device == "cuda":
+                self.reset(context)
+                found = profile(self.step, PROFILED)
+                kernels = [kernel for one in found.rounds for kernel in one]
+                row |= found.counts | breakdown(kernels, PROFILED, milliseconds)
+            yield row
+            if case.timeline is not None and context == case.contexts[0]:
+                self._draw(case.timeline, found, row)
+
+    def _draw(self, path: str, found: Profile, row: dict[str, Any]) -> None:
+        if len(found.rounds) != PROFILED:
+            raise RuntimeError(f"--timeline: the {PROFILED} rounds of {self.case} launched different kernels")
+        shape = f"{row['model']}, batch {row['bs']}, context {row['context']}, {row['backend']}"
+        title = f"one round: {shape}; {row['ms']:.2f} ms, floor {row['floor_ms']:.2f}"
+        plot(Path(path), found.rounds[PROFILED // 2], title)

@@ -97,7 +97,7 @@ class Generator:
         page_size: KV page size, 1 to 128.
         cache_dtype: default the model's; `torch.float8_e4m3fn` quantizes with scale 1.
         compile: compile rounds with `spec_ops.compile`: the graph passes, and one CUDA graph per bucket.
-        backend: of every attention op.
+        backend: of every attention op. `"triton-deterministic"`: batch-invariant attention, see `spec_ops/ops/attention.py`.
         prefill_backend: of the prompts' ragged extend, where it shall differ: not every kernel provider has one.
     """
 

@@ -40,6 +40,9 @@ class ModelConfig:
         num_kv_heads, head_dim: GQA only.
         rope_scaling: Llama 3.1's stretched RoPE: factor, low and high frequency factor, original context; None for plain RoPE.
         sliding_window: keys visible behind a query, itself included (Hugging Face's convention); None for all.
+        sliding_window_pattern: every so many layers one ignores the window and sees all keys, as in Gemma (6) and gpt-oss (2);
+            None for none.
+        attention_sinks: GQA only: each head has a learned logit in the softmax's denominator (gpt-oss).
         kv_lora_rank: latent width; above 0 makes the attention MLA with the four sizes below.
         q_lora_rank: width of the query's bottleneck; None for a direct projection.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: MLA head sizes.
@@ -57,6 +60,8 @@ class ModelConfig:
     rope_scaling: tuple[float, float, float, float] | None = None
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
+    sliding_window_pattern: int | None = None
+    attention_sinks: bool = False
     kv_lora_rank: int = 0
     q_lora_rank: int | None = None
     qk_nope_head_dim: int = 0
@@ -68,6 +73,13 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelConfig: `{name}` must be at least 1, got {getattr(self, name)}")
+        if self.sliding_window_pattern is not None and (self.sliding_window is None or self.sliding_window_pattern < 2):
+            raise ValueError(
+                "ModelConfig: `sliding_window_pattern` must be at least 2 and needs `sliding_window`, "
+                f"got {self.sliding_window_pattern} and {self.sliding_window}"
+            )
+        if self.attention_sinks and self.is_mla:
+            raise ValueError("ModelConfig: `attention_sinks` is for GQA, got MLA")
         if self.is_mla:
             for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
                 if getattr(self, name) < 1:
@@ -83,6 +95,11 @@ class ModelConfig:
     @property
     def is_mla(self) -> bool:
         return self.kv_lora_rank > 0
+
+    def window(self, layer: int) -> int | None:
+        """Keys visible behind a query of `layer`, itself included; None for all."""
+        full = self.sliding_window_pattern is not None and (layer + 1) % self.sliding_window_pattern == 0
+        return None if full else self.sliding_window
 
     @property
     def kv_rows(self) -> KVRows:

@@ -89,3 +89,20 @@ def split_of(path: str | PurePath) -> Literal["train", "heldout"]:
     """Side of a file: `heldout` for `HELD_OUT_FRACTION` of all file names, by SHA-256 of the name without its directories."""
     digest = hashlib.sha256(PurePath(path).name.encode("utf-8")).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") < HELD_OUT_FRACTION * 2**64 else "train"
+
+
+def held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, root: str | Path | None = None) -> list[list[int]]:
+    """`count` prompts of `length` tokens from the middle of held-out files under `root`, spread evenly over the list of files.
+
+    Raises:
+        ValueError: fewer than `count` held-out files are four times as long as a prompt.
+    """
+    texts = [path.read_bytes() for path in stdlib_files(root) if split_of(path) == "heldout"]
+    texts = [text for text in texts if len(text) >= 4 * length]
+    if len(texts) < count:
+        raise ValueError(f"held_out_prompts: `count` must be at most {len(texts)}, the held-out files long enough, got {count}")
+    chosen = [texts[i * len(texts) // count] for i in range(count)]
+    starts = [
+        text.index(b"\n", len(text) // 2 - length) + 1 if b"\n" in text[len(text) // 2 - length :] else 0 for text in chosen
+    ]
+    return [[tokenizer.BOS, *text[start : start + length - 1]] for text, start in zip(chosen, starts, strict=True)]

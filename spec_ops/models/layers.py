@@ -56,8 +56,9 @@ def _pack_in_state(module: nn.Module, packed: str, parts: tuple[str, ...], sizes
     module._register_load_state_dict_pre_hook(merge)
 
 
-def _window_left(config: ModelConfig) -> int:
-    return -1 if config.sliding_window is None else config.sliding_window - 1
+def _window_left(config: ModelConfig, layer: int) -> int:
+    window = config.window(layer)
+    return -1 if window is None else window - 1
 
 
 class GQA(nn.Module):
@@ -70,11 +71,15 @@ class GQA(nn.Module):
         self.sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         self.qkv_proj = nn.Linear(size, sum(self.sizes), bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        # float32 whatever the weights are: what the ops read, so that no launch converts it.
+        sinks = nn.Parameter(torch.zeros(config.num_heads, dtype=torch.float32)) if config.attention_sinks else None
+        self.register_parameter("sinks", sinks)
         _pack_in_state(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"), self.sizes)
 
     def forward(self, x: torch.Tensor, rope: Rope, attention) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv_proj(x).split(self.sizes, -1))
-        out = attention.mha(self.layer, q, k, v, rope=rope, window_left=_window_left(self.config))
+        softmax = {} if self.sinks is None else {"sinks": self.sinks.float()}
+        out = attention.mha(self.layer, q, k, v, rope=rope, window_left=_window_left(self.config, self.layer), **softmax)
         return self.o_proj(out.flatten(-2))
 
 
@@ -117,7 +122,7 @@ class MLA(nn.Module):
             self.kv_a_norm(c_kv),
             k_rope,
             scale=(nope + rope_dim) ** -0.5,
-            window_left=_window_left(config),
+            window_left=_window_left(config, self.layer),
         )
         return self.o_proj(torch.einsum("...hr,hrv->...hv", out, self.w_uv).flatten(-2))
 

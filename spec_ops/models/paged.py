@@ -120,7 +120,7 @@ class PagedAttention:
         `softcap`.
         """
         k_cache, v_cache = self.cache.layer(layer)
-        scales = {"k_scale": self.cache.scale, "v_scale": self.cache.scale}
+        scales: dict[str, Any] = {"k_scale": self.cache.scale, "v_scale": self.cache.scale}
         q_rows, k_rows, v_rows = (x.flatten(0, -3) for x in (q, k, v))
         if rope is None:
             ops.append_kv(k_cache, v_cache, k_rows, v_rows, self.flat_slots, **scales)

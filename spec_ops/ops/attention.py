@@ -18,6 +18,12 @@ Common contract (FlashInfer's and TensorRT-LLM's conventions):
 * A query that sees nothing gives exact zeros, so padded rows are `seq_lens[b] == 0` (or 1).
 * `kv_indptr`/`kv_indices` (CSR of token slots), `seq_lens_cpu` and `max_seq_len` are read by some kernels only; every
   attention step accepts them so that naive code can pass all it has.
+* `deterministic=True` is the batch-invariant mode: a query's result depends, to the last bit, on that query and on the keys it
+  sees in their slots, and on nothing else: not on other requests, the number of queries, the step (a chain's verify, its decode
+  and a ragged extend agree) or pages. It selects a backend declared so, `triton-deterministic` (CUDA, bfloat16 and float16).
+  The `reference` makes no such promise, so the CPU raises. Passes keep that backend; those that change a call's number of
+  queries change no bit. A tree's node sees its ancestors in the tree's slots: it agrees with a chain where its path has the
+  chain's slots. The mode is about attention alone: matrix products around it are the caller's.
 
 Semantics follow SGLang 0.5 EAGLE (`srt/speculative`), FlashInfer 0.7 `trtllm_batch_decode_with_kv_cache[_mla]`, and for the
 absorbed MLA form DeepSeek-V2 (arXiv:2405.04434).
@@ -25,16 +31,12 @@ absorbed MLA form DeepSeek-V2 (arXiv:2405.04434).
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from spec_ops.backends import plans_on_host, run_attention, validate_backend_name
+from spec_ops.backends import output_dtype, plans_on_host, run_attention
+from spec_ops.ops._attention_checks import check_common, check_mha, check_mla, check_ragged, check_uniform
 from spec_ops.ops._library import define_op
-from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
-
-MAX_TREE_TOKENS = 64
-MAX_PAGE_SIZE = 128
+from spec_ops.ops._validate import Checker
 
 _TABLES = "Tensor block_tables, Tensor seq_lens"
 _OPTIONAL = "Tensor? kv_indptr, Tensor? kv_indices, Tensor? seq_lens_cpu"
@@ -49,12 +51,12 @@ _MLA_HEAD = "Tensor q, Tensor kv_cache, int kv_lora_rank"
 STEPS = ("draft_decode", "target_verify", "draft_extend", "extend")
 
 
-def _mha_fake(q, k_cache, v_cache, *_unused):
-    return q.new_empty(*q.shape[:-1], v_cache.shape[-1])
+def _mha_fake(q, k_cache, v_cache, *others):
+    return q.new_empty(*q.shape[:-1], v_cache.shape[-1], dtype=output_dtype(others[-1], q.dtype))
 
 
-def _mla_fake(q, kv_cache, kv_lora_rank, *_unused):
-    return q.new_empty(*q.shape[:-1], kv_lora_rank)
+def _mla_fake(q, kv_cache, kv_lora_rank, *others):
+    return q.new_empty(*q.shape[:-1], kv_lora_rank, dtype=output_dtype(others[-1], q.dtype))
 
 
 def _define(kind: str, step: str, overload: str = "", tags: tuple[torch.Tag, ...] = ()) -> torch._ops.OpOverload:
@@ -83,95 +85,18 @@ def _op(name: str, backend: str) -> torch._ops.OpOverload:
     return HOST_PLAN_OPS[name] if plans_on_host(backend) else OPS[name]
 
 
-def _check_common(
-    check: Checker, q, cache, cache_arg, num_heads, block_tables, seq_lens, optional, window_left, sinks, softcap, backend
-) -> None:
-    """Checks shared by all eight wrappers: tables, lengths, optional metadata, softmax options."""
-    device = q.device
-    if cache.shape[0] < 1:
-        check.fail(cache_arg, "of at least one page", f"shape {tuple(cache.shape)}")
-    if not 1 <= cache.shape[1] <= MAX_PAGE_SIZE:
-        check.fail(cache_arg, f"of page size (dimension 1) in [1, {MAX_PAGE_SIZE}]", cache.shape[1])
-    if cache.stride(-1) != 1:
-        check.fail(cache_arg, "contiguous in its last dimension", f"strides {cache.stride()}")
-    check.tensor("seq_lens", seq_lens, rank=1, dtypes=(torch.int32,), device=device)
-    bs = seq_lens.shape[0]
-    check.tensor("block_tables", block_tables, shape=(bs, None), dtypes=(torch.int32,), device=device)
-    kv_indptr, kv_indices, seq_lens_cpu, max_seq_len = optional
-    check.optional_tensor("kv_indptr", kv_indptr, rank=1, dtypes=(torch.int32,), device=device)
-    check.optional_tensor("kv_indices", kv_indices, rank=1, dtypes=INDEX_DTYPES, device=device)
-    if (kv_indptr is None) != (kv_indices is None):
-        check.fail("kv_indptr", "given together with `kv_indices`", "only one of the two")
-    check.optional_tensor("seq_lens_cpu", seq_lens_cpu, shape=(bs,), dtypes=INDEX_DTYPES, device=torch.device("cpu"))
-    if max_seq_len is not None:
-        check.integer("max_seq_len", max_seq_len, 1)
-    check.integer("window_left", window_left, -1)
-    check.optional_tensor("sinks", sinks, shape=(num_heads,), dtypes=(torch.float32,), device=device)
-    check.number("softcap", softcap, low=0.0, inclusive=True)
-    validate_backend_name(check, backend)
-
-
-def _check_uniform(check: Checker, q, seq_lens, tree_mask, mask_len) -> int:
-    """`q [bs, q_len, heads, dim]` with an optional tree mask; returns the mask length (0: causal)."""
-    bs, q_len = q.shape[:2]
-    if seq_lens.shape[0] != bs:
-        check.fail("seq_lens", f"of shape [{bs}], as `q` holds {bs} requests", f"shape {tuple(seq_lens.shape)}")
-    if tree_mask is None:
-        if mask_len is not None:
-            check.fail("mask_len", "None, since no `tree_mask` is given", mask_len)
-        return 0
-    check.tensor("tree_mask", tree_mask, shape=(bs, q_len), dtypes=(torch.int64,), device=q.device)
-    mask_len = q_len if mask_len is None else mask_len
-    check.integer("mask_len", mask_len, 1, MAX_TREE_TOKENS)
-    if q_len > mask_len:
-        check.fail("mask_len", f"at least the number of queries ({q_len})", mask_len)
-    return int(mask_len)
-
-
-def _check_ragged(check: Checker, q, q_indptr, seq_lens, max_q_len) -> None:
-    check.tensor("q_indptr", q_indptr, shape=(seq_lens.shape[0] + 1,), dtypes=(torch.int32,), device=q.device)
-    check.integer("max_q_len", max_q_len, 1)
-
-
-def _check_mha(check: Checker, q, k_cache, v_cache, rank, scale, k_scale, v_scale) -> tuple[float, float, float]:
-    check.tensor("q", q, rank=rank, dtypes=FLOAT_DTYPES)
-    check.tensor("k_cache", k_cache, rank=4, dtypes=(q.dtype, *FP8_DTYPES), device=q.device)
-    heads, dim = q.shape[-2:]
-    check.tensor("k_cache", k_cache, shape=(None, None, None, dim))
-    check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=q.device)
-    if v_cache.stride(-1) != 1:
-        check.fail("v_cache", "contiguous in its last dimension", f"strides {v_cache.stride()}")
-    if k_cache.shape[2] < 1 or heads % k_cache.shape[2] != 0:
-        check.fail("q", f"of a head count divisible by the {k_cache.shape[2]} KV heads", f"{heads} heads")
-    if scale is None:
-        scale = 1.0 / math.sqrt(dim)
-    check.number("scale", scale, low=0.0)
-    return (
-        float(scale),
-        check.scale("k_scale", k_scale, "k_cache", k_cache.dtype),
-        check.scale("v_scale", v_scale, "v_cache", v_cache.dtype),
-    )
-
-
-def _check_mla(check: Checker, q, kv_cache, kv_lora_rank, rank, scale, kv_scale) -> tuple[float, float]:
-    check.tensor("q", q, rank=rank, dtypes=FLOAT_DTYPES)
-    check.tensor("kv_cache", kv_cache, shape=(None, None, q.shape[-1]), dtypes=(q.dtype, *FP8_DTYPES), device=q.device)
-    check.integer("kv_lora_rank", kv_lora_rank, 1, q.shape[-1])
-    check.number("scale", scale, low=0.0)
-    return float(scale), check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
-
-
 def _mha_uniform(
     name, q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+    window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend, deterministic,
 ) -> torch.Tensor:  # fmt: skip
     check = Checker(name)
-    scale, k_scale, v_scale = _check_mha(check, q, k_cache, v_cache, 4, scale, k_scale, v_scale)
+    scale, k_scale, v_scale = check_mha(check, q, k_cache, v_cache, 4, scale, k_scale, v_scale)
     optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
-    _check_common(
-        check, q, k_cache, "k_cache", q.shape[2], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
-    )
-    mask_len = _check_uniform(check, q, seq_lens, tree_mask, mask_len)
+    backend = check_common(
+        check, q, k_cache, "k_cache", q.shape[2], block_tables, seq_lens, optional, window_left, sinks, softcap, backend,
+        deterministic,
+    )  # fmt: skip
+    mask_len = check_uniform(check, q, seq_lens, tree_mask, mask_len)
     return _op(name, backend)(
         q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
         window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
@@ -180,15 +105,16 @@ def _mha_uniform(
 
 def _mla_uniform(
     name, q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu,
-    scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+    scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend, deterministic,
 ) -> torch.Tensor:  # fmt: skip
     check = Checker(name)
-    scale, kv_scale = _check_mla(check, q, kv_cache, kv_lora_rank, 4, scale, kv_scale)
+    scale, kv_scale = check_mla(check, q, kv_cache, kv_lora_rank, 4, scale, kv_scale)
     optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
-    _check_common(
-        check, q, kv_cache, "kv_cache", q.shape[2], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
-    )
-    mask_len = _check_uniform(check, q, seq_lens, tree_mask, mask_len)
+    backend = check_common(
+        check, q, kv_cache, "kv_cache", q.shape[2], block_tables, seq_lens, optional, window_left, sinks, softcap, backend,
+        deterministic,
+    )  # fmt: skip
+    mask_len = check_uniform(check, q, seq_lens, tree_mask, mask_len)
     return _op(name, backend)(
         q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
         window_left, sinks, float(softcap), kv_scale, max_seq_len, backend,
@@ -215,6 +141,7 @@ def mha_draft_decode(
     v_scale: float | None = None,
     max_seq_len: int | None = None,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """One draft step: `q_len` is 1 for a chain, the tree's width K for a tree (with `tree_mask`).
 
@@ -232,6 +159,7 @@ def mha_draft_decode(
         k_scale, v_scale: dequantization scales (real = stored * scale); required for fp8 caches, refused otherwise.
         max_seq_len: static bound of `seq_lens`; default the width of `block_tables`.
         backend: `"auto"` or a backend's name, which then never falls back.
+        deterministic: see the module docstring; refused together with the name of a backend that is not batch-invariant.
 
     Returns:
         `[bs, q_len, num_q_heads, v_head_dim]`, dtype of `q`.
@@ -244,6 +172,7 @@ def mha_draft_decode(
     return _mha_uniform(
         "mha_draft_decode", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr,
         kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+        deterministic,
     )  # fmt: skip
 
 
@@ -267,6 +196,7 @@ def mha_target_verify(
     v_scale: float | None = None,
     max_seq_len: int | None = None,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Target verification of `q_len = D` tokens per request, root included; a chain without, a tree with `tree_mask`.
 
@@ -276,6 +206,7 @@ def mha_target_verify(
     return _mha_uniform(
         "mha_target_verify", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len,
         kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+        deterministic,
     )  # fmt: skip
 
 
@@ -299,6 +230,7 @@ def mha_draft_extend(
     v_scale: float | None = None,
     max_seq_len: int | None = None,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Draft extend after acceptance: a uniform, short `q_len` per request on the draft's own cache.
 
@@ -308,6 +240,7 @@ def mha_draft_extend(
     return _mha_uniform(
         "mha_draft_extend", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr,
         kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+        deterministic,
     )  # fmt: skip
 
 
@@ -331,6 +264,7 @@ def mha_extend(
     v_scale: float | None = None,
     max_seq_len: int | None = None,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Ragged causal extend (prefill): request `b` owns query rows `q_indptr[b] : q_indptr[b + 1]`.
 
@@ -349,12 +283,13 @@ def mha_extend(
     Source: FlashInfer `trtllm_batch_context_with_kv_cache`.
     """
     check = Checker("mha_extend")
-    scale, k_scale, v_scale = _check_mha(check, q, k_cache, v_cache, 3, scale, k_scale, v_scale)
+    scale, k_scale, v_scale = check_mha(check, q, k_cache, v_cache, 3, scale, k_scale, v_scale)
     optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
-    _check_common(
-        check, q, k_cache, "k_cache", q.shape[1], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
-    )
-    _check_ragged(check, q, q_indptr, seq_lens, max_q_len)
+    backend = check_common(
+        check, q, k_cache, "k_cache", q.shape[1], block_tables, seq_lens, optional, window_left, sinks, softcap, backend,
+        deterministic,
+    )  # fmt: skip
+    check_ragged(check, q, q_indptr, seq_lens, max_q_len)
     return _op("mha_extend", backend)(
         q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
         window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
@@ -380,6 +315,7 @@ def mla_draft_decode(
     kv_scale: float | None = None,
     max_seq_len: int | None = None,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """One draft step in absorbed MLA: keys are the whole cache row, values its first `kv_lora_rank` entries.
 
@@ -403,6 +339,7 @@ def mla_draft_decode(
     return _mla_uniform(
         "mla_draft_decode", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
         kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+        deterministic,
     )  # fmt: skip
 
 
@@ -425,11 +362,13 @@ def mla_target_verify(
     kv_scale: float | None = None,
     max_seq_len: int | None = None,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Target verification in absorbed MLA; arguments, result, errors and source as `mla_draft_decode`."""
     return _mla_uniform(
         "mla_target_verify", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
         kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+        deterministic,
     )  # fmt: skip
 
 
@@ -452,11 +391,13 @@ def mla_draft_extend(
     kv_scale: float | None = None,
     max_seq_len: int | None = None,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Draft extend in absorbed MLA; arguments, result, errors and source as `mla_draft_decode`."""
     return _mla_uniform(
         "mla_draft_extend", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
         kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+        deterministic,
     )  # fmt: skip
 
 
@@ -479,6 +420,7 @@ def mla_extend(
     kv_scale: float | None = None,
     max_seq_len: int | None = None,
     backend: str = "auto",
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Ragged causal extend (prefill) in absorbed MLA: `q [total_q, num_heads, kv_lora_rank + rope_dim]`.
 
@@ -486,12 +428,13 @@ def mla_extend(
     Returns `[total_q, num_heads, kv_lora_rank]`; errors and source as `mla_draft_decode`.
     """
     check = Checker("mla_extend")
-    scale, scale_kv = _check_mla(check, q, kv_cache, kv_lora_rank, 3, scale, kv_scale)
+    scale, scale_kv = check_mla(check, q, kv_cache, kv_lora_rank, 3, scale, kv_scale)
     optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
-    _check_common(
-        check, q, kv_cache, "kv_cache", q.shape[1], block_tables, seq_lens, optional, window_left, sinks, softcap, backend
-    )
-    _check_ragged(check, q, q_indptr, seq_lens, max_q_len)
+    backend = check_common(
+        check, q, kv_cache, "kv_cache", q.shape[1], block_tables, seq_lens, optional, window_left, sinks, softcap, backend,
+        deterministic,
+    )  # fmt: skip
+    check_ragged(check, q, q_indptr, seq_lens, max_q_len)
     return _op("mla_extend", backend)(
         q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
         window_left, sinks, float(softcap), scale_kv, max_seq_len, backend,

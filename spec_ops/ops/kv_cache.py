@@ -7,10 +7,12 @@ silently rewritten to `op(x, x)` by torch.compile (pytorch#198031), which is why
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
+from spec_ops.backends import run_append, validate_backend_name
 from spec_ops.ops._library import define_op
 from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.reference import kv_cache as reference
@@ -22,17 +24,48 @@ def _no_output(*_args) -> None:
     return None
 
 
+def _run_by(op: str, *args) -> None:
+    run_append(op, args)
+
+
+_APPEND_KV = "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots, float k_scale, float v_scale"
+_APPEND_MLA_KV = "Tensor(a!) kv_cache, Tensor c_kv, Tensor k_rope, Tensor slots, float kv_scale"
+
 append_kv_op = define_op(
-    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slots, float k_scale, float v_scale) -> ()",
+    f"append_kv({_APPEND_KV}) -> ()",
     reference.append_kv,
     _no_output,
     cuda="spec_ops.backends.triton.kv_cache:append_kv",
 )
 append_mla_kv_op = define_op(
-    "append_mla_kv(Tensor(a!) kv_cache, Tensor c_kv, Tensor k_rope, Tensor slots, float kv_scale) -> ()",
+    f"append_mla_kv({_APPEND_MLA_KV}) -> ()",
     reference.append_mla_kv,
     _no_output,
     cuda="spec_ops.backends.triton.kv_cache:append_mla_kv",
+)
+# What the pass `lower_kv_append` puts in place of the ops above: Inductor generates code for these. Tagged pointwise, which
+# each is to its rows, so that Inductor computes a `cat` in place. Not overloads: where two overloads have one signature and
+# there is a third, the process aborts when it ends (torch 2.13).
+append_kv_lowered = define_op(
+    f"append_kv_lowered({_APPEND_KV}) -> ()",
+    reference.append_kv,
+    _no_output,
+    cuda="spec_ops.backends.triton.kv_cache:append_kv",
+    tags=(torch.Tag.pointwise,),
+)
+append_mla_kv_lowered = define_op(
+    f"append_mla_kv_lowered({_APPEND_MLA_KV}) -> ()",
+    reference.append_mla_kv,
+    _no_output,
+    cuda="spec_ops.backends.triton.kv_cache:append_mla_kv",
+    tags=(torch.Tag.pointwise,),
+)
+# For a named backend: the ops above are what every pass and model uses, and need no choice at run time.
+append_kv_by_op = define_op(
+    f"append_kv.by({_APPEND_KV}, str backend) -> ()", functools.partial(_run_by, "append_kv"), _no_output
+)
+append_mla_kv_by_op = define_op(
+    f"append_mla_kv.by({_APPEND_MLA_KV}, str backend) -> ()", functools.partial(_run_by, "append_mla_kv"), _no_output
 )
 move_kv_op = define_op(
     "move_kv(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots) -> ()",
@@ -61,6 +94,7 @@ def append_kv(
     *,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    backend: str = "auto",
 ) -> None:
     """Write new keys and values into paged caches, in place.
 
@@ -71,9 +105,11 @@ def append_kv(
         k, v: `[n, num_kv_heads, head_dim]`, dtype of the caches, or any of the three float dtypes for fp8 caches.
         slots: `[n]` int32 or int64; negative: the row is dropped. Valid slots must differ from one another.
         k_scale, v_scale: required for fp8 caches: stored = round_to_e4m3(clamp(value / scale, -448, 448)).
+        backend: `"auto"` is our own kernel (the reference on CPU); a named one, such as `"flashinfer-page"`, is used or raises.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is written. IndexError on CPU for a slot past the end.
+        BackendError: the named backend cannot write this.
 
     Source: FlashInfer `append_paged_kv_cache`, SGLang `set_kv_buffer`.
     """
@@ -89,7 +125,11 @@ def append_kv(
     check.tensor("slots", slots, shape=(k.shape[0],), dtypes=INDEX_DTYPES, device=k_cache.device)
     k_factor = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
     v_factor = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
-    append_kv_op(k_cache, v_cache, k, v, slots, k_factor, v_factor)
+    validate_backend_name(check, backend)
+    if backend == "auto":
+        append_kv_op(k_cache, v_cache, k, v, slots, k_factor, v_factor)
+    else:
+        append_kv_by_op(k_cache, v_cache, k, v, slots, k_factor, v_factor, backend)
 
 
 def append_mla_kv(
@@ -99,13 +139,14 @@ def append_mla_kv(
     slots: torch.Tensor,
     *,
     kv_scale: float | None = None,
+    backend: str = "auto",
 ) -> None:
     """Write new MLA rows (latent beside rotary key) into a paged cache, in place.
 
     Args:
         kv_cache: `[num_pages, page_size, kv_lora_rank + rope_dim]`. Mutated.
         c_kv: `[n, kv_lora_rank]`; k_rope: `[n, rope_dim]`, after RoPE.
-        slots, kv_scale: as in `append_kv`.
+        slots, kv_scale, backend: as in `append_kv`.
 
     Raises:
         As `append_kv`.
@@ -121,7 +162,12 @@ def append_mla_kv(
         check.fail("c_kv", f"at most {kv_cache.shape[2]} wide, as `kv_cache` is", f"shape {tuple(c_kv.shape)}")
     check.tensor("k_rope", k_rope, shape=(c_kv.shape[0], rope_dim), dtypes=(c_kv.dtype,), device=kv_cache.device)
     check.tensor("slots", slots, shape=(c_kv.shape[0],), dtypes=INDEX_DTYPES, device=kv_cache.device)
-    append_mla_kv_op(kv_cache, c_kv, k_rope, slots, check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype))
+    factor = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
+    validate_backend_name(check, backend)
+    if backend == "auto":
+        append_mla_kv_op(kv_cache, c_kv, k_rope, slots, factor)
+    else:
+        append_mla_kv_by_op(kv_cache, c_kv, k_rope, slots, factor, backend)
 
 
 def move_kv(caches: torch.Tensor | Sequence[torch.Tensor], src_slots: torch.Tensor, dst_slots: torch.Tensor) -> None:

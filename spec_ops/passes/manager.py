@@ -25,6 +25,8 @@ from spec_ops.passes.elide_unread_inputs import ElideUnreadInputs
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
 from spec_ops.passes.graph import op_of
 from spec_ops.passes.hoist_row_select import HoistRowSelect
+from spec_ops.passes.lower_kv_append import LowerKvAppend
+from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
 from spec_ops.passes.report import GraphReport, count_nodes
 from spec_ops.passes.select_backends import SelectBackends
 from spec_ops.passes.share_op_inputs import ShareOpInputs
@@ -42,6 +44,8 @@ PASSES: tuple[GraphPass, ...] = (
     ElideHostSyncs(),
     FuseDraftSteps(),
     HoistRowSelect(),
+    LowerKvAppend(),
+    LowerSkinnyMm(),
     ShareOpInputs(),
 )
 

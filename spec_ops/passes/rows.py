@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from spec_ops.ops.linear import skinny_mm_op
 from spec_ops.passes.graph import ATTENTION_OPS, arg, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -358,7 +359,8 @@ def is_pointwise(target: Any) -> bool:
 
 
 def is_product(node: fx.Node) -> bool:
-    return node.target in (aten.mm.default, aten.addmm.default, aten.bmm.default) or node.target in ATTENTION_OPS
+    products = (aten.mm.default, aten.addmm.default, aten.bmm.default, skinny_mm_op)
+    return node.target in products or node.target in ATTENTION_OPS
 
 
 def plan(node: fx.Node, layout: Layout, space: RowSpace) -> Plan:

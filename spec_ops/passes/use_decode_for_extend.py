@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spec_ops.backends import BackendError, attention_meta, select_backend
 from spec_ops.backends.registry import device_arch
-from spec_ops.ops.attention import HOST_PLAN_OPS, MAX_TREE_TOKENS, OPS
+from spec_ops.ops._attention_checks import MAX_TREE_TOKENS
+from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.graph import ATTENTION_OPS, arg, call_like, calls, insert, value
 

@@ -6,16 +6,21 @@
 | `flashinfer-cute-dsl` | CuTe DSL, MLA, chains | sm_100, sm_103 |
 | `flashinfer-xqa` | XQA, GQA, chains and trees | sm_90, sm_100, sm_103, sm_120, sm_121 |
 | `flashinfer-fa2`, `flashinfer-fa3` | planned wrappers, GQA and MLA, ragged too; fa2 trees on GQA | sm_80 on; sm_90 |
+| `flashinfer-page` | `append_kv` and `append_mla_kv`, by name | sm_80 on |
 
-Importing this package imports no FlashInfer: kernels are imported when they first run. What is declared here comes from the
-package's own checks and kernel lists; `tests/test_flashinfer.py` binds every call to its real signatures.
+`register_variant` gives trtllm-gen and XQA what their kernels offer beyond the ops. Importing this package imports no
+FlashInfer: kernels are imported when they first run. What is declared here comes from the package's own checks and kernel
+lists; `tests/test_flashinfer.py` binds every call to its real signatures.
 """
 
 from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.registry import AttentionMeta, Backend, register_backend
+from spec_ops.backends.flashinfer.options import register_variant
+from spec_ops.backends.registry import APPENDS, AttentionMeta, Backend, register_backend
+
+__all__ = ["register_variant"]
 
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 _FP8 = torch.float8_e4m3fn
@@ -37,7 +42,7 @@ def _planned_kernels(kernel: str) -> dict[str, str]:
 
 
 def _equal_widths(meta: AttentionMeta) -> str | None:
-    if meta.step.startswith("mha_") and meta.v_head_dim != meta.head_dim:
+    if not meta.step.startswith("mla_") and meta.v_head_dim != meta.head_dim:
         return f"needs values as wide as keys ({meta.head_dim}), not {meta.v_head_dim}"
     return None
 
@@ -99,6 +104,16 @@ def _planned(meta: AttentionMeta, arch: int | None) -> str | None:
         if getattr(meta, feature):
             return f"does not support {feature} for MLA"
     return _mla_widths(meta, ((512, 64),))
+
+
+def _page(meta: AttentionMeta, arch: int | None) -> str | None:
+    if meta.step == "append_mla_kv":
+        return _mla_widths(meta, ((512, 64),))
+    if meta.head_dim not in (64, 128, 256):
+        return f"supports head_dim 64, 128 and 256, not {meta.head_dim}"
+    if (threads := meta.num_kv_heads * meta.head_dim // 8) > 1024:
+        return f"supports at most {1024 * meta.num_kv_heads // threads} KV heads of {meta.head_dim}, not {meta.num_kv_heads}"
+    return _equal_widths(meta)
 
 
 TRTLLM = Backend(
@@ -174,6 +189,16 @@ FA3 = Backend(
     requires=_REQUIRES,
     rank=210,
 )
+PAGE = Backend(
+    name="flashinfer-page",
+    kernels={op: f"spec_ops.backends.flashinfer.page:{op}" for op in APPENDS},
+    capabilities=(80, 121),
+    dtypes=_HALVES,
+    kv_dtypes=_HALVES,
+    constraint=_page,
+    requires=_REQUIRES,
+    rank=220,
+)
 
-for _backend in (TRTLLM, CUTE_DSL, XQA, FA2, FA3):
+for _backend in (TRTLLM, CUTE_DSL, XQA, FA2, FA3, PAGE):
     register_backend(_backend)

@@ -16,14 +16,15 @@ from spec_ops.backends.padding import clear, prepare
 
 def trtllm(
     q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
-    sinks, softcap, k_scale, v_scale, max_seq_len,
+    sinks, softcap, k_scale, v_scale, max_seq_len, *, skip_softmax_threshold_scale_factor=None, out_dtype=None, out_scale=1.0,
 ):  # fmt: skip
-    """trtllm-gen, chains only: its decode accepts `mask` and drops it, so the declaration has no `tree_mask`."""
+    """trtllm-gen, chains only: its decode accepts `mask` and drops it, so the declaration has no `tree_mask`.
+    Keyword arguments: see `options.py`."""
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
     assert tree_mask is None, "trtllm-gen ignores masks"
     q_len, heads, dim = q.shape[1:]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     if out.numel() == 0:
         return out
     page_size = k_cache.shape[1]
@@ -36,13 +37,14 @@ def trtllm(
         seq_lens=ready.seq_lens,
         max_seq_len=ready.block_tables.shape[1] * page_size,
         bmm1_scale=scale * k_scale,
-        bmm2_scale=v_scale,
+        bmm2_scale=v_scale / out_scale,
         window_left=window_left,
         out=out.view(-1, heads, dim),
         sinks=sinks,
         kv_layout="NHD",
         backend="trtllm-gen",
         q_len_per_req=q_len,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         **counters(trtllm_batch_decode_with_kv_cache, q.device),
     )
     return clear(out, ready.hidden)
@@ -50,11 +52,12 @@ def trtllm(
 
 def xqa(
     q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
-    sinks, softcap, k_scale, v_scale, max_seq_len,
+    sinks, softcap, k_scale, v_scale, max_seq_len, *, out_dtype=None, out_scale=1.0,
 ):  # fmt: skip
     """XQA: causal chains and trees by its own bit mask over the last positions, one row per query and one column per row.
 
     A tree's draft step asks `q_len` queries about `mask_len` positions: rows of zeros stand for the positions before them.
+    `out_dtype`, `out_scale`: `options.py`. Its `o_scale` only undoes itself, as the factor of the values holds the scale.
     """
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 
@@ -68,14 +71,14 @@ def xqa(
     if q_len > 1 and (fp8 or window_left >= 0) and not accepts(xqa_batch_decode_with_kv_cache, "q_cu_seq_lens"):
         what = "an fp8 cache" if fp8 else "`window_left`"
         raise RuntimeError(f"flashinfer-xqa: {what} with several queries per request needs flashinfer-python 0.7 or newer")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     if out.numel() == 0:
         return out
     span = q_len if tree_mask is None else mask_len
     page_size = k_cache.shape[1]
     ready = prepare(block_tables, seq_lens, q_len, page_size, masked=span > 1, tree_mask=tree_mask, mask_len=mask_len)
     rows = q.contiguous() if span == q_len else F.pad(q, (0, 0, 0, 0, span - q_len, 0))
-    result = out if span == q_len else torch.empty_like(rows)
+    result = out if span == q_len else torch.empty_like(rows, dtype=out.dtype)
     trtllm_batch_decode_with_kv_cache(
         query=rows.view(-1, heads, dim),
         kv_cache=(k_cache, v_cache),
@@ -84,7 +87,7 @@ def xqa(
         seq_lens=ready.seq_lens,
         max_seq_len=ready.block_tables.shape[1] * page_size,
         bmm1_scale=scale * k_scale,
-        bmm2_scale=v_scale,
+        bmm2_scale=v_scale / out_scale,
         window_left=window_left,
         out=result.view(-1, heads, dim),
         sinks=sinks,
@@ -100,12 +103,14 @@ def xqa(
 
 def trtllm_extend(
     q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
-    sinks, softcap, k_scale, v_scale, max_seq_len,
+    sinks, softcap, k_scale, v_scale, max_seq_len, *, skip_softmax_threshold_scale_factor=None, out_dtype=None, out_scale=1.0,
 ):  # fmt: skip
     """trtllm-gen's ragged causal prefill over the paged cache."""
     from flashinfer.prefill import trtllm_batch_context_with_kv_cache
 
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # rows at or past q_indptr[-1] are written by nobody
+    out = torch.zeros(
+        q.shape, dtype=out_dtype or q.dtype, device=q.device
+    )  # rows at or past q_indptr[-1] are written by nobody
     bs, page_size = seq_lens.shape[0], k_cache.shape[1]
     if out.numel() == 0 or bs == 0:
         return out
@@ -120,7 +125,7 @@ def trtllm_extend(
         max_q_len=max_q_len,
         max_kv_len=ready.block_tables.shape[1] * page_size,
         bmm1_scale=scale * k_scale,
-        bmm2_scale=v_scale,
+        bmm2_scale=v_scale / out_scale,
         batch_size=bs,
         cum_seq_lens_q=q_indptr,
         cum_seq_lens_kv=F.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0)),
@@ -128,6 +133,7 @@ def trtllm_extend(
         out=out,
         kv_layout="NHD",
         sinks=sinks,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         **counters(trtllm_batch_context_with_kv_cache, q.device),
     )
     return clear_ragged(out, seq_lens, q_indptr)
@@ -139,4 +145,6 @@ def clear_ragged(out: torch.Tensor, seq_lens: torch.Tensor, q_indptr: torch.Tens
     row = torch.arange(out.shape[0], device=out.device, dtype=q_indptr.dtype)
     request = torch.searchsorted(q_indptr[1:].contiguous(), row, right=True).clamp(max=seq_lens.shape[0] - 1)
     short = (seq_lens < q_indptr[1:] - q_indptr[:-1])[request]
-    return out.masked_fill_(short[:, None, None], 0.0)
+    bits = out.view(torch.uint8) if out.dtype == torch.float8_e4m3fn else out  # masked_fill_ has no float8 kernel
+    bits.masked_fill_(short[:, None, None], 0)
+    return out

@@ -15,7 +15,9 @@ KEY_TILE = 128  # tokens: CuTe DSL reads whole tiles of the page table, as trtll
 NOPE_DIM = {512: 128, 256: 64}  # of the supported models by kv_lora_rank; only checked, absorbed shapes do not show it
 
 
-def _decode(kernel: str, tree_mask, q, kv_cache, kv_lora_rank, block_tables, seq_lens, scale, kv_scale) -> torch.Tensor:
+def _decode(
+    kernel: str, tree_mask, q, kv_cache, kv_lora_rank, block_tables, seq_lens, scale, kv_scale, skip_factor=None
+) -> torch.Tensor:
     from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
 
     assert tree_mask is None, f"{kernel} takes no mask"
@@ -38,6 +40,7 @@ def _decode(kernel: str, tree_mask, q, kv_cache, kv_lora_rank, block_tables, seq
         out=out,
         bmm1_scale=scale * kv_scale,
         bmm2_scale=kv_scale,
+        skip_softmax_threshold_scale_factor=skip_factor,
         backend=kernel,
         **own,
     )
@@ -46,9 +49,10 @@ def _decode(kernel: str, tree_mask, q, kv_cache, kv_lora_rank, block_tables, seq
 
 def trtllm(
     q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, kv_scale, max_seq_len,
+    window_left, sinks, softcap, kv_scale, max_seq_len, *, skip_softmax_threshold_scale_factor=None,
 ):  # fmt: skip
-    return _decode("trtllm-gen", tree_mask, q, kv_cache, kv_lora_rank, block_tables, seq_lens, scale, kv_scale)
+    skip_factor = skip_softmax_threshold_scale_factor
+    return _decode("trtllm-gen", tree_mask, q, kv_cache, kv_lora_rank, block_tables, seq_lens, scale, kv_scale, skip_factor)
 
 
 def cute_dsl(

@@ -51,20 +51,22 @@ def _wrapper(kind: str, kernel: str, device: torch.device, stream: int) -> Any:
     if kind == "mha":
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
-        return BatchPrefillWithPagedKVCacheWrapper(scratch(kernel, device), kv_layout="NHD", backend=kernel)
+        return BatchPrefillWithPagedKVCacheWrapper(
+            float_workspace_buffer=scratch(kernel, device), kv_layout="NHD", backend=kernel
+        )
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-    return BatchMLAPagedAttentionWrapper(scratch(kernel, device), backend=kernel)
+    return BatchMLAPagedAttentionWrapper(float_workspace_buffer=scratch(kernel, device), backend=kernel)
 
 
 # While `prepare` plans a call: where its run is noted. Such a call has a wrapper of its own, which no later plan changes.
 _noted: list[Callable[[], Any]] | None = None
 
 
-def _run(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+def _run(wrapper: Any, **arguments: Any) -> None:
     if _noted is not None:
-        _noted.append(functools.partial(wrapper.run, *args, **kwargs))
-    wrapper.run(*args, **kwargs)
+        _noted.append(functools.partial(wrapper.run, **arguments))
+    wrapper.run(**arguments)
 
 
 def prepare(op: str, arguments: tuple) -> Callable[[], torch.Tensor]:
@@ -119,7 +121,8 @@ def _mha(
     fp8 = k_cache.dtype == torch.float8_e4m3fn
     scales = {"k_scale": k_scale, "v_scale": v_scale} if fp8 else {}
     out = torch.zeros_like(q)  # padding rows of a ragged call are written by nobody
-    _run(wrapper, q[: int(q_indptr[-1])], (k_cache, v_cache), out=out[: int(q_indptr[-1])], **scales)
+    used = int(q_indptr[-1])
+    _run(wrapper, q=q[:used], paged_kv_cache=(k_cache, v_cache), out=out[:used], **scales)
     return out
 
 

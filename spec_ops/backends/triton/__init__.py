@@ -1,14 +1,14 @@
 """Our Triton kernels: one module per family, each with the functions that launch its kernels and `ahead()`, the variants of
 them that are compiled without a GPU (`ahead.py`).
 
-Importing this package registers the attention backend and imports no triton; its modules do, when an op first runs on CUDA.
+Importing this package registers the attention backends and imports no triton; its modules do, when an op first runs on CUDA.
 """
 
 from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.registry import STEPS, AttentionMeta, Backend, register_backend
+from spec_ops.backends.registry import APPENDS, STEPS, AttentionMeta, Backend, register_backend
 
 _FP8 = torch.float8_e4m3fn
 MAX_Q_LEN = 64
@@ -18,6 +18,8 @@ RAGGED = ("mha_extend", "mla_extend")
 def _constraint(meta: AttentionMeta, arch: int | None) -> str | None:
     if meta.kv_dtype == _FP8 and arch is not None and arch < 89:
         return f"needs sm_89 for fp8 caches, not sm_{arch}"
+    if meta.step in APPENDS:
+        return None
     if meta.step.startswith("mla_"):
         # Values are the first power of two of a cache row, so that keys and values are loaded once.
         widths = (meta.v_head_dim, meta.head_dim - meta.v_head_dim)
@@ -35,7 +37,8 @@ def _constraint(meta: AttentionMeta, arch: int | None) -> str | None:
 register_backend(
     Backend(
         name="triton",
-        kernels={step: f"spec_ops.backends.triton.steps:{step if step in RAGGED else step[:3]}" for step in STEPS},
+        kernels={step: f"spec_ops.backends.triton.steps:{step if step in RAGGED else step[:3]}" for step in STEPS}
+        | {op: f"spec_ops.backends.triton.kv_cache:{op}" for op in APPENDS},
         capabilities=(80, 121),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         kv_dtypes=frozenset({torch.bfloat16, torch.float16, _FP8}),
@@ -45,5 +48,25 @@ register_backend(
         sinks=True,
         softcap=True,
         constraint=_constraint,
+    )
+)
+
+register_backend(
+    Backend(
+        name="triton-deterministic",
+        kernels={
+            step: f"spec_ops.backends.triton.deterministic_steps:{step if step in RAGGED else step[:3]}" for step in STEPS
+        },
+        capabilities=(80, 121),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset({torch.bfloat16, torch.float16, _FP8}),
+        rank=110,
+        tree_mask=True,
+        window=True,
+        sinks=True,
+        softcap=True,
+        constraint=_constraint,
+        by_name="is slower, for results that do not depend on the batch (`deterministic=True`)",
+        deterministic=True,
     )
 )

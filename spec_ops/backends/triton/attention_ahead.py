@@ -14,9 +14,9 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from spec_ops.backends.triton import mla_hopper, steps, tuning
+from spec_ops.backends.triton import deterministic_steps, mla_hopper, steps, tuning
 from spec_ops.backends.triton.ahead import ARCHS, ArgType, Variant
-from spec_ops.backends.triton.launch import recorded
+from spec_ops.backends.triton.launch import Launch, recorded
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 _NAMES = {
@@ -53,6 +53,7 @@ UNIFORM = [
     (MLA_FP8, 1, False),
 ]  # fmt: skip
 RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8]
+DETERMINISTIC = [(GQA_64, 16, True), (GQA_128, 4, False), (MLA_128, 1, False)]
 
 
 def _type(value: Any) -> ArgType | None:
@@ -69,25 +70,29 @@ def _type(value: Any) -> ArgType | None:
     return ("i64" if abs(value) >= 2**31 else "i32") + (":16" if value % 16 == 0 else "")
 
 
-def _variant(name: str, call: Callable[[], Any], config: tuning.Config, archs: tuple[int, ...], hot: bool) -> Variant:
-    """The variant that `call` launches."""
+def _launches(call: Callable[[], Any]) -> list[Launch]:
     with recorded() as launches:
         call()
-    ((kernel, given, options),) = launches
+    return launches
+
+
+def _variant(name: str, launch: Launch, config: tuning.Config, archs: tuple[int, ...], hot: bool) -> Variant:
+    kernel, given, options = launch
     if "COOPERATIVE" in given:
         given["COOPERATIVE"] = config.cooperative  # the meta device is no CUDA device
     constants = {p.name for p in kernel.params if p.is_constexpr}
-    types = {n: None if n in constants else _type(value) for n, value in given.items()}
+    plain = {p.name for p in kernel.params if p.do_not_specialize}
+    types = {n: None if n in constants else "i32" if n in plain else _type(value) for n, value in given.items()}
     return Variant(
         name,
         kernel,
         signature={n: t for n, t in types.items() if t is not None},
         constexprs={n: given[n] for n, t in types.items() if t is None},
-        num_warps=config.num_warps,
+        num_warps=options["num_warps"],
         num_stages=config.num_stages,
         hot=hot,
         archs=archs,
-        options={n: options[n] for n in ("maxnreg",) if n in options},
+        options={n: options[n] for n in ("maxnreg", "enable_fp_fusion") if n in options},
         programs=config.programs,
     )
 
@@ -117,7 +122,30 @@ def _by_config(choose: Any, shape: Shape, rows: int) -> Iterator[tuple[tuning.Co
         yield config, tuple(archs), f" on sm_{archs[0]}" if len(chosen) > 1 else ""
 
 
+def _deterministic() -> Iterator[Variant]:
+    """One kernel of a shape serves every number of queries."""
+
+    def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> tuning.Config:
+        return deterministic_steps.choose(arch, shared_kv, head_dim, v_dim, kv_bytes)
+
+    bs = 8
+    for shape, q_len, tree in DETERMINISTIC:
+        mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
+        kind, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
+        indptr = torch.empty(bs + 1, dtype=torch.int32, device="meta")
+        _, ragged = _arguments(shape, (indptr, 512), (2048,), bs)
+        for config, archs, suffix in _by_config(choose, shape, 0):
+            uniform = _launches(functools.partial(getattr(deterministic_steps, kind), *args, config=config))
+            extend = _launches(functools.partial(getattr(deterministic_steps, f"{kind}_extend"), *ragged, config=config))
+            for launch, step in zip((*uniform, *extend), ("attention", "combine", "extend"), strict=True):
+                if step != "combine" or shape is GQA_64:  # it is the same for all but the width of a row
+                    # What is merged so far waits on the stack while the loop over a chunk's keys runs: only this one is `hot`.
+                    hot = step == "combine"
+                    yield _variant(f"deterministic {step}, {shape.label}{suffix}", launch, config, archs, hot)
+
+
 def ahead() -> Iterator[Variant]:
+    yield from _deterministic()
     for shape, q_len, tree in UNIFORM:
         bs = 8
         mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
@@ -126,14 +154,17 @@ def ahead() -> Iterator[Variant]:
         for config, archs, suffix in _by_config(tuning.choose, shape, q_len * shape.heads // max(shape.kv_heads, 1)):
             call = functools.partial(getattr(steps, kind), *args, config=config)
             # MLA has kernels of its own on Hopper (below) and on Blackwell (other backends').
-            yield _variant(f"{name}{suffix}", call, config, archs, hot=kind == "mha")
+            (launch,) = _launches(call)
+            yield _variant(f"{name}{suffix}", launch, config, archs, hot=kind == "mha")
         if kind == "mla" and shape.kv_dtype == BF16:
             # A few words of stack outside of its loops, hence not `hot`.
-            yield _variant(f"Hopper {name}", functools.partial(mla_hopper.mla, *args), HOPPER, (90,), hot=False)
+            (launch,) = _launches(functools.partial(mla_hopper.mla, *args))
+            yield _variant(f"Hopper {name}", launch, HOPPER, (90,), hot=False)
     for shape in RAGGED:
         bs, most = 8, 512
         indptr = torch.empty(bs + 1, dtype=torch.int32, device="meta")
         kind, args = _arguments(shape, (indptr, most), (2048,), bs)
         for config, archs, suffix in _by_config(tuning.choose_ragged, shape, most * shape.heads // max(shape.kv_heads, 1)):
             call = functools.partial(getattr(steps, f"{kind}_extend"), *args, config=config)
-            yield _variant(f"ragged attention, {shape.label}{suffix}", call, config, archs, hot=False)
+            (launch,) = _launches(call)
+            yield _variant(f"ragged attention, {shape.label}{suffix}", launch, config, archs, hot=False)

@@ -37,7 +37,7 @@ def head_parts(head_dim: int) -> tuple[int, int]:
     return first, (max(16, triton.next_power_of_2(rest)) if rest > 0 else 0)
 
 
-def _keys(k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Config) -> _Keys:
+def kernel_keys(k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Config) -> _Keys:
     head_dim = k_cache.shape[-1]
     d0, d1 = head_parts(head_dim)
     block_dv = max(16, triton.next_power_of_2(v_dim))
@@ -85,7 +85,7 @@ def _descriptor(cache: torch.Tensor, rows: int, columns: int) -> TensorDescripto
     return TensorDescriptor(cache, shape, [cache.stride(1), 1], [rows, columns])
 
 
-def _softmax_arguments(scale: float, k_scale: float, v_scale: float, softcap: float) -> tuple[float, float, float]:
+def softmax_arguments(scale: float, k_scale: float, v_scale: float, softcap: float) -> tuple[float, float, float]:
     """`qk_scale, v_scale, softcap` of the kernels, which work in base 2."""
     if softcap > 0:
         return scale * k_scale / softcap, v_scale, softcap * LOG2E
@@ -93,12 +93,12 @@ def _softmax_arguments(scale: float, k_scale: float, v_scale: float, softcap: fl
 
 
 @functools.cache
-def _arch(device: torch.device) -> int:
+def kernel_arch(device: torch.device) -> int:
     """Compute capability (90 for sm_90); Triton's interpreter stands in for sm_90."""
     return device_arch(device) or 90
 
 
-def _unit_rows(x: torch.Tensor) -> torch.Tensor:
+def unit_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -116,16 +116,16 @@ def _uniform(
     out = q.new_empty(bs, q_len, heads, v_dim)
     if out.numel() == 0:
         return out
-    q = _unit_rows(q)
-    tree_mask = None if tree_mask is None else _unit_rows(tree_mask)
+    q = unit_rows(q)
+    tree_mask = None if tree_mask is None else unit_rows(tree_mask)
     seq_lens = seq_lens.contiguous()
-    block_tables = _unit_rows(block_tables)
+    block_tables = unit_rows(block_tables)
     kv_heads = 1 if shared_kv else k_cache.shape[2]
     group = heads // kv_heads
     rows = q_len * group
     sms = num_sms(q.device)
-    config = config or tuning.choose(_arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows)
-    keys = _keys(k_cache, v_cache, v_dim, shared_kv, config)
+    config = config or tuning.choose(kernel_arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows)
+    keys = kernel_keys(k_cache, v_cache, v_dim, shared_kv, config)
     row_blocks = triton.cdiv(rows, config.block_m)
     tiles = kv_heads * row_blocks
     ranges = _aligned_ranges(bs, max(1, sms * config.programs // tiles))
@@ -137,7 +137,7 @@ def _uniform(
         launch(
             split_kv_attention_kernel, (ranges * tiles,), q, *keys.tensors, out, block_tables, seq_lens, tree_mask, sinks,
             partial, partial[slots * keys.block_dv :], arrival_counters(q.device, bs * tiles),
-            *_softmax_arguments(scale, k_scale, v_scale, softcap), bs, ranges,
+            *softmax_arguments(scale, k_scale, v_scale, softcap), bs, ranges,
             *q.stride()[:3], *keys.strides, block_tables.stride(0), 0 if tree_mask is None else tree_mask.stride(0),
             Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, MASK_LEN=0 if tree_mask is None else mask_len,
             WINDOW=window_left, HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap > 0,
@@ -156,21 +156,21 @@ def _ragged(
     out = q.new_empty(total_q, heads, v_dim)
     if out.numel() == 0:
         return out
-    q = _unit_rows(q)
+    q = unit_rows(q)
     seq_lens, q_indptr = seq_lens.contiguous(), q_indptr.contiguous()
-    block_tables = _unit_rows(block_tables)
+    block_tables = unit_rows(block_tables)
     kv_heads = 1 if shared_kv else k_cache.shape[2]
     group = heads // kv_heads
     config = config or tuning.choose_ragged(
-        _arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), max_q_len * group
+        kernel_arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), max_q_len * group
     )
-    keys = _keys(k_cache, v_cache, v_dim, shared_kv, config)
+    keys = kernel_keys(k_cache, v_cache, v_dim, shared_kv, config)
     bs, row_blocks = seq_lens.shape[0], triton.cdiv(max_q_len * group, config.block_m)
     with device_guard(q):
         launch(
             ragged_attention_kernel, (row_blocks, kv_heads, bs + 1),
             q, *keys.tensors, out, block_tables, seq_lens, q_indptr, sinks,
-            *_softmax_arguments(scale, k_scale, v_scale, softcap), bs, total_q, row_blocks,
+            *softmax_arguments(scale, k_scale, v_scale, softcap), bs, total_q, row_blocks,
             *q.stride()[:2], *keys.strides, block_tables.stride(0),
             GROUP=group, KV_HEADS=kv_heads, WINDOW=window_left, HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap > 0,
             **keys.constants, num_warps=config.num_warps,
@@ -194,13 +194,13 @@ def mla(
     window_left, sinks, softcap, kv_scale, max_seq_len, config=None,
 ):  # fmt: skip
     """mla_draft_decode, mla_target_verify, mla_draft_extend."""
-    if config is None and q.is_cuda and _arch(q.device) == 90:
+    if config is None and q.is_cuda and kernel_arch(q.device) == 90:
         from spec_ops.backends.triton import mla_hopper  # Gluon: not on other platforms
 
         if mla_hopper.supports(q, kv_cache, kv_lora_rank, window_left, softcap):
             with device_guard(q):
                 return mla_hopper.mla(
-                    q, kv_cache, kv_lora_rank, _unit_rows(block_tables), seq_lens.contiguous(), tree_mask, mask_len, kv_indptr,
+                    q, kv_cache, kv_lora_rank, unit_rows(block_tables), seq_lens.contiguous(), tree_mask, mask_len, kv_indptr,
                     kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len,
                 )  # fmt: skip
     return _uniform(

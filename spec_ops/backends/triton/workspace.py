@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.workspace import zeros_outside_graph_pools
+from spec_ops.backends.workspace import kept, zeros_outside_graph_pools
 
 COUNTERS = 1 << 15  # tiles of one launch
 STREAMS = 128  # per device; torch has 65 of its own
 
-_slabs: dict[tuple[int, str], torch.Tensor] = {}
+_slabs: dict[tuple[int, str], torch.Tensor] = kept({})
 _parts: dict[tuple[int, int], int] = {}
 
 

@@ -1,0 +1,274 @@
+"""Writes the measured figures of the README from `benchmarks/results`.
+
+    python benchmarks/readme_tables.py            # rewrites README.md
+    python benchmarks/readme_tables.py --check    # exit code 1 if it is not up to date
+
+A block of figures stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; NAME is one of `BLOCKS`. Nothing
+between the two is written by hand, and `tests/test_readme.py` finds measured figures that stand elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^( *)<!-- figures: ([\w-]+) -->\n(.*?)^ *<!-- end of figures -->$", re.MULTILINE | re.DOTALL)
+WIDTH = 130
+Row = dict[str, Any]
+
+# Shown of the kernels' results: heads, head_dim, batch, context, queries, mask; all of them are in the file.
+KERNELS = (
+    ("32/8", 128, 1, 4096, 4, "causal"),
+    ("32/8", 128, 1, 81920, 16, "tree"),
+    ("32/8", 128, 8, 8192, 4, "causal"),
+    ("32/8", 128, 64, 8192, 1, "causal"),
+    ("32/8", 128, 64, 8192, 16, "tree"),
+    ("32/8", 128, 32, "log-uniform 512-65536", 4, "causal"),
+    ("64/8", 64, 8, 81920, 4, "causal"),
+    ("64/8", 64, 64, 8192, 16, "tree"),
+)
+
+
+def load(name: str, results: Path) -> dict[str, Any]:
+    return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    first, *rest = (f"| {' | '.join(line)} |" for line in [header, *rows])
+    return "\n".join([first, "|" + "---|" * len(header), *rest])
+
+
+def short(value: float) -> str:
+    """Three digits where they count: 3.9, 11.9, 78, 503; 0.85."""
+    return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def paragraph(text: str) -> str:
+    """`text` in lines, code kept whole."""
+    whole = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", "\0"), text)
+    return "\n".join(textwrap.wrap(whole, WIDTH, break_long_words=False, break_on_hyphens=False)).replace("\0", " ")
+
+
+def without_empty_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def listed(values: Iterable[float], form: Callable[[float], str] = short) -> str:
+    """The range of `values`: "9 to 14", or one number."""
+    low, high = form(min(found := list(values))), form(max(found))
+    return low if low == high else f"{low} to {high}"
+
+
+def accept(results: Path) -> str:
+    lines = []
+    for name, draft in (
+        ("cpu-plain", "none"),
+        ("cpu-chain3", "chain, {steps} steps, greedy"),
+        ("cpu-chain3-sampled", "chain, {steps} steps, temperature {temperature}"),
+        ("cpu-tree3x4", "tree of width {topk}, {steps} steps, greedy"),
+    ):
+        (row,) = load(name, results)["rows"]
+        lines.append([draft.format(**row), str(row.get("num_tokens", 1)), f"{row['accept_length']:.2f}"])
+    sample = f"{row['files']} files, {row['new_tokens'] // row['files']} new tokens each"
+    intro = f"Accept length of the shipped pair on files of the standard library it was never trained on ({sample};"
+    intro += " `python -m spec_ops bench accept`, files with commands, machine and commit in `benchmarks/results/`):"
+    return paragraph(intro) + "\n\n" + table(("draft", "tokens verified", "accept length, tokens a round"), lines)
+
+
+def _kernel_cases(results: Path) -> dict[tuple, dict[str, Row]]:
+    """GQA cases of the H200 kernel results by backend; a case of unequal lengths has their range for its context."""
+    cases: dict[tuple, dict[str, Row]] = {}
+    for row in load("h200-kernels", results)["rows"]:
+        if row["kind"] == "gqa" and row["dtype"] == "bfloat16":
+            context = row["context"] if row["lengths"] == "equal" else row["lengths"]
+            case = (row["heads"], row["head_dim"], row["bs"], context, row["q_len"], row["mask"])
+            cases.setdefault(case, {})[row["backend"]] = row
+    return cases
+
+
+def kernels(results: Path) -> str:
+    cases, lines = _kernel_cases(results), []
+    for case in KERNELS:
+        heads, head_dim, bs, context, q_len, mask = case
+        ours, xqa = cases[case]["triton"], cases[case]["flashinfer-xqa"]
+        lengths = str(context).removeprefix("log-uniform ").replace("-", " to ")
+        times = [short(ours["floor_us"]), short(ours["us"]), short(xqa["us"])]
+        lines.append([f"{heads}, {head_dim}", f"{bs}, {lengths}", f"{q_len}{', tree' * (mask == 'tree')}", *times])
+    both = [found for found in cases.values() if {"triton", "flashinfer-xqa"} <= found.keys()]
+    ratios = [found["flashinfer-xqa"]["us"] / found["triton"]["us"] for found in both]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    everything = [row for row in load("h200-kernels", results)["rows"] if row["backend"] == "triton"]
+    worst = max(row["error"] / row["reference_error"] for row in everything if row["reference_error"])
+    copy = load("h200-kernels", results)["ceilings"]["copy"] / 1e12
+    intro = "Attention on one H200, bf16, pages of 64, CUDA-graph replay over rotating buffers, next to FlashInfer's xqa in one"
+    intro += " run (`python -m spec_ops bench kernels`, `benchmarks/results/h200-kernels.json`); microseconds, floor at"
+    intro += f" {copy:.1f} TB/s:"
+    outro = f"Over the {len(both)} GQA cases of that file the Triton kernel is {mean:.2f} times as fast in the geometric mean"
+    outro += f" ({min(ratios):.2f} to {max(ratios):.1f}), its error at most {worst:.2f} times that of torch's own attention."
+    outro += " The xqa times hold two small launches of ours that make its inputs safe."
+    header = ("heads, head_dim", "batch, context", "queries", "floor", "Triton", "FlashInfer xqa")
+    return "\n\n".join((paragraph(intro), table(header, lines), paragraph(outro)))
+
+
+def limits(results: Path) -> str:
+    ours = {case: found["triton"] for case, found in _kernel_cases(results).items() if "triton" in found}
+    one = [row for (_, _, bs, context, _, _), row in ours.items() if (bs, context) == (1, 4096)]
+    busy = [row for (_, dim, _, context, q, _), row in ours.items() if (dim, q) == (64, 16) and context != 4096]
+    text = (
+        f"On one request of 4096 tokens the Triton attention kernel takes {listed(r['us'] for r in one)} us where the floor is "
+    )
+    text += f"{listed(r['floor_us'] for r in one)}; with head_dim 64 and 16 queries it is bound by arithmetic, at "
+    return paragraph(text + f"{listed(r['us'] / r['floor_us'] for r in busy)} times the floor on longer contexts.")
+
+
+def _key(row: Row) -> tuple:
+    return row["model"].partition("+")[0], row["bs"], row["context"]
+
+
+def _above(row: Row) -> list[str]:
+    """Milliseconds above the floor: matrix products, attention, other kernels, gaps."""
+    if "matmul_ms" not in row or "kv_floor_ms" not in row:
+        return [""] * 4
+    floors = {"matmul": row["weights_floor_ms"], "attention": row["kv_floor_ms"]}
+    return [f"{row[f'{part}_ms'] - floors.get(part, 0.0):.2f}" for part in ("matmul", "attention", "other", "gaps")]
+
+
+def rounds(results: Path) -> str:
+    found = load("h200-round", results)
+    beside: dict[tuple, dict[str, Row]] = {}
+    for row in found["rows"]:
+        kind = row.get("round", "speculative")
+        if kind == "assisted" or (row["passes"] and row["backend"] in ("auto", "triton")):
+            beside.setdefault(_key(row), {}).setdefault(kind, row)
+    lines = []
+    for (model, bs, context), kinds in beside.items():
+        if (row := kinds.get("speculative")) is None:
+            continue
+        speeds = [f"{kinds[k]['tokens_per_s']:.0f}" if "tokens_per_s" in kinds.get(k, {}) else "" for k in
+                  ("speculative", "plain", "assisted")]  # fmt: skip
+        share = f"{row['floor_ms'] / row['ms']:.0%}"
+        numbers = [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", share, *_above(row), f"{row['kernels']:.0f}", *speeds]
+        lines.append([model, f"{bs}, {context}", *numbers])
+    shown = [kinds["speculative"] for kinds in beside.values() if "speculative" in kinds]
+    intro = f"Whole rounds on one {found['environment']['machine'].removeprefix('NVIDIA ')}, random weights, chains of"
+    intro += f" {listed((row['steps'] for row in shown), str)} steps"
+    if all((row["graph_launches"], row["host_launches"], row["host_syncs"]) == (1, 0, 0) for row in shown):
+        intro += ", each one graph launch, no other launch and no sync"
+    intro += (
+        " (`python -m spec_ops bench round`, `benchmarks/results/h200-round.json`). Milliseconds; the floor is the bytes of"
+    )
+    intro += " weights and KV over the copy rate."
+    if any("matmul_ms" in row for row in shown):
+        intro += " What is above it goes to matrix products, attention, other kernels and gaps."
+    if lengths := {row["accept_length"] for row in shown if "accept_length" in row}:
+        intro += f" Tokens/s for an accept length of {listed(lengths, '{:g}'.format)}, stated and not measured; beside it plain"
+        intro += " compiled decoding with the same ops, and transformers' assisted generation at the same accept length."
+    header = ("model", "batch, context", "round", "floor", "share", "+ matmul", "+ attention", "+ other", "+ gaps", "kernels",
+              "tokens/s", "plain", "assisted")  # fmt: skip
+    return paragraph(intro) + "\n\n" + table(*without_empty_columns(header, lines))
+
+
+def backends(results: Path) -> str:
+    found = load("h200-round-backends", results)
+    rows = [row for row in found["rows"] if row["round"] == "speculative" and row["passes"]]
+    names = sorted({row["backend"] for row in rows}, key=lambda name: (name != "auto", name != "triton", name))
+    cases: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(_key(row), {})[row["backend"]] = row
+    lines = []
+    for (model, bs, context), by_name in cases.items():
+        times = [f"{by_name[name]['ms']:.2f}" if name in by_name else "" for name in names]
+        lines.append([model, f"{bs}, {context}", *times])
+    lost = [v for v in found["auto"] if not v["auto_wins"]]
+    intro = "The same rounds with every backend that runs there, in one run (`benchmarks/results/h200-round-backends.json`);"
+    intro += " milliseconds. `auto` is the fastest within 5%"
+    whys = "; ".join(
+        f"{v['fastest']} is {v['auto_over_fastest']:.2f} times as fast at batch {v['bs']}, context {v['context']} ({v['why']})"
+        for v in lost
+    )
+    intro += f" but for {len(lost)} of {len(found['auto'])} cases: {whys}:" if lost else f" in all {len(found['auto'])} cases:"
+    return paragraph(intro) + "\n\n" + table(("model", "batch, context", *names), lines)
+
+
+def passes(results: Path) -> str:
+    found = load("h200-round-passes", results)
+    lines = []
+    for row in found["rows"]:
+        counts = [f"{row[name]:g}" for name in ("kernels", "graph_launches", "host_launches", "host_syncs")]
+        where = [f"{row['bs']}, {row['context']}", row["round"], "on" if row["passes"] else "off"]
+        lines.append([row["model"].partition("+")[0], *where, f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", *counts])
+    intro = "The naive round, and ours, with the graph passes off and on (`benchmarks/results/h200-round-passes.json`):"
+    header = ("model", "batch, context", "round", "passes", "ms", "floor", "kernels", "graphs", "launches", "syncs")
+    return paragraph(intro) + "\n\n" + table(header, lines)
+
+
+def compilation(results: Path) -> str:
+    found = load("h200-round-compile", results)
+    lines = [
+        [str(row["layers"]), str(row["steps"]), f"{row['compile_cold_s']:.0f}", f"{row['compile_warm_s']:.0f}"]
+        for row in sorted(found["rows"], key=lambda row: (row["layers"], row["steps"]))
+        if row["round"] == "speculative" and row["passes"]
+    ]
+    intro = f"Seconds to compile a round, in fresh processes with empty and with filled caches, {found['jobs']} side by side"
+    intro += " (`benchmarks/results/h200-round-compile.json`):"
+    return paragraph(intro) + "\n\n" + table(("layers", "draft steps", "cold", "warm"), lines)
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "accept": accept,
+    "kernels": kernels,
+    "limits": limits,
+    "rounds": rounds,
+    "backends": backends,
+    "passes": passes,
+    "compilation": compilation,
+}
+
+
+def updated(text: str, results: Path) -> str:
+    """`text` with every block written anew.
+
+    Raises:
+        ValueError: a block has no such name, or is not closed. FileNotFoundError: a block's results are not there.
+    """
+
+    def write(match: re.Match[str]) -> str:
+        indent, name = match[1], match[2]
+        if name not in BLOCKS:
+            raise ValueError(f"readme_tables: blocks are {sorted(BLOCKS)}, got {name!r}")
+        body = textwrap.indent(BLOCKS[name](results), indent)
+        blank = "" if indent else "\n"  # Markdown wants an empty line between a comment and a table
+        return f"{indent}<!-- figures: {name} -->\n{blank}{body}\n{blank}{indent}<!-- end of figures -->"
+
+    found, count = BLOCK.subn(write, text)
+    if count != text.count("<!-- figures:") or count != text.count("<!-- end of figures -->"):
+        raise ValueError("readme_tables: every block needs its two comments, each on a line of its own")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something would change")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args(arguments)
+    old = options.readme.read_text(encoding="utf-8")
+    new = updated(old, options.results)
+    if options.check:
+        print("up to date" if new == old else "not up to date: run python benchmarks/readme_tables.py")
+        return int(new != old)
+    options.readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Let Inductor fuse a KV append with the work that computes its rows.
+
+    k = rope(k)                                     k = rope(k)
+    append_kv(kc, vc, k, v, slots)          ->      append_kv_lowered(kc, vc, k, v, slots)
+
+A kernel of ours takes buffers: keys are rotated in one launch, written, read again and appended in the next. The op on the
+right is lowered to masked scatters in place (`row_scatter.py`), so rotation, norm, quantization and scatter are one kernel:
+a launch less per layer, and keys and values do not pass through memory in between.
+
+It is done where that is certain to be a launch less. Each row tensor must be computed by work that Inductor fuses, or have the
+shape of one that is, so that both scatters become one kernel; else its scatter is the launch that was to be saved. The cache is
+never copied for it: it is mutated in place exactly where `append_kv` would have mutated it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config as inductor_config
+
+from spec_ops.backends.registry import device_arch
+from spec_ops.ops._validate import FP8_DTYPES
+from spec_ops.ops.kv_cache import append_kv_lowered, append_kv_op, append_mla_kv_lowered, append_mla_kv_op
+from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.graph import calls, value
+from spec_ops.passes.row_scatter import register_lowerings
+from spec_ops.passes.rows import RESHAPES, is_pointwise
+
+aten = torch.ops.aten
+AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+
+LOWERED = {append_kv_op: append_kv_lowered, append_mla_kv_op: append_mla_kv_lowered}
+_ROWS = {append_kv_op: ("k", "v"), append_mla_kv_op: ("c_kv", "k_rope")}
+_CACHES = {append_kv_op: ("k_cache", "v_cache"), append_mla_kv_op: ("kv_cache",)}
+_VIEWS = RESHAPES | {
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.select.int, aten.slice.Tensor, aten.expand.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.as_strided.default, aten.alias.default,
+    operator.getitem,
+}  # fmt: skip
+_INLINED = {aten.index.Tensor, aten.embedding.default, aten.gather.default, aten.constant_pad_nd.default}
+
+E4M3_ARCH = 89  # the first whose Triton converts to e4m3
+
+
+class LowerKvAppend(GraphPass):
+    name = "lower_kv_append"
+
+    def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
+        for node in calls(graph, AUTO_FUNCTIONALIZED):
+            op: Any = node.args[0]
+            if op not in LOWERED or not _on_nvidia(node):
+                continue
+            if (reason := _obstacle(node, op, context)) is not None:
+                result.refuse(node, f"{op._schema.name.removeprefix('spec_ops::')}: {reason}")
+                continue
+            register_lowerings()
+            node.update_arg(0, LOWERED[op])
+            result.did(node, f"{' and '.join(_ROWS[op])} are computed and appended in one go")
+
+
+def _on_nvidia(node: fx.Node) -> bool:
+    """Only Triton code has masked stores; on CPU there is nothing to report."""
+    return torch.version.hip is None and value(node.kwargs["slots"]).device.type == "cuda"
+
+
+def _obstacle(node: fx.Node, op: Any, context: PassContext) -> str | None:
+    """Why the append at `node` keeps its kernel; None if it does not."""
+    call: dict[str, Any] = dict(node.kwargs)
+    rows: dict[str, fx.Node] = {name: call[name] for name in _ROWS[op]}
+    bases = [call[f"_{name}_base_index"] for name in _CACHES[op]]
+    pools: list[fx.Node] = [call["_all_bases"][index] for index in bases]
+    cache, slots = value(pools[0]), value(call["slots"])
+    if not all(isinstance(size, int) for fake in (cache, slots, *map(value, rows.values())) for size in fake.shape):
+        return "its sizes are not known while compiling"
+    arch = context.arch if context.arch is not None else device_arch(cache.device)
+    if cache.dtype in FP8_DTYPES and (arch is None or arch < E4M3_ARCH):
+        return f"Triton does not convert to {cache.dtype} on sm_{arch}"
+    if not all(map(_is_input, pools)):
+        return "the cache is made in this graph"
+    if len(set(bases)) < len(bases):
+        return "both caches are views of one tensor, so Inductor would write them one after the other"
+    computed = {name: _is_computed(source) for name, source in rows.items()}
+    if not any(computed.values()):
+        return f"{' and '.join(rows)} are buffers already: there is nothing to fuse"
+    for name, source in rows.items():
+        if computed[name]:
+            continue
+        alike = [n for n in rows if computed[n] and value(rows[n]).shape == value(source).shape]
+        if not alike or len(pools) == 1:
+            return f"nothing computes {name}, so its scatter would be a launch of its own"
+        if slots.nbytes < inductor_config.score_fusion_memory_threshold:
+            return f"Inductor fuses no kernels that share as little as {slots.nbytes} bytes of slots"
+    return None
+
+
+def _is_input(node: Any) -> bool:
+    """Whether `node` is an input of the graph, as it is or after earlier mutations."""
+    while node.target is operator.getitem and node.args[0].target is AUTO_FUNCTIONALIZED:
+        call, place = node.args
+        bases = call.kwargs["_all_bases"]
+        node = bases[place - (len(call.args[0]._schema.returns) or 1)]  # the op's results come first; None if it has none
+    return node.op == "placeholder"
+
+
+def _is_computed(node: Any) -> bool:
+    """Whether Inductor computes the rows in a kernel that it can extend by a scatter: views of pointwise work. The rest is a
+    buffer: an input, a product, what an op of ours returns."""
+    while node.op == "call_function" and node.target in _VIEWS:
+        node = node.args[0]
+    if node.target is aten.cat.default:
+        return any(map(_is_computed, node.args[0]))
+    return node.op == "call_function" and (node.target in _INLINED or is_pointwise(node.target))

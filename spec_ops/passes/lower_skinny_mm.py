@@ -1,0 +1,119 @@
+"""Products of few rows go to a kernel that reads the weight once, where that is faster than cuBLAS.
+
+    mm(x [4, 4096], permute(weight [6144, 4096], [1, 0]))   ->   skinny_mm(x, weight, None)
+
+A product of few rows takes as long as its weight takes to arrive from memory. cuBLAS comes close to that while the weight has
+columns for every multiprocessor; with fewer it splits k, over too few blocks and with a second kernel for the sums. `RULES`
+says for each architecture where ours is used; `benchmarks/results/h200-skinny-mm.json` (`benchmarks/skinny_mm.py`) has the
+figures behind it.
+
+Nothing is replaced beyond 16 rows, on an architecture without figures, where sizes are unknown while compiling, where the
+weight is computed in the graph (it may still be in cache), and where Inductor was asked to time products (`max_autotune`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config as inductor_config
+
+from spec_ops.backends.registry import device_arch
+from spec_ops.ops.linear import skinny_mm_op
+from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.graph import calls, insert, value
+
+aten = torch.ops.aten
+BLOCK_K = 256  # what the kernel reads of a row of the weight at a time
+_VIEWS = {
+    aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default, aten.slice.Tensor,
+    aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default, aten.detach.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where `skinny_mm` is used: m, n and the bytes of the weight at most, k and the bytes at least."""
+
+    max_m: int
+    max_n: int
+    min_k: int
+    min_bytes: int
+    max_bytes: int
+
+    def refusal(self, m: int, n: int, k: int) -> str | None:
+        """Why cuBLAS keeps the product of `[m, k]` and `[k, n]`; None if it does not."""
+        if m > self.max_m:
+            return f"more than {self.max_m} rows"
+        if n > self.max_n:
+            return f"more than {self.max_n} columns"
+        if k < self.min_k or k % BLOCK_K:
+            return f"k is less than {self.min_k} or no multiple of {BLOCK_K}"
+        if not self.min_bytes <= 2 * n * k <= self.max_bytes:
+            return f"the weight is not of {self.min_bytes / 2**20:g} to {self.max_bytes / 2**20:g} MiB"
+        return None
+
+
+# 112 MiB is the largest weight that measured faster at every m; 7168 x 16384 (224 MiB) took up to 1.11 times as long as cuBLAS.
+RULES = {90: Rule(max_m=16, max_n=48 * 132, min_k=4096, min_bytes=20 << 20, max_bytes=112 << 20)}
+
+
+class LowerSkinnyMm(GraphPass):
+    name = "lower_skinny_mm"
+
+    def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
+        if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
+            return  # the user asked Inductor to choose the kernels of products by timing them
+        for node in calls(graph, aten.mm.default, aten.addmm.default):
+            bias, x, right = _operands(node)
+            if not isinstance(fake := value(x), torch.Tensor):
+                continue
+            arch = context.arch if context.arch is not None else device_arch(fake.device)
+            if arch is None or fake.dtype not in (torch.bfloat16, torch.float16):
+                continue
+            m, n, k = fake.shape[0], value(right).shape[1], fake.shape[1]
+            if reason := _refusal(arch, m, n, k, node, bias, right):
+                result.refuse(node, f"product of {m} x {k} and {k} x {n}: {reason}")
+                continue
+            # The weight as it is stored; what was there to transpose it dies.
+            transposed = right.target is aten.permute.default
+            weight = right.args[0] if transposed else insert(graph, node, aten.permute.default, (right, [1, 0]))
+            new = insert(graph, node, skinny_mm_op, (x, weight, bias), source=node)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+            result.did(new, f"skinny_mm: {m} rows, weight {n} x {k}")
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
+    """What is added, the rows and the transposed weight."""
+    bias, x, right = (None, *node.args) if node.target is aten.mm.default else node.args
+    return bias, x, right  # type: ignore[return-value]
+
+
+def _refusal(arch: int, m: Any, n: Any, k: Any, node: fx.Node, bias: fx.Node | None, right: fx.Node) -> str | None:
+    """Why cuBLAS keeps the product; None if it does not."""
+    if (rule := RULES.get(arch)) is None:
+        return f"no figures for sm_{arch}"
+    if not all(isinstance(size, int) for size in (m, n, k)):
+        return "its sizes are not known while compiling"
+    if reason := rule.refusal(m, n, k):
+        return reason
+    weight = value(right)
+    if weight.stride(0) != 1 or weight.stride(1) < k:
+        return "the weight's rows are not contiguous"
+    if weight.stride(1) % 8 or weight.storage_offset() % 8:
+        return "the weight's rows do not start at multiples of 16 bytes"
+    if not _is_stored(right):
+        return "the weight is computed here"
+    if bias is not None and (node.kwargs or value(bias).shape != (n,) or value(bias).dtype != weight.dtype):
+        return "what is added is no bias of the weight's dtype"
+    return None
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether `node` is an input of the graph or a view of one: other weights may still be in cache."""
+    while node.op == "call_function" and node.target in _VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op in ("placeholder", "get_attr")

@@ -1,0 +1,92 @@
+"""`skinny_mm`: launches that fit, and on a GPU its results, repeats and CUDA graphs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what is launched")
+
+from spec_ops.backends.triton import ahead, linear  # noqa: E402
+from spec_ops.ops.linear import skinny_mm_op  # noqa: E402
+from spec_ops.passes import lower_skinny_mm  # noqa: E402
+
+GPU = pytest.mark.gpu
+SHAPES = [(6144, 4096), (4096, 4096), (2880, 4096), (5120, 2880), (1536, 7168), (100, 64), (1000, 576)]
+
+
+@pytest.mark.parametrize("arch", [90, 100, 103, 120])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (128256, 4096), (1, 16384)])
+def test_every_size_has_a_config_that_fits(n, k, arch):
+    blocks = -(-k // linear.BLOCK_K)
+    for m in range(1, linear.MAX_ROWS + 1):
+        for sms in (1, 84, 132, 188):
+            config = linear.choose(m, n, k, sms, arch)
+            assert config.block_m >= m
+            assert 1 <= config.splits <= blocks  # no program without work
+            buffers = config.num_stages - 1
+            assert buffers >= min(2, blocks)
+            one = 2 * linear.BLOCK_K * (linear.BLOCK_N + config.block_m)
+            assert config.programs * (buffers * one + 1024) <= ahead.SHARED_LIMIT[arch] + 1024
+
+
+def test_the_pass_asks_for_whole_blocks():
+    assert lower_skinny_mm.BLOCK_K == linear.BLOCK_K
+    assert lower_skinny_mm.RULES[90].max_m == linear.MAX_ROWS
+
+
+@pytest.mark.parametrize("variant", list(linear.ahead()), ids=lambda variant: variant.name)
+def test_programs_are_resident_at_once(variant):
+    """One wave, as many programs as `choose` counts on, without spills."""
+    arch = variant.archs[-1]
+    used = ahead.compile_ahead(variant, arch)
+    # ptxas of triton 3.6 makes calls of TMA loads on sm_120, which take 8 bytes of arguments on the stack: no spill.
+    assert used.spill_bytes == (8 if arch == 120 and triton.__version__.startswith("3.6.") else 0)
+    assert ahead.resident_blocks(used, variant.num_warps, arch) >= variant.programs
+
+
+def tensors(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    g = torch.Generator("cuda").manual_seed(m + n + k)
+    return [torch.randn(shape, generator=g, device="cuda").to(dtype) for shape in ((m, k), (n, k), (n,))]
+
+
+def mean_error(got: torch.Tensor, x, weight, bias) -> float:
+    return (got.double() - torch.nn.functional.linear(x.double(), weight.double(), bias.double())).square().mean().sqrt().item()
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_error_is_that_of_cublas(n, k, dtype):
+    for m in (1, 3, 4, 8, 9, 16):
+        x, weight, bias = tensors(m, n, k, dtype)
+        ours = mean_error(skinny_mm_op(x, weight, bias), x, weight, bias)
+        assert ours <= 1.1 * mean_error(torch.nn.functional.linear(x, weight, bias), x, weight, bias)
+
+
+@GPU
+def test_results_repeat():
+    """Whoever is last to arrive: sums are in the order of k."""
+    for m, n, k in ((4, 1536, 7168), (16, 2880, 4096), (9, 1000, 4096)):
+        x, weight, _ = tensors(m, n, k)
+        first = skinny_mm_op(x, weight, None)
+        assert all(torch.equal(first, skinny_mm_op(x, weight, None)) for _ in range(200))
+
+
+@GPU
+def test_sizes_take_turns_in_a_graph():
+    """Launches of other splits share the counters; a replay leaves them as it found them."""
+    products = [tensors(m, n, k) for m, n, k in ((4, 1536, 7168), (16, 2880, 4096), (4, 6144, 4096), (9, 1000, 1024))]
+    want = [skinny_mm_op(*p) for p in products]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [skinny_mm_op(*p) for p in products * 3]
+    for _ in range(20):
+        for out in got:
+            out.zero_()
+        graph.replay()
+        for i, out in enumerate(got):
+            assert torch.equal(out, want[i % len(want)])

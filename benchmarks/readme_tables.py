@@ -170,43 +170,51 @@ def rounds(results: Path) -> str:
     if any("matmul_ms" in row for row in shown):
         intro += " What is above it goes to matrix products, attention, other kernels and gaps."
     if lengths := {row["accept_length"] for row in shown if "accept_length" in row}:
-        intro += f" Tokens/s for an accept length of {listed(lengths, '{:g}'.format)}, stated and not measured; beside it plain"
-        intro += " compiled decoding with the same ops, and transformers' assisted generation at the same accept length."
+        intro += f" Tokens/s for an accept length of {listed(lengths, '{:g}'.format)}, stated and not measured"
+        others = {kind for kinds in beside.values() for kind in kinds}
+        if others >= {"plain", "assisted"}:
+            intro += "; beside it plain compiled decoding with the same ops, and transformers' assisted generation at the same"
+            intro += " accept length"
+        intro += "."
     header = ("model", "batch, context", "round", "floor", "share", "+ matmul", "+ attention", "+ other", "+ gaps", "kernels",
               "tokens/s", "plain", "assisted")  # fmt: skip
     return paragraph(intro) + "\n\n" + table(*without_empty_columns(header, lines))
 
 
 def backends(results: Path) -> str:
-    found = load("h200-round-backends", results)
-    rows = [row for row in found["rows"] if row["round"] == "speculative" and row["passes"]]
+    found = load("h200-round", results)
+    rows = [row for row in found["rows"] if row.get("round", "speculative") == "speculative" and row["passes"]]
     names = sorted({row["backend"] for row in rows}, key=lambda name: (name != "auto", name != "triton", name))
     cases: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(_key(row), {})[row["backend"]] = row
     lines = []
     for (model, bs, context), by_name in cases.items():
+        if len(by_name) == 1:
+            continue
         times = [f"{by_name[name]['ms']:.2f}" if name in by_name else "" for name in names]
         lines.append([model, f"{bs}, {context}", *times])
     lost = [v for v in found["auto"] if not v["auto_wins"]]
-    intro = "The same rounds with every backend that runs there, in one run (`benchmarks/results/h200-round-backends.json`);"
-    intro += " milliseconds. `auto` is the fastest within 5%"
+    intro = "The same rounds with other backends, milliseconds (same file). `auto` is the fastest within 5%"
     whys = "; ".join(
         f"{v['fastest']} is {v['auto_over_fastest']:.2f} times as fast at batch {v['bs']}, context {v['context']} ({v['why']})"
         for v in lost
     )
     intro += f" but for {len(lost)} of {len(found['auto'])} cases: {whys}:" if lost else f" in all {len(found['auto'])} cases:"
-    return paragraph(intro) + "\n\n" + table(("model", "batch, context", *names), lines)
+    return paragraph(intro) + "\n\n" + table(*without_empty_columns(("model", "batch, context", *names), lines))
 
 
 def passes(results: Path) -> str:
-    found = load("h200-round-passes", results)
+    rows = load("h200-round", results)["rows"]
+    both = {(*_key(row), row["round"]) for row in rows if not row["passes"] and row.get("round") in ("speculative", "naive")}
     lines = []
-    for row in found["rows"]:
+    for row in rows:
+        if row["backend"] != "auto" or not (row["round"] == "naive" or (*_key(row), row["round"]) in both):
+            continue
         counts = [f"{row[name]:g}" for name in ("kernels", "graph_launches", "host_launches", "host_syncs")]
         where = [f"{row['bs']}, {row['context']}", row["round"], "on" if row["passes"] else "off"]
         lines.append([row["model"].partition("+")[0], *where, f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", *counts])
-    intro = "The naive round, and ours, with the graph passes off and on (`benchmarks/results/h200-round-passes.json`):"
+    intro = "Our round with the graph passes on and off, and the round as one writes it at first (same file):"
     header = ("model", "batch, context", "round", "passes", "ms", "floor", "kernels", "graphs", "launches", "syncs")
     return paragraph(intro) + "\n\n" + table(header, lines)
 

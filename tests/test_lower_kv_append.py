@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import spec_ops
 from spec_ops.ops.kv_cache import append_kv_lowered, append_mla_kv_lowered
 from spec_ops.passes import PassManager
-from spec_ops.passes.lower_kv_append import LowerKvAppend
+from spec_ops.passes.lower_kv_append import MAX_ROWS, LowerKvAppend
 from tests.append_models import (
     DIM,
     FP8,
@@ -36,6 +39,8 @@ from tests.append_models import (
 )  # fmt: skip
 from tests.inductor_cuda import ARCH, cuda_graph, generate, launches
 from tests.pass_harness import Uncached, cache_copies, capture, run_pass, switched_off, texts
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def lowered(module: fx.GraphModule) -> int:
@@ -64,6 +69,10 @@ def test_latents_that_are_computed():
 
 def test_fp8_caches():
     check(cuda_graph(gqa(scale=0.3), *inputs(dtype=FP8)), 1)
+
+
+def test_as_many_rows_as_were_measured():
+    check(cuda_graph(gqa(), *inputs(n=MAX_ROWS, slots=[-1] * MAX_ROWS)), 1)
 
 
 def test_report_names_the_line():
@@ -124,6 +133,7 @@ BUFFERS = "append_kv: k and v are buffers already: there is nothing to fuse"
 WIDTH = "append_kv: nothing computes v, so its scatter would be a launch of its own"
 POOL = "append_kv: both caches are views of one tensor, so Inductor would write them one after the other"
 MADE = "append_kv: the cache is made in this graph"
+MANY = "append_kv: more than 128 rows"
 ALONE = "append_kv: Inductor fuses no kernels that share as little as 8 bytes of slots"
 
 
@@ -136,6 +146,7 @@ ALONE = "append_kv: Inductor fuses no kernels that share as little as 8 bytes of
         pytest.param(other_width, inputs(), WIDTH, id="values of another width"),
         pytest.param(given_latent, inputs("mla"), LATENT, id="latent is an input"),
         pytest.param(gqa(), inputs(n=1), ALONE, id="one row"),
+        pytest.param(gqa(), inputs(n=MAX_ROWS + 1, slots=[-1] * (MAX_ROWS + 1)), MANY, id="129 rows"),
         pytest.param(views_of_an_input, inputs(), POOL, id="one pool"),
         pytest.param(one_pool, inputs(), MADE, id="pool made here"),
         pytest.param(own_caches, inputs(), MADE, id="caches made here"),
@@ -172,6 +183,28 @@ def test_off_switch(monkeypatch):
 def test_the_option_is_part_of_the_cache_key():
     on, off, default = ({"lower_kv_append": True}, {"lower_kv_append": False}, None)
     assert PassManager(on).uuid() == PassManager(default).uuid() != PassManager(off).uuid()
+
+
+def test_the_measured_rule():
+    """Faster in every measured case, up to as many rows as the pass takes, with the same bytes and no copy."""
+    rows = json.loads((BENCHMARKS / "results" / "h200-kv-append.json").read_text(encoding="utf-8"))["rows"]
+    times: dict[str, dict[tuple, float]] = {}
+    for row in rows:
+        times.setdefault(row["variant"], {})[row["case"], row["rows"], row["dtype"]] = row["us_per_layer"]
+        assert row["copy_kernels"] == 0
+        assert row["bytes_differing"] == 0 or row["variant"] == "rope_append_kv"  # which rounds less often
+    off, on = times["pass off"], times["pass on"]
+    assert off.keys() == on.keys()
+    assert all(on[case] < off[case] for case in on)
+    assert max(count for _, count, _ in on) == MAX_ROWS
+
+
+def test_the_benchmark_compares_what_the_pass_does():
+    spec = importlib.util.spec_from_file_location("kv_append", BENCHMARKS / "kv_append.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    for case, dtype in dict.fromkeys((case, dtype) for case, _, dtype, _ in benchmark.CASES):
+        check(cuda_graph(benchmark.layers_of(case), *benchmark.inputs(case, 4, dtype, "cpu", layers=1)), 1)
 
 
 LAUNCHES = ["kernel_0", "append_kv", "kernel_1"], ["kernel_0", "kernel_1"]

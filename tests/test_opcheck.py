@@ -142,6 +142,13 @@ def skinny_mm_sample(s: Source) -> tuple[Any, ...]:
     return x, weight, s.any_layout(s.normal(n, dtype=dtype)) if s.pick(False, True) else None
 
 
+def concatenate_sample(s: Source) -> tuple[Any, ...]:
+    shape = [s.integer(1, 4) for _ in range(s.integer(1, 3))]
+    dim, dtype = s.integer(0, len(shape) - 1), s.pick(*FLOATS)
+    pieces = [s.any_layout(s.normal(*shape[:dim], s.integer(0, 4), *shape[dim + 1 :], dtype=dtype)) for _ in range(3)]
+    return [piece.contiguous() for piece in pieces], dim
+
+
 def append_mla_kv_sample(s: Source) -> tuple[Any, ...]:
     pages, page_size, rank, rope = (s.integer(1, 4) for _ in range(4))
     cache_dtype = s.cache_dtype(*FLOATS)
@@ -263,6 +270,7 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "rope_append_kv": rope_append_kv_sample,
     "move_kv": move_kv_sample,
     "skinny_mm": skinny_mm_sample,
+    "concatenate": concatenate_sample,
     "page_table": page_table_sample,
     "kv_indices": kv_indices_sample,
     "draft_kv_indices": lambda s: draft_kv_indices_sample(s, every_step=False),

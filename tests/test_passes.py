@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 import uuid
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,30 +131,38 @@ def test_two_settings_do_not_share_compiled_code():
 
 
 WARM = """
-    import sys, torch
+    import torch
     from torch._dynamo.utils import counters
-    sys.path.insert(0, {root!r})
     import spec_ops
-    from tests.test_passes import arguments, step
-    torch.manual_seed(0)
-    spec_ops.compile(step, mode="default")(*arguments(9))
+
+    def step(q, cache, block_tables, seq_lens):
+        return spec_ops.mha_draft_decode(q, cache, cache, block_tables, seq_lens) * 2
+
+    table, lens = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32), torch.tensor([6, 3], dtype=torch.int32)
+    spec_ops.compile(step, mode="default")(torch.ones(2, 1, 4, 16), torch.ones(6, 4, 2, 16), table, lens)
+    print(spec_ops.__file__)
     print(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
-def test_a_second_process_starts_from_the_cache(tmp_path, pytestconfig):
-    code = textwrap.dedent(WARM.format(root=str(pytestconfig.rootpath)))
+def test_a_second_process_starts_from_the_cache(tmp_path):
+    """Of a copy of the package: its sources are part of the key, and someone may edit them between the two processes."""
+    package = tmp_path / "spec_ops"
+    shutil.copytree(Path(spec_ops.__file__).parent, package, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
     hits = []
     for _ in range(2):
         run = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", textwrap.dedent(WARM)],
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
         )
         assert run.returncode == 0, run.stderr
-        hits.append(int(run.stdout))
+        file, count = run.stdout.split()
+        assert Path(file).parent == package
+        hits.append(int(count))
     assert hits[0] == 0
     assert hits[1] > 0
 

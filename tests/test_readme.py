@@ -105,7 +105,7 @@ def test_rounds_stand_beside_plain_and_assisted_ones(tmp_path):
 def test_backends_beside_each_other(tmp_path):
     rows = [row(), row(backend="triton", ms=5.1), row(backend="flashinfer-xqa", ms=4.0)]
     verdict = {"fastest": "flashinfer-xqa", "auto_over_fastest": 1.25, "bs": 1, "context": 1024, "why": "its rank"}
-    write(tmp_path, "h200-round-backends", rows, auto=[verdict | {"auto_wins": False}, verdict | {"auto_wins": True}])
+    write(tmp_path, "h200-round", rows, auto=[verdict | {"auto_wins": False}, verdict | {"auto_wins": True}])
     text = readme_tables.backends(tmp_path)
     assert lines(text) == [["m", "1, 1024", "5.00", "5.10", "4.00"]]
     flat = " ".join(text.split())
@@ -113,7 +113,7 @@ def test_backends_beside_each_other(tmp_path):
 
 
 def test_passes_and_compile_times(tmp_path):
-    write(tmp_path, "h200-round-passes", [row(round="naive", passes=False, ms=9.5, host_syncs=8.0), row(round="naive")])
+    write(tmp_path, "h200-round", [row(round="naive", passes=False, ms=9.5, host_syncs=8.0), row(round="naive")])
     assert lines(readme_tables.passes(tmp_path)) == [
         ["m", "1, 1024", "naive", "off", "9.50", "4.10", "421", "1", "0", "8"],
         ["m", "1, 1024", "naive", "on", "5.00", "4.10", "421", "1", "0", "0"],

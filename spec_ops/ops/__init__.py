@@ -1,6 +1,7 @@
 """The operators: schema, fake implementation, validation and public wrapper, one file per family."""
 
-import spec_ops.ops.linear  # noqa: F401  its op has no public function
+import spec_ops.ops.concatenate
+import spec_ops.ops.linear  # noqa: F401  their ops have no public functions
 from spec_ops.ops.accept import Accepted, accept_greedy, accept_sampled, sample_tokens, sampling_probs
 from spec_ops.ops.attention import (
     mha_draft_decode,

@@ -31,6 +31,7 @@ from spec_ops.passes.report import GraphReport, count_nodes
 from spec_ops.passes.select_backends import SelectBackends
 from spec_ops.passes.share_op_inputs import ShareOpInputs
 from spec_ops.passes.use_decode_for_extend import UseDecodeForExtend
+from spec_ops.passes.whole_concatenations import WholeConcatenations
 
 logger = logging.getLogger("spec_ops.passes")
 
@@ -47,6 +48,7 @@ PASSES: tuple[GraphPass, ...] = (
     LowerKvAppend(),
     LowerSkinnyMm(),
     ShareOpInputs(),
+    WholeConcatenations(),
 )
 
 

@@ -70,7 +70,7 @@ def count_nodes(graph: fx.Graph) -> dict[str, int]:
         found[PREFILLS] += name in ("mha_extend", "mla_extend")
     found[METADATA_LAUNCHES] = found[PAGE_TABLES] + found[KV_GENERATIONS] + len(_computed_metadata(graph))
     found[HEAD_ROWS] = _head_rows(graph)
-    found[CUDA_GRAPHS] = _cuda_graphs(graph)
+    found[CUDA_GRAPHS] = cuda_graphs(graph)
     return dict(found)
 
 
@@ -114,7 +114,7 @@ def _head_rows(graph: fx.Graph) -> int:
     return rows
 
 
-def _cuda_graphs(graph: fx.Graph) -> int:
+def cuda_graphs(graph: fx.Graph) -> int:
     """Runs of nodes that do work, between calls that CUDA graphs cannot record."""
     runs, inside = 0, False
     for node in graph.nodes:

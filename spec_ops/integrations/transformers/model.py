@@ -114,13 +114,13 @@ class _Identity(nn.Module):
 
 
 def _check_experts(model: PreTrainedModel) -> None:
-    """Refuse what cannot be captured: transformers' grouped product of experts reads its offsets on the host, except in bfloat16."""
+    """Refuse what cannot be captured: except in bfloat16, transformers' grouped experts read offsets on the host."""
     experts = {getattr(c, "_experts_implementation", None) for c in (model.config, model.config.get_text_config())}
     syncs = "grouped_mm" in experts and model.dtype != torch.bfloat16 and model._can_set_experts_implementation()
     if syncs and model.device.type == "cuda":
         raise ValueError(
-            f'TransformersModel: `model` has experts_implementation="grouped_mm", which syncs with the host in {model.dtype} and '
-            'fits in no CUDA graph; load it in bfloat16 or call model.set_experts_implementation("batched_mm")'
+            f'TransformersModel: `model` has experts_implementation="grouped_mm", which syncs with the host in {model.dtype} '
+            'and fits in no CUDA graph; load it in bfloat16 or call model.set_experts_implementation("batched_mm")'
         )
 
 

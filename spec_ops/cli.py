@@ -320,13 +320,13 @@ def bench_ahead(
 ) -> None:
     """Compile every Triton kernel ahead of time, without a GPU: registers, shared memory and spills on each architecture.
 
-    Exit code 1 if a hot kernel spills, one needs more shared memory than the architecture has, or fewer blocks fit on a
-    multiprocessor than the launch counts on."""
+    Exit code 1 if a hot kernel spills in a loop, one needs more shared memory than the architecture has, or fewer blocks fit on
+    a multiprocessor than the launch counts on."""
     from spec_ops.backends.triton.ahead import ARCHS, SHARED_LIMIT, compile_ahead, resident_blocks, variants
 
     if unknown := sorted(set(arch) - set(ARCHS)):
         raise typer.BadParameter(f"must be one of {list(ARCHS)}, got {unknown}", param_hint="--arch")
-    table = Table("kernel", title="registers / shared bytes / spilled bytes")
+    table = Table("kernel", title="registers / shared bytes / spilled bytes / accesses to them in loops")
     for a in arch:
         table.add_column(f"sm_{a}", no_wrap=True)
     failed = False
@@ -338,7 +338,7 @@ def bench_ahead(
                 cells.append("")
                 continue
             used = compile_ahead(variant, a)
-            bad = (variant.hot and used.spill_bytes > 0) or used.shared_bytes > SHARED_LIMIT[a]
+            bad = (variant.hot and used.loop_spills > 0) or used.shared_bytes > SHARED_LIMIT[a]
             bad |= resident_blocks(used, variant.num_warps, a) < variant.programs
             failed |= bad
             cells.append(("[red]" if bad else "") + " / ".join(map(str, used)))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from spec_ops.backends import get_backend
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
 from spec_ops.models.pretrained import load_pair
+from tests.pass_harness import registered
 
 pytestmark = pytest.mark.gpu
 
@@ -95,3 +99,20 @@ def test_output_is_read_one_round_late_but_complete(pair):
     assert [len(t) for t in result.tokens] == [40, 3, 1]
     assert [seen[i] for i in range(3)] == result.tokens
     assert result.stats.request_rounds >= result.stats.rounds
+
+
+def test_a_partitioned_round_gives_the_same_tokens(pair):
+    """A backend that plans on the host: several CUDA graphs with its calls between them, and the tokens of one graph."""
+    target, draft, tokenizer = pair
+    torch._dynamo.reset()
+    prompts = [tokenizer.encode(text) for text in TEXTS[:4]]
+    plain = Generator(target, max_batch_size=4, max_seq_len=512).generate(prompts, max_new_tokens=48).tokens
+    planned = dataclasses.replace(get_backend("reference"), name="planned-reference", host_plan=True, rank=1000)
+    with registered(planned):
+        for config in (SpeculationConfig(3), SpeculationConfig(3, 4, 12)):
+            before = recorded_graphs()
+            sizes = {"max_batch_size": 4, "max_seq_len": 512, "prefill_backend": "reference"}
+            generator = Generator(target, draft, config, compile=True, backend=planned.name, **sizes)
+            for _ in range(2):
+                assert generator.generate(prompts, max_new_tokens=48).tokens == plain
+            assert recorded_graphs() - before > 1

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
 from spec_ops.ops._library import define_op
+from spec_ops.ops.reference import concatenate as reference
 
-
-def _cat(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return torch.cat(tensors, dim)
-
-
-concatenate = define_op("concatenate(Tensor[] tensors, int dim) -> Tensor", _cat, _cat)
+concatenate = define_op("concatenate(Tensor[] tensors, int dim) -> Tensor", reference.concatenate, reference.concatenate)

@@ -39,7 +39,8 @@ class Variant:
         constexprs: value of each constexpr, and of each other argument that a launch makes a constant: None, and integers of
             value 1 such as the stride of a last dimension.
         num_warps, num_stages: as in the launch.
-        hot: on the path of a decode step, where no spill is tolerated.
+        hot: on the path of a decode step, where no spill is tolerated in an innermost loop. (A value that waits on the stack
+            for the end of a request costs a load per request.)
         archs: architectures it is launched on.
         options: further compile options, such as `{"maxnreg": 168}`.
         programs: blocks that must be resident on a multiprocessor at once, as a cooperative launch relies on.
@@ -58,11 +59,13 @@ class Variant:
 
 
 class Resources(NamedTuple):
-    """Registers per thread; shared memory per block; bytes of spilled registers (stack frame) per thread."""
+    """Registers per thread; shared memory per block; bytes of spilled registers (stack frame) per thread; how many instructions
+    of innermost loops access such bytes."""
 
     registers: int
     shared_bytes: int
     spill_bytes: int
+    loop_spills: int
 
 
 def resident_blocks(used: Resources, num_warps: int, arch: int) -> int:
@@ -149,5 +152,27 @@ def _resources(cubin: bytes, shared: int) -> Resources:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    used = {name: int(amount) for name, amount in re.findall(r"(REG|STACK):(\d+)", report)}
-    return Resources(used["REG"], shared, used["STACK"])
+        used = {name: int(amount) for name, amount in re.findall(r"(REG|STACK):(\d+)", report)}
+        loop_spills = 0
+        if used["STACK"]:
+            command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+            loop_spills = _loop_spills(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return Resources(used["REG"], shared, used["STACK"], loop_spills)
+
+
+def _loop_spills(assembly: str) -> int:
+    """Accesses to local memory in the innermost loops of `nvdisasm`'s output: backward branches that span no other."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    for line in assembly.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif re.search(r"/\*[0-9a-f]{4,}\*/\s+\S", line):
+            instructions.append(line)
+    loops = {
+        (labels[target[1]], at)
+        for at, line in enumerate(instructions)
+        if (target := re.search(r"\bBRA\b.*(\.L_x_\d+)", line)) and labels[target[1]] <= at
+    }
+    innermost = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for first, last in innermost for line in instructions[first : last + 1])

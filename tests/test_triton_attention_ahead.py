@@ -43,7 +43,7 @@ def test_every_architecture_has_every_shape():
 )  # fmt: skip
 def test_resident_blocks(registers, shared, warps, arch, blocks):
     """By hand, from the limits in the CUDA programming guide's table of compute capabilities."""
-    assert ahead.resident_blocks(ahead.Resources(registers, shared, 0), warps, arch) == blocks
+    assert ahead.resident_blocks(ahead.Resources(registers, shared, 0, 0), warps, arch) == blocks
 
 
 def test_recorded_arguments_are_specialized_as_a_launch_does():

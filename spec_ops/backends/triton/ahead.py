@@ -39,8 +39,7 @@ class Variant:
         constexprs: value of each constexpr, and of each other argument that a launch makes a constant: None, and integers of
             value 1 such as the stride of a last dimension.
         num_warps, num_stages: as in the launch.
-        hot: on the path of a decode step, where no spill is tolerated in an innermost loop. (A value that waits on the stack
-            for the end of a request costs a load per request.)
+        hot: on the path of a decode step, where no spill is tolerated.
         archs: architectures it is launched on.
         options: further compile options, such as `{"maxnreg": 168}`.
         programs: blocks that must be resident on a multiprocessor at once, as a cooperative launch relies on.

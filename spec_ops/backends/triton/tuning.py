@@ -45,7 +45,7 @@ def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int,
             rows, Config(16, 64, 1, 4, 4), Config(32, 64, 2, 3, 4), Config(64, 64, 4, 4, 2), Config(128, 64, 4, 3, 2)
         )
     elif head_dim <= 128:
-        config = _by_rows(rows, Config(16, 32, 1, 3, 2), Config(32, 64, 4, 3, 2), Config(64, 64, 4, 4, 1))
+        config = _by_rows(rows, Config(16, 64, 2, 3, 2), Config(32, 64, 4, 3, 2), Config(64, 64, 4, 4, 1))
     else:
         config = _by_rows(rows, Config(16, 32, 4, 3, 1), Config(32, 32, 4, 3, 1), Config(64, 32, 4, 3, 1))
     return _fitted(config, arch, shared_kv, head_dim, v_dim, kv_bytes)

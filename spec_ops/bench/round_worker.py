@@ -39,7 +39,15 @@ def main(questions: TextIO, answers: TextIO) -> None:
         answer(done=True)
     except Exception as error:
         traceback.print_exc()
-        answer(error=f"{type(error).__name__}: {error}", failed=not _announced(error))
+        answer(error=_reason(error), failed=not _announced(error))
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong; where, if the error does not say anything (an `assert` without a text)."""
+    if str(error):
+        return f"{type(error).__name__}: {error}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {frame.filename}:{frame.lineno}: {frame.line}"
 
 
 def _announced(error: BaseException | None) -> bool:

@@ -30,6 +30,7 @@ from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
 from spec_ops.passes.report import GraphReport, count_nodes
 from spec_ops.passes.select_backends import SelectBackends
 from spec_ops.passes.share_op_inputs import ShareOpInputs
+from spec_ops.passes.split_argmax import SplitArgmax
 from spec_ops.passes.use_decode_for_extend import UseDecodeForExtend
 from spec_ops.passes.whole_concatenations import WholeConcatenations
 
@@ -47,6 +48,7 @@ PASSES: tuple[GraphPass, ...] = (
     HoistRowSelect(),
     LowerKvAppend(),
     LowerSkinnyMm(),
+    SplitArgmax(),
     ShareOpInputs(),
     WholeConcatenations(),
 )

@@ -1,45 +1,74 @@
-"""Runs every attention kernel once or twice on tiny inputs, for compute-sanitizer:
+"""Cases of `sanitize_kernels.py` for the attention kernels.
 
-    python benchmarks/sanitize_attention.py  # first: compiles the kernels
-    compute-sanitizer --tool memcheck python benchmarks/sanitize_attention.py
-    compute-sanitizer --tool racecheck python benchmarks/sanitize_attention.py
-
-Page ids past a request's pages lie outside the pool, so that reading through one is an invalid address. Results are compared
-with the reference, and a NaN or a wrong one fails the run. Allocations are exact: PYTORCH_NO_CUDA_MEMORY_CACHING is set.
+Page ids past a request's pages lie outside the pool, so that reading through one is an invalid address.
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 import spec_ops
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-# kind, query heads, KV heads, widths of keys and values, page size, queries (0: ragged), tree, cache's dtype, window
+LENS = [0, 1, 0, 700]  # and two around a page's end: requests without keys, of one token, and one that many programs share
+Q_LENS = [0, 1, 3, 40, 2, 5]  # of a ragged call
+SPLIT = ("split_kv_attention_kernel",)
+HOPPER = ("mla_hopper_attention",)
+RAGGED = ("ragged_attention_kernel",)
+DETERMINISTIC = ("deterministic_attention_kernel", "deterministic_combine_kernel")
+
+
+class Shape(NamedTuple):
+    """Heads, widths of keys and values, page size, queries (0: ragged) and whether they are a tree, cache, window."""
+
+    kind: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    page_size: int
+    q_len: int
+    tree: bool = False
+    kv_dtype: torch.dtype = BF16
+    window: int = -1
+
+    def label(self) -> str:
+        queries = f"{self.q_len}{' in a tree' if self.tree else ''}" if self.q_len else "ragged"
+        cache = "" if self.kv_dtype == BF16 else ", fp8"
+        return f"{self.kind} {self.heads}/{self.kv_heads or 1} of {self.head_dim}, queries {queries}{cache}"
+
+
 CASES = [
-    ("mha", 8, 2, 128, 128, 64, 1, False, BF16, -1),
-    ("mha", 8, 2, 128, 128, 64, 16, True, BF16, -1),
-    ("mha", 8, 2, 64, 64, 16, 4, True, BF16, 20),
-    ("mha", 8, 2, 256, 256, 32, 2, False, BF16, -1),
-    ("mha", 8, 2, 192, 128, 1, 2, False, BF16, -1),
-    ("mha", 8, 2, 128, 128, 64, 4, False, FP8, -1),
-    ("mha", 8, 2, 128, 128, 64, 0, False, BF16, -1),
-    ("mha", 8, 2, 64, 64, 16, 0, False, BF16, 20),
-    ("mla", 16, 0, 576, 512, 64, 1, False, BF16, -1),
-    ("mla", 128, 0, 576, 512, 64, 4, False, BF16, -1),
-    ("mla", 16, 0, 320, 256, 16, 4, True, BF16, -1),
-    ("mla", 16, 0, 576, 512, 64, 2, False, FP8, -1),
-    ("mla", 16, 0, 576, 512, 64, 0, False, BF16, -1),
+    (Shape("mha", 8, 2, 128, 128, 64, 1), SPLIT),
+    (Shape("mha", 8, 2, 128, 128, 64, 16, tree=True), SPLIT),
+    (Shape("mha", 8, 2, 64, 64, 16, 4, tree=True, window=20), SPLIT),
+    (Shape("mha", 8, 2, 256, 256, 32, 2), SPLIT),
+    (Shape("mha", 8, 2, 192, 128, 1, 2), SPLIT),
+    (Shape("mha", 8, 2, 128, 128, 64, 4, kv_dtype=FP8), SPLIT),
+    (Shape("mha", 8, 2, 128, 128, 64, 0), RAGGED),
+    (Shape("mha", 8, 2, 64, 64, 16, 0, window=20), RAGGED),
+    (Shape("mla", 16, 0, 576, 512, 64, 1), HOPPER),
+    (Shape("mla", 128, 0, 576, 512, 64, 4), HOPPER),
+    (Shape("mla", 16, 0, 320, 256, 16, 4, tree=True), SPLIT),
+    (Shape("mla", 16, 0, 576, 512, 64, 2, kv_dtype=FP8), SPLIT),
+    (Shape("mla", 16, 0, 576, 512, 64, 0), RAGGED),
+]
+DETERMINISTIC_CASES = [
+    (Shape("mha", 8, 2, 128, 128, 64, 4), DETERMINISTIC),
+    (Shape("mha", 8, 2, 64, 64, 16, 16, tree=True), DETERMINISTIC),
+    (Shape("mla", 16, 0, 576, 512, 64, 2), DETERMINISTIC),
+    (Shape("mha", 8, 2, 64, 64, 16, 0), ("deterministic_extend_kernel",)),
 ]
 
 
-def arguments(kind, heads, kv_heads, head_dim, v_dim, page_size, q_len, tree, kv_dtype, window) -> tuple[str, dict]:
-    """Requests without keys, of one token, around a page's end, and one that many programs share."""
-    lens = [0, 1, page_size - 1 + q_len, page_size + 1, 0, 700]
+def arguments(shape: Shape) -> dict[str, Any]:
+    """Of the op, on CPU."""
+    kind, heads, kv_heads, head_dim, v_dim, page_size, q_len, tree, kv_dtype, window = shape
+    lens = [*LENS[:2], page_size - 1 + q_len, page_size + 1, *LENS[2:]]
     live = [-(-length // page_size) for length in lens]
     tables = torch.full((len(lens), max(live)), 2**30, dtype=torch.int32)
     ids = iter(torch.randperm(sum(live)).tolist())
@@ -47,14 +76,13 @@ def arguments(kind, heads, kv_heads, head_dim, v_dim, page_size, q_len, tree, kv
         row[:count] = torch.tensor([next(ids) for _ in range(count)], dtype=torch.int32)
 
     def cache(*row: int) -> torch.Tensor:
-        return torch.randn(sum(live), page_size, *row, device="cuda").to(kv_dtype)
+        return torch.randn(sum(live), page_size, *row).to(kv_dtype)
 
-    q_lens = [0, 1, 3, 40, 2, 5]
-    rows = (len(lens), q_len) if q_len else (sum(q_lens) + 3,)
+    rows = (len(lens), q_len) if q_len else (sum(Q_LENS) + 3,)
     a = {
-        "q": torch.randn(*rows, heads, head_dim, device="cuda").to(BF16),
-        "block_tables": tables.cuda(),
-        "seq_lens": torch.tensor(lens, dtype=torch.int32, device="cuda"),
+        "q": torch.randn(*rows, heads, head_dim).to(BF16),
+        "block_tables": tables,
+        "seq_lens": torch.tensor(lens, dtype=torch.int32),
         "scale": head_dim**-0.5,
         "window_left": window,
     }
@@ -64,28 +92,30 @@ def arguments(kind, heads, kv_heads, head_dim, v_dim, page_size, q_len, tree, kv
     else:
         a |= {"kv_cache": cache(head_dim), "kv_lora_rank": v_dim} | ({"kv_scale": 1.5} if kv_dtype == FP8 else {})
     if not q_len:
-        starts = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
-        a |= {"q_indptr": starts.cuda(), "max_q_len": max(q_lens)}
+        starts = torch.tensor([0, *Q_LENS]).cumsum(0).to(torch.int32)
+        a |= {"q_indptr": starts, "max_q_len": max(Q_LENS)}
     elif tree:  # siblings in pairs
         parents = [max(0, (i - 1) // 2) for i in range(q_len)]
         words: list[int] = []
         for i, parent in enumerate(parents):
             words.append((1 << i) | (words[parent] if i else 0))
-        a |= {"tree_mask": torch.tensor([words] * len(lens), device="cuda"), "mask_len": q_len}
-    return f"{kind}_{'target_verify' if q_len else 'extend'}", a
+        a |= {"tree_mask": torch.tensor([words] * len(lens)), "mask_len": q_len}
+    return a
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    for case in CASES:
-        name, a = arguments(*case)
-        out = getattr(spec_ops, name)(**a, backend="triton").float()
-        expected = getattr(spec_ops, name)(**a, backend="reference").float()
-        # Weights and results are rounded to bfloat16 once each: half of 2^-7 of values up to 5, twice.
-        if not (out - expected).abs().max().item() <= 0.05:
-            raise SystemExit(f"{case}: off by {(out - expected).abs().max().item()}")
-        print(*case, "ok")
+def check(shape: Shape, backend: str, device: str) -> None:
+    a = arguments(shape)
+    op = getattr(spec_ops, f"{shape.kind}_{'target_verify' if shape.q_len else 'extend'}")
+    expected = op(**a, backend="reference").float()
+    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in a.items()}
+    got = op(**given, backend=backend).float().cpu()
+    # Weights and results are rounded to bfloat16 once each: half of 2^-7 of values up to 5, twice. A NaN fails too.
+    error = (got - expected).abs().max().item()
+    assert error <= 0.05, f"off by {error}"
 
 
-if __name__ == "__main__":
-    main()
+def cases() -> Iterator[tuple[str, tuple[str, ...], Callable[[str], None]]]:
+    """Name, kernels launched on Hopper, and what runs the case on a device."""
+    for backend, shapes in (("triton", CASES), ("triton-deterministic", DETERMINISTIC_CASES)):
+        for shape, kernels in shapes:
+            yield f"{backend} attention, {shape.label()}", kernels, functools.partial(check, shape, backend)

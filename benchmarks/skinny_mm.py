@@ -23,7 +23,7 @@ from spec_ops.results import environment, write_rows
 # n, k
 SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (2880, 4096), (1536, 7168)]  # replaced
 SHAPES += [(5120, 2880), (24576, 1536), (28672, 4096), (7168, 16384)]  # left to cuBLAS
-ROWS = (1, 4, 8, 16)
+ROWS = (1, 4, 8, 16, 32, 64)
 COLD_BYTES = 200_000_000  # of weights in turn: four times the L2 of an H200
 
 

@@ -21,21 +21,33 @@ SHAPES = [(6144, 4096), (4096, 4096), (2880, 4096), (5120, 2880), (1536, 7168), 
 @pytest.mark.parametrize("arch", [90, 100, 103, 120])
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (128256, 4096), (1, 16384)])
 def test_every_size_has_a_config_that_fits(n, k, arch):
-    blocks = -(-k // linear.BLOCK_K)
     for m in range(1, linear.MAX_ROWS + 1):
         for sms in (1, 84, 132, 188):
             config = linear.choose(m, n, k, sms, arch)
+            blocks = -(-k // config.block_k)
             assert config.block_m >= m
             assert 1 <= config.splits <= blocks  # no program without work
-            buffers = config.num_stages - 1
+            # wgmma and tcgen05 take a buffer more
+            buffers = config.num_stages - (config.block_n < 64 or arch == 120)
             assert buffers >= min(2, blocks)
-            one = 2 * linear.BLOCK_K * (linear.BLOCK_N + config.block_m)
+            one = 2 * config.block_k * (config.block_n + config.block_m)
             assert config.programs * (buffers * one + 1024) <= ahead.SHARED_LIMIT[arch] + 1024
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "splits", "num_stages"),
+    [(1, 6144, 4096, 1, 7), (16, 6144, 4096, 1, 5), (8, 4096, 4096, 1, 7), (16, 2880, 4096, 2, 5), (4, 1536, 7168, 4, 7)],
+)
+def test_what_the_measured_rule_relies_on(m, n, k, splits, num_stages):
+    """On 132 multiprocessors, as in `benchmarks/results/h200-skinny-mm.json`."""
+    assert linear.choose(m, n, k, 132, 90) == linear.Config(8 if m <= 8 else 16, 16, 256, 4, splits, num_stages, 3)
+
+
 def test_the_pass_asks_for_whole_blocks():
-    assert lower_skinny_mm.BLOCK_K == linear.BLOCK_K
-    assert lower_skinny_mm.RULES[90].max_m == linear.MAX_ROWS
+    assert all(lower_skinny_mm.BLOCK_K % tile.block_k == 0 for tile in linear.TILES)
+    rows = [rule.max_m for rule in lower_skinny_mm.RULES[90]]
+    assert rows == sorted(rows)
+    assert rows[-1] <= linear.MAX_ROWS
 
 
 @pytest.mark.parametrize("variant", list(linear.ahead()), ids=lambda variant: variant.name)
@@ -61,7 +73,7 @@ def mean_error(got: torch.Tensor, x, weight, bias) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_error_is_that_of_cublas(n, k, dtype):
-    for m in (1, 3, 4, 8, 9, 16):
+    for m in (1, 3, 4, 8, 9, 16, 17, 32, 33, 64):
         x, weight, bias = tensors(m, n, k, dtype)
         ours = mean_error(skinny_mm_op(x, weight, bias), x, weight, bias)
         assert ours <= 1.1 * mean_error(torch.nn.functional.linear(x, weight, bias), x, weight, bias)
@@ -70,16 +82,19 @@ def test_error_is_that_of_cublas(n, k, dtype):
 @GPU
 def test_results_repeat():
     """Whoever is last to arrive: sums are in the order of k."""
-    for m, n, k in ((4, 1536, 7168), (16, 2880, 4096), (9, 1000, 4096)):
+    for m, n, k in ((4, 1536, 7168), (16, 2880, 4096), (9, 1000, 4096), (32, 4096, 4096), (64, 1536, 7168)):
         x, weight, _ = tensors(m, n, k)
         first = skinny_mm_op(x, weight, None)
         assert all(torch.equal(first, skinny_mm_op(x, weight, None)) for _ in range(200))
 
 
+TURNS = [(4, 1536, 7168), (16, 2880, 4096), (4, 6144, 4096), (9, 1000, 1024), (32, 4096, 4096), (64, 1000, 4096)]
+
+
 @GPU
 def test_sizes_take_turns_in_a_graph():
     """Launches of other splits share the counters; a replay leaves them as it found them."""
-    products = [tensors(m, n, k) for m, n, k in ((4, 1536, 7168), (16, 2880, 4096), (4, 6144, 4096), (9, 1000, 1024))]
+    products = [tensors(m, n, k) for m, n, k in TURNS]
     want = [skinny_mm_op(*p) for p in products]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -14,7 +14,7 @@ def _skinny_mm_fake(x, weight, bias):
 
 
 # `x [m, k] @ weight [n, k]^T + bias [n]`, summed in float32, as a contiguous `[m, n]` of the dtype of `x`. On CUDA: bfloat16 or
-# float16, m up to 16, k a multiple of 64, rows of `weight` contiguous and aligned to 16 bytes; anything else is a ValueError.
+# float16, m up to 64, k a multiple of 64, rows of `weight` contiguous and aligned to 16 bytes; anything else is a ValueError.
 skinny_mm_op = define_op(
     "skinny_mm(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     reference.skinny_mm,

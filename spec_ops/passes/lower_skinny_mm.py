@@ -7,8 +7,9 @@ columns for every multiprocessor; with fewer it splits k, over too few blocks an
 says for each architecture where ours is used; `benchmarks/results/h200-skinny-mm.json` (`benchmarks/skinny_mm.py`) has the
 figures behind it.
 
-Nothing is replaced beyond 16 rows, on an architecture without figures, where sizes are unknown while compiling, where the
-weight is computed in the graph (it may still be in cache), and where Inductor was asked to time products (`max_autotune`).
+Nothing is replaced beyond the rows of the last rule, on an architecture without figures, where sizes are unknown while
+compiling, where the weight is computed in the graph (it may still be in cache), and where Inductor was asked to time products
+(`max_autotune`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Where `skinny_mm` is used: m, n and the bytes of the weight at most, k and the bytes at least."""
+    """Where `skinny_mm` is used for up to `max_m` rows: n and the bytes of the weight at most, k and the bytes at least."""
 
     max_m: int
     max_n: int
@@ -43,10 +44,8 @@ class Rule:
     min_bytes: int
     max_bytes: int
 
-    def refusal(self, m: int, n: int, k: int) -> str | None:
+    def refusal(self, n: int, k: int) -> str | None:
         """Why cuBLAS keeps the product of `[m, k]` and `[k, n]`; None if it does not."""
-        if m > self.max_m:
-            return f"more than {self.max_m} rows"
         if n > self.max_n:
             return f"more than {self.max_n} columns"
         if k < self.min_k or k % BLOCK_K:
@@ -56,8 +55,23 @@ class Rule:
         return None
 
 
+# For each architecture by growing `max_m`: the first that holds the rows applies.
 # 112 MiB is the largest weight that measured faster at every m; 7168 x 16384 (224 MiB) took up to 1.11 times as long as cuBLAS.
-RULES = {90: Rule(max_m=16, max_n=48 * 132, min_k=4096, min_bytes=20 << 20, max_bytes=112 << 20)}
+RULES: dict[int, tuple[Rule, ...]] = {
+    90: (
+        Rule(max_m=16, max_n=48 * 132, min_k=4096, min_bytes=20 << 20, max_bytes=112 << 20),
+        Rule(max_m=32, max_n=32 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),
+        Rule(max_m=64, max_n=32 * 132, min_k=4096, min_bytes=96 << 20, max_bytes=112 << 20),
+    ),
+}
+
+
+def refusal(arch: int, m: int, n: int, k: int) -> str | None:
+    """Why cuBLAS keeps the product of `[m, k]` and `[k, n]` on `arch`; None if the rule of so many rows gives it away."""
+    if (rules := RULES.get(arch)) is None:
+        return f"no figures for sm_{arch}"
+    rule = next((rule for rule in rules if m <= rule.max_m), None)
+    return rule.refusal(n, k) if rule else f"more than {rules[-1].max_m} rows"
 
 
 class LowerSkinnyMm(GraphPass):
@@ -94,11 +108,11 @@ def _operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
 
 def _refusal(arch: int, m: Any, n: Any, k: Any, node: fx.Node, bias: fx.Node | None, right: fx.Node) -> str | None:
     """Why cuBLAS keeps the product; None if it does not."""
-    if (rule := RULES.get(arch)) is None:
+    if arch not in RULES:
         return f"no figures for sm_{arch}"
     if not all(isinstance(size, int) for size in (m, n, k)):
         return "its sizes are not known while compiling"
-    if reason := rule.refusal(m, n, k):
+    if reason := refusal(arch, m, n, k):
         return reason
     weight = value(right)
     if weight.stride(0) != 1 or weight.stride(1) < k:

@@ -15,6 +15,8 @@ Rows are left whole where there are enough of them, and where no part of `PART` 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -33,7 +35,7 @@ class SplitArgmax(GraphPass):
 
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
         for node in calls(graph, aten.argmax.default):
-            x, dim, keepdim = (*node.args, None, False)[:3] if len(node.args) < 3 else node.args
+            x, dim, keepdim = _operands(node)
             fake = value(x)
             if fake.device.type != "cuda" or not isinstance(dim, int) or dim % fake.dim() != fake.dim() - 1:
                 continue
@@ -47,8 +49,14 @@ class SplitArgmax(GraphPass):
             if (parts := _parts(rows, width)) is None:
                 result.refuse(node, f"argmax: no part of {PART[0]} to {PART[1]} values divides rows of {width} evenly")
                 continue
-            _split(graph, node, x, parts, bool(keepdim))
+            _split(graph, node, x, parts, keepdim)
             result.did(node, f"argmax over {rows} rows of {width}: in {parts} parts each")
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, Any, bool]:
+    """The values, the dimension (None: all) and whether it stays."""
+    x, dim, keepdim = (*node.args, None, False)[:3] if len(node.args) < 3 else node.args
+    return x, dim, bool(keepdim)  # type: ignore[return-value]
 
 
 def _parts(rows: int, width: int) -> int | None:

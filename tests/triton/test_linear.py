@@ -27,8 +27,12 @@ def tensors(m: int, n: int, k: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=g).half() for shape in ((m, k), (n, k), (n,))]
 
 
+SIZES = [(1, 16, 768), (4, 50, 1088), (9, 33, 832), (16, 20, 1024)]
+SIZES += [(17, 65, 832), (31, 50, 1088), (32, 129, 768), (33, 131, 832), (64, 100, 704)]
+
+
 @pytest.mark.parametrize("splits", [1, 2, 3])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 16, 768), (4, 50, 1088), (9, 33, 832), (16, 20, 1024)])
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_like_float64(m, n, k, splits):
     """Rows and columns that no block divides, k that `BLOCK_K` does not divide, shares of k of other lengths."""
     x, weight, bias = tensors(m, n, k)
@@ -37,15 +41,21 @@ def test_like_float64(m, n, k, splits):
     check(x, weight, None, config)
 
 
-@pytest.mark.parametrize("m", [2, 8, 11])
-def test_what_is_chosen(m):
-    assert linear.choose(m, 40, 1088, num_sms(torch.device("cpu")), 90).splits == 2
+@pytest.mark.parametrize(("m", "splits"), [(2, 2), (8, 2), (11, 2), (17, 4), (40, 2)])
+def test_what_is_chosen(m, splits):
+    assert linear.choose(m, 40, 1088, num_sms(torch.device("cpu")), 90).splits == splits
     check(*tensors(m, 40, 1088))
     check(*tensors(m, 200, 192))
 
 
-def test_strided_inputs():
-    x, weight, bias = tensors(5, 64, 256)
+@pytest.mark.parametrize("tile", [linear.Tile(32, 32, 128, 2, 2), linear.Tile(32, 128, 128, 8, 1)])
+def test_other_tiles(tile):
+    check(*tensors(18, 133, 832), linear.fitted(tile, 133, 832, 4, 90))
+
+
+@pytest.mark.parametrize("m", [5, 20])
+def test_strided_inputs(m):
+    x, weight, bias = tensors(m, 64, 256)
     check(x[:, 64:128], weight[:, 128:192], bias)
     check(x[:, 3:67], weight[:, :64], torch.stack([bias, bias], 1)[:, 0])  # copied: TMA reads from multiples of 16 bytes
     check(x.t().contiguous().t(), weight, None)
@@ -59,7 +69,7 @@ def test_no_rows():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, weight: (torch.cat([x] * 5), weight), "`x` must have at most 16 rows, got 20"),
+        (lambda x, weight: (torch.cat([x] * 17), weight), "`x` must have at most 64 rows, got 68"),
         (lambda x, weight: (x[:, :100], weight[:, :100]), "multiple of 64, got 100"),
         (lambda x, weight: (x[:, :0], weight[:, :0]), "multiple of 64, got 0"),
         (

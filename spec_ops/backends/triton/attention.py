@@ -64,8 +64,11 @@ def _combine(
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)
             shrink = tl.exp2(m - shift)
             grow = tl.exp2(m_i - shift[None, :])
-            acc = acc * shrink[:, None] + tl.sum(a_i * grow[:, :, None], 0)
-            l = l * shrink + tl.sum(l_i * grow, 0)
+            # `where` and `abs` change no value: they keep products from fusing with the sum's first step between threads, after
+            # which copies of a result differ in the last bit and race into shared memory (triton-lang/triton#7264).
+            weighted = tl.where(there[:, :, None], a_i * grow[:, :, None], 0.0)
+            acc = acc * shrink[:, None] + tl.sum(weighted, 0)
+            l = l * shrink + tl.sum(tl.abs(l_i * grow), 0)
             m = m_new
         head = kv_head * GROUP + (row0 + row) % GROUP
         result = acc * (denominator(m, l, sinks, head, live, HAS_SINKS) * v_scale)[:, None]

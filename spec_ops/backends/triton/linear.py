@@ -1,9 +1,13 @@
-"""Products of at most 16 rows with a weight that is read once: `x [m, k] @ weight [n, k]^T` in one launch.
+"""Products of at most 64 rows with a weight that is read once: `x [m, k] @ weight [n, k]^T` in one launch.
 
 Such a product takes as long as its weight takes to come from memory, so all multiprocessors have to ask for weights all the
 time. A program computes `BLOCK_N` columns for all rows, over a share of k where there are fewer tiles than programs fit
 (`splits`): then each writes a partial sum and announces it, and the last one adds them up, always in the order of k. Weights
 are the long operand (`out^T = weight x^T`), so that rows pad to 8 and not to 64.
+
+Every program reads all rows over its share of k, from L2: `BLOCK_M / BLOCK_N` bytes of `x` for each byte of the weight. Up to
+16 rows that is at most one, and narrow tiles, of which each warp takes a chunk of k, need the fewest partial sums. With more
+rows a tile has the 64 columns of a warpgroup's instruction (`wgmma`), which reads both operands from shared memory.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,34 +29,59 @@ from spec_ops.backends.triton.schedule import arrive
 from spec_ops.backends.triton.tuning import SHARED
 from spec_ops.backends.triton.workspace import arrival_counters
 
-MAX_ROWS = 16
 CHUNK = 64  # of k: what one row of shared memory holds (128 bytes)
-BLOCK_N, BLOCK_K, NUM_WARPS = 16, 256, 4  # a chunk of k for each warp; figures in `docs/decisions.md`
-MAX_PROGRAMS = 3  # per multiprocessor
+WARPGROUP = tl.constexpr(64)  # columns from which a tile is one product of 128 threads
+
+
+class Tile(NamedTuple):
+    """What a program computes at a time, `block_k` of k in each turn, and how many programs a multiprocessor gets at most.
+
+    Below `WARPGROUP` columns each warp has a chunk of k.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    programs: int
+
+
+# The first that holds the rows; figures in `docs/decisions.md`.
+TILES = (Tile(8, 16, 256, 4, 3), Tile(16, 16, 256, 4, 3), Tile(32, 64, 128, 4, 1), Tile(64, 64, 128, 4, 1))
+MAX_ROWS = TILES[-1].block_m
 
 
 @dataclass(frozen=True)
 class Config:
-    """What follows from the sizes: padded rows, programs per tile, blocks in flight (Triton's count: one more), and programs
-    that a multiprocessor holds at once."""
+    """A tile, programs that share its k, Triton's count of stages, and programs that a multiprocessor holds at once."""
 
     block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
     splits: int
     num_stages: int
     programs: int
 
 
 def choose(m: int, n: int, k: int, sms: int, arch: int) -> Config:
+    return fitted(next(tile for tile in TILES if m <= tile.block_m), n, k, sms, arch)
+
+
+def fitted(tile: Tile, n: int, k: int, sms: int, arch: int) -> Config:
     """As many splits as give every program its place at once, and as many blocks in flight as shared memory holds."""
-    block_m = 8 if m <= 8 else 16
-    blocks = triton.cdiv(k, BLOCK_K)
-    buffer = 2 * BLOCK_K * (BLOCK_N + block_m)
+    block_m, block_n, block_k, num_warps, most = tile
+    blocks = triton.cdiv(k, block_k)
+    buffer = 2 * block_k * (block_n + block_m)
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
     shared = SHARED.get(arch, 99) * 1024
-    programs = min(MAX_PROGRAMS, shared // (2 * buffer + rest))
-    splits = max(1, min(sms * programs // triton.cdiv(n, BLOCK_N), blocks // 2))
+    programs = max(1, min(most, shared // (2 * buffer + rest)))
+    # At least two blocks for each, and partial sums of at most a quarter of the weight's bytes.
+    splits = max(1, min(sms * programs // triton.cdiv(n, block_n), blocks // 2, k // (8 * block_m)))
     buffers = min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits))
-    return Config(block_m, splits, buffers + 1, programs)
+    # A stage is the product itself, except that Triton adds a buffer where the product is asynchronous (wgmma, tcgen05).
+    asynchronous = block_n >= WARPGROUP.value and 90 <= arch < 120
+    return Config(block_m, block_n, block_k, num_warps, splits, max(2, buffers + (not asynchronous)), programs)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -60,20 +90,29 @@ def skinny_mm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`x`, `weight`: tensor descriptors of `[K / CHUNK, rows, CHUNK]`, blocks of `BLOCK_K / CHUNK` chunks and `BLOCK_M` or
-    `BLOCK_N` rows. `bias [N]` or None; `out [M, N]` is contiguous."""
-    CHUNKS: tl.constexpr = BLOCK_K // CHUNK
+    """`x`, `weight`: tensor descriptors of what `_block_shape` says, of `BLOCK_M` and `BLOCK_N` rows. `bias [N]` or None;
+    `out [M, N]` is contiguous."""
     pid = tl.program_id(0)
     tile = pid // SPLITS
     split = pid % SPLITS
     blocks = tl.cdiv(K, BLOCK_K)
-    # A batch of products, of which Triton gives each warp its own: no warp reads what another one reads.
-    sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
-    for block in tl.range(split * blocks // SPLITS, (split + 1) * blocks // SPLITS, num_stages=STAGES):
-        columns = weight.load([block * CHUNKS, tile * BLOCK_N, 0])
-        rows = x.load([block * CHUNKS, 0, 0])
-        sums = tl.dot(columns, tl.permute(rows, (0, 2, 1)), sums)
-    acc = tl.sum(sums, 0)
+    first = split * blocks // SPLITS
+    end = (split + 1) * blocks // SPLITS
+    if BLOCK_N < WARPGROUP:
+        # A batch of products, of which Triton gives each warp its own: no warp reads what another one reads.
+        CHUNKS: tl.constexpr = BLOCK_K // CHUNK
+        sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
+        for block in tl.range(first, end, num_stages=STAGES):
+            columns = weight.load([block * CHUNKS, tile * BLOCK_N, 0])
+            rows = x.load([block * CHUNKS, 0, 0])
+            sums = tl.dot(columns, tl.permute(rows, (0, 2, 1)), sums)
+        acc = tl.sum(sums, 0)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for block in tl.range(first, end, num_stages=STAGES):
+            columns = weight.load([tile * BLOCK_N, block * BLOCK_K])
+            rows = x.load([0, block * BLOCK_K])
+            acc = tl.dot(columns, tl.permute(rows, (1, 0)), acc)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     complete = True
@@ -84,9 +123,16 @@ def skinny_mm_kernel(
         if complete:
             # Its own sum is read back too: the order of addition must not depend on who is last.
             parts = partial + tile * (SPLITS * BLOCK_N * BLOCK_M) + local
-            acc = tl.load(parts)
-            for i in tl.static_range(1, SPLITS):
-                acc += tl.load(parts + i * (BLOCK_N * BLOCK_M))
+            if BLOCK_N < WARPGROUP:
+                acc = tl.load(parts)
+                for i in tl.static_range(1, SPLITS):
+                    acc += tl.load(parts + i * (BLOCK_N * BLOCK_M))
+            else:
+                # ptxas keeps few such reads in flight, so they go through shared memory, as many as fit where blocks were.
+                ROOM: tl.constexpr = ((STAGES - 1) * BLOCK_K * (BLOCK_N + BLOCK_M)) // (2 * BLOCK_N * BLOCK_M)
+                acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                for i in tl.range(0, SPLITS, num_stages=min(SPLITS, ROOM) + 1):
+                    acc += tl.load(parts + i * (BLOCK_N * BLOCK_M))
     if complete:
         if bias is not None:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -105,9 +151,18 @@ def _tma_reads(rows: torch.Tensor) -> bool:
     return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] and aligned
 
 
-def _blocks(rows: torch.Tensor, block: int) -> TensorDescriptor:
-    n, k = rows.shape
-    return TensorDescriptor(rows, [k // CHUNK, n, CHUNK], [CHUNK, rows.stride(0), 1], [BLOCK_K // CHUNK, block, CHUNK])
+def _block_shape(rows: int, config: Config) -> list[int]:
+    """Of `[k / CHUNK, n, CHUNK]` where warps take chunks, of `[n, k]` else."""
+    if config.block_n < WARPGROUP.value:
+        return [config.block_k // CHUNK, rows, CHUNK]
+    return [rows, config.block_k]
+
+
+def _descriptor(matrix: torch.Tensor, rows: int, config: Config) -> TensorDescriptor:
+    (n, k), block = matrix.shape, _block_shape(rows, config)
+    if len(block) == 3:
+        return TensorDescriptor(matrix, [k // CHUNK, n, CHUNK], [CHUNK, matrix.stride(0), 1], block)
+    return TensorDescriptor(matrix, [n, k], [matrix.stride(0), 1], block)
 
 
 def skinny_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config | None = None) -> torch.Tensor:
@@ -131,23 +186,27 @@ def skinny_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         )
     x = x if _tma_reads(x) else x.clone(memory_format=torch.contiguous_format)
     config = config or choose(m, n, k, num_sms(x.device), _arch(x.device))
-    block_m, splits, tiles = config.block_m, config.splits, triton.cdiv(n, BLOCK_N)
+    block_m, block_n, splits = config.block_m, config.block_n, config.splits
+    tiles = triton.cdiv(n, block_n)
     partial = counters = None
     if splits > 1:
-        partial = torch.empty(tiles * splits * BLOCK_N * block_m, dtype=torch.float32, device=x.device)
+        partial = torch.empty(tiles * splits * block_n * block_m, dtype=torch.float32, device=x.device)
         counters = arrival_counters(x.device, tiles, "skinny_mm")
     with device_guard(x):
         launch(
-            skinny_mm_kernel, (tiles * splits,), _blocks(x, block_m), _blocks(weight, BLOCK_N),
+            skinny_mm_kernel, (tiles * splits,), _descriptor(x, block_m, config), _descriptor(weight, block_n, config),
             None if bias is None else bias.contiguous(), out, partial, counters, m, n, k,
-            BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, CHUNK=CHUNK, SPLITS=splits, STAGES=config.num_stages,
-            num_warps=NUM_WARPS,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, CHUNK=CHUNK, SPLITS=splits, STAGES=config.num_stages,
+            num_warps=config.num_warps,
         )  # fmt: skip
     return out
 
 
 def ahead() -> Iterator[Variant]:
-    for m, n, k in ((4, 6144, 4096), (16, 4096, 4096), (4, 1536, 7168), (16, 1536, 7168)):
+    shapes = (
+        [(m, 6144, 4096) for m in (4, 32, 64)] + [(m, 4096, 4096) for m in (16, 32)] + [(m, 1536, 7168) for m in (4, 16, 64)]
+    )
+    for m, n, k in shapes:
         chosen: dict[Config, list[int]] = {}
         for arch in ARCHS:
             chosen.setdefault(choose(m, n, k, 132, arch), []).append(arch)
@@ -156,18 +215,18 @@ def ahead() -> Iterator[Variant]:
 
 
 def _variant(name: str, config: Config, archs: tuple[int, ...]) -> Variant:
-    def blocks(rows: int) -> str:
-        return f"tensordesc<bf16{[BLOCK_K // CHUNK, rows, CHUNK]}>"
+    def descriptor(rows: int) -> str:
+        return f"tensordesc<bf16{_block_shape(rows, config)}>"
 
     split = {"partial": "*fp32:16", "counters": "*i32:16"}
     return Variant(
         name,
         skinny_mm_kernel,
-        {"x": blocks(config.block_m), "weight": blocks(BLOCK_N), "out": "*bf16:16", "M": "i32", "N": "i32:16"}
+        {"x": descriptor(config.block_m), "weight": descriptor(config.block_n), "out": "*bf16:16", "M": "i32", "N": "i32:16"}
         | {"K": "i32:16", **(split if config.splits > 1 else {})},
-        {"bias": None, "BLOCK_M": config.block_m, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K, "CHUNK": CHUNK}
+        {"bias": None, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": CHUNK}
         | {"SPLITS": config.splits, "STAGES": config.num_stages, **({} if config.splits > 1 else dict.fromkeys(split))},
-        num_warps=NUM_WARPS,
+        num_warps=config.num_warps,
         num_stages=config.num_stages,
         archs=archs,
         programs=config.programs,

@@ -154,10 +154,21 @@ XQA_CASES = [
 @pytest.mark.parametrize(("q_len", "tree", "page_size", "group", "kv_dtype"), XQA_CASES)
 def test_xqa(q_len, tree, page_size, group, kv_dtype):
     needs(90, 121)
+    """Called as it is, and compiled into a CUDA graph."""
     q, caches, call, seen, lens = gqa_case(q_len, tree=tree, page_size=page_size, group=group, kv_dtype=kv_dtype)
-    out = run(spec_ops.mha_target_verify, q, *caches, **call, backend="flashinfer-xqa")
-    # With an fp8 cache Hopper's kernel multiplies in e4m3, queries and probabilities included.
-    check_gqa(out, q, caches, call, seen, lens, FP8 if kv_dtype == FP8 else BF16)
+    counters.clear()
+    for tensor in (q, *caches, *(t for t in call.values() if isinstance(t, torch.Tensor))):
+        torch._dynamo.mark_static_address(tensor)
+
+    def verify():
+        return spec_ops.mha_target_verify(q, *caches, **call, backend="flashinfer-xqa") + 0
+
+    compiled = spec_ops.compile(verify)
+    for step in (verify, compiled, compiled, compiled):  # the compiled one warms up, records and replays
+        torch.compiler.cudagraph_mark_step_begin()
+        # With an fp8 cache Hopper's kernel multiplies in e4m3, queries and probabilities included.
+        check_gqa(run(step).clone(), q, caches, call, seen, lens, FP8 if kv_dtype == FP8 else BF16)
+    assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.parametrize(("q_len", "nodes"), [(4, 12), (8, 40), (1, 7)])
@@ -277,11 +288,11 @@ def test_xqa_replayed_in_a_cuda_graph(q_len, tree):
 TEXTS = ["def add(a, b):\n", "class Node:\n    def __init__(self, value):\n", "import os\nimport sys\n\n\ndef main(argv):\n"]
 
 
-def logits_of(target, tokens: list[int]) -> torch.Tensor:
+def logits_of(target, tokens: list[int], cache_dtype: torch.dtype | None = None) -> torch.Tensor:
     """`[n, vocab]` float32 logits of one sequence by the reference backend."""
     n, weight = len(tokens), target.embed.weight
     pages = -(-n // 64)
-    cache = PagedKVCache(target.config, pages, 64, dtype=weight.dtype, device="cuda")
+    cache = PagedKVCache(target.config, pages, 64, dtype=cache_dtype or weight.dtype, device="cuda")
     place = torch.arange(n, device="cuda")
     attention = PagedAttention(
         cache,
@@ -298,12 +309,14 @@ def logits_of(target, tokens: list[int]) -> torch.Tensor:
 
 
 def check_rounds(generator: Generator, exact, prompts: list[list[int]], count: int) -> Any:
-    """Generate; every token must be the greedy one of the float32 model `exact`, up to what bfloat16 does to the logits."""
+    """Generate; every token must be the greedy one of the float32 model `exact`, up to what bfloat16 and the cache's
+    dtype do to the logits."""
     result = run(generator.generate, prompts, max_new_tokens=count)
+    cache_dtype = generator.target_cache.tensors()[0].dtype
     for prompt, tokens in zip(prompts, result.tokens, strict=True):
         assert len(tokens) == count
         sequence = [*prompt, *tokens]
-        truth, short = logits_of(exact, sequence), logits_of(generator.target, sequence)
+        truth, short = logits_of(exact, sequence), logits_of(generator.target, sequence, cache_dtype)
         noise = (truth - short).abs().amax(-1)
         for i in range(len(prompt) - 1, len(sequence) - 1):
             gap = truth[i].max() - truth[i, sequence[i + 1]]
@@ -316,25 +329,26 @@ CHAIN, TREE = SpeculationConfig(3), SpeculationConfig(3, 4, 12)
 
 
 @pytest.mark.parametrize(
-    ("backend", "config"),
+    ("backend", "config", "cache_dtype"),
     [
-        pytest.param(backend, config, id=f"{backend}-{'tree' if config is TREE else 'chain'}")
-        for backend, configs in (
-            ("flashinfer-xqa", (CHAIN, TREE)),
-            ("flashinfer-fa2", (CHAIN, TREE)),
-            ("flashinfer-fa3", (CHAIN,)),
+        pytest.param(backend, config, dtype, id=f"{backend}-{'tree' if config is TREE else 'chain'}-{name}")
+        for backend, configs, dtype, name in (
+            ("flashinfer-xqa", (CHAIN, TREE), BF16, "bf16"),
+            ("flashinfer-xqa", (CHAIN, TREE), FP8, "fp8"),
+            ("flashinfer-fa2", (CHAIN, TREE), BF16, "bf16"),
+            ("flashinfer-fa3", (CHAIN,), BF16, "bf16"),
         )
         for config in configs
     ],
 )
-def test_compiled_rounds(backend, config):
+def test_compiled_rounds(backend, config, cache_dtype):
     """The shipped pair: one CUDA graph with XQA; several, and the host's plans between them, with fa2 and fa3."""
     needs(90, 90 if backend.endswith("fa3") else 121)
     counters.clear()
     target, draft, tokenizer = load_pair(device="cuda", dtype=BF16)
     generator = Generator(
         target, draft, config, compile=True, max_batch_size=4, max_seq_len=256, page_size=64, backend=backend,
-        prefill_backend="auto",
+        prefill_backend="auto", cache_dtype=cache_dtype,
     )  # fmt: skip
     before = recorded_graphs()
     result = check_rounds(generator, load_pair(device="cuda")[0], [tokenizer.encode(text) for text in TEXTS], 64)

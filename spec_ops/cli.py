@@ -15,6 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from spec_ops.bench.round_command import bench_round
+from spec_ops.bench.tune_command import bench_tune
 from spec_ops.decoding import GenerationResult, Generator, SamplingParams, SpeculationConfig
 from spec_ops.models.corpus import held_out_prompts
 from spec_ops.models.drafts import Draft
@@ -28,6 +29,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 bench.command("round")(bench_round)
+bench.command("tune")(bench_tune)
 console = Console(highlight=False, emoji=False)  # `x[:end:]` is Python, not an emoji
 
 DEFAULT_PROMPT = '''class Matrix:

@@ -349,7 +349,7 @@ def test_wrong_results_are_shown_and_fail(tmp_path, register, kernel):
 def test_nan_anywhere_counts(register):
     """Also in a request that is not among those compared with float64."""
     made = problem(GQA, Batch(9, 20, 90), 1, "causal")
-    expected = kernels._Expected(made)
+    expected = kernels.Expected(made)
     assert len(expected.requests) == 3
     assert {made.lens[b] for b in expected.requests} >= {min(made.lens), max(made.lens)}
     out = made.call(0, "reference")

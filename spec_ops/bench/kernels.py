@@ -104,7 +104,7 @@ def measure(
             if time.monotonic() > deadline:
                 return
             problem = Problem(case, pool, sets)
-            expected = _Expected(problem)
+            expected = Expected(problem)
             for backend in backends:
                 if time.monotonic() > deadline:
                     return
@@ -115,7 +115,7 @@ def measure(
 
 
 def _measure_one(
-    problem: Problem, expected: _Expected, backend: str, ceilings: Ceilings, min_ms: float
+    problem: Problem, expected: Expected, backend: str, ceilings: Ceilings, min_ms: float
 ) -> dict[str, Any] | Note:
     case = problem.case
     try:
@@ -134,7 +134,7 @@ def _measure_one(
         torch.cuda.empty_cache()  # graphs and dense copies leave gigabytes of blocks that fit nothing else
 
 
-def _row(problem: Problem, expected: _Expected, backend: str, timing: Timing, ceilings: Ceilings) -> dict[str, Any]:
+def _row(problem: Problem, expected: Expected, backend: str, timing: Timing, ceilings: Ceilings) -> dict[str, Any]:
     case, pool, work = problem.case, problem.pool, problem.work()
     heads, batch = case.heads, case.batch
     error, reference_error = expected.error(timing.output), expected.reference_error
@@ -164,7 +164,7 @@ def _row(problem: Problem, expected: _Expected, backend: str, timing: Timing, ce
     }
 
 
-class _Expected:
+class Expected:
     """The float64 result of a few requests of a case (the shortest, the longest, the middle one), and torch's own error."""
 
     def __init__(self, problem: Problem) -> None:

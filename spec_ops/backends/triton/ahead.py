@@ -99,7 +99,7 @@ def compile_ahead(variant: Variant, arch: int) -> Resources:
         ValueError: the signature and the constants do not cover the kernel's arguments; the kernel is an interpreted one.
     """
     binary = compiled(variant, arch)
-    return _resources(binary.asm["cubin"], binary.metadata.shared)
+    return cubin_resources(binary.asm["cubin"], binary.metadata.shared)
 
 
 def compiled(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
@@ -144,7 +144,8 @@ def _source_class(kernel) -> type:
     return ASTSource
 
 
-def _resources(cubin: bytes, shared: int) -> Resources:
+def cubin_resources(cubin: bytes, shared: int) -> Resources:
+    """What a binary takes whose launch asks for `shared` bytes of shared memory."""
     # Not its SHARED: triton's shared memory is dynamic, which the binary does not know of.
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -1,9 +1,21 @@
-"""Block shapes of the attention kernels, per architecture and shape."""
+"""Block shapes of the attention kernels, per architecture and shape.
+
+The choices are data: `tuning.json` beside this file, an entry a line. `python -m spec_ops bench tune` measures on the GPU at
+hand how far they are from the best, and with `--write` puts the best there. Nothing is measured when a kernel is called: a
+shape that nobody tuned takes the entry of its class, an architecture that nobody tuned that of the range it lies in, with fewer
+stages, keys or rows where its shared memory is smaller. Figures: `docs/decisions.md`.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+PATH = Path(__file__).with_name("tuning.json")
 SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB per SM that programs may use; 99 elsewhere
 
 
@@ -30,53 +42,96 @@ class Config:
         return min(255, 65536 // (32 * self.num_warps * self.programs) // 8 * 8)
 
 
+@dataclass(frozen=True)
+class Entry:
+    """The config of one class of calls.
+
+    Attributes:
+        kernel: `"split"` (decode, verify) or `"ragged"` (prefill). attention: `"gqa"` or `"mla"`.
+        head_dim, rows: the largest of the class; None for any above the other classes. Rows are query rows per (request, KV
+            head).
+        arch: first and last architecture, as in `(90, 90)`. config: see there.
+        measured: on which machine and with which versions `bench tune` found it; "" if it was entered by hand.
+    """
+
+    kernel: str
+    attention: str
+    head_dim: int | None
+    rows: int | None
+    arch: tuple[int, int]
+    config: Config
+    measured: str = ""
+
+    @property
+    def class_name(self) -> str:
+        """`"split/gqa/64/16"`; `any` and `more` where there is no largest."""
+        return f"{self.kernel}/{self.attention}/{self.head_dim or 'any'}/{self.rows or 'more'}"
+
+
+def read(path: Path = PATH) -> tuple[Entry, ...]:
+    """The entries of a file such as `tuning.json`, in its order."""
+    known = Config.__dataclass_fields__
+    return tuple(
+        Entry(
+            arch=(row["arch"][0], row["arch"][1]),
+            config=Config(**{name: value for name, value in row.items() if name in known}),
+            **{name: value for name, value in row.items() if name not in known and name != "arch"},
+        )
+        for row in json.loads(path.read_text(encoding="utf-8"))["entries"]
+    )
+
+
+@functools.cache
+def table() -> tuple[Entry, ...]:
+    """The entries of `tuning.json`."""
+    return read()
+
+
+def lookup(entries: Sequence[Entry], kernel: str, attention: str, arch: int, head_dim: int, rows: int) -> Entry:
+    """The entry of the smallest class that holds the call; of several for one class the one of the fewest architectures.
+
+    Raises:
+        ValueError: there is none.
+    """
+
+    def order(entry: Entry) -> tuple[float, float, int]:
+        return entry.head_dim or math.inf, entry.rows or math.inf, entry.arch[1] - entry.arch[0]
+
+    held = [
+        e
+        for e in entries
+        if (e.kernel, e.attention) == (kernel, attention)
+        and e.arch[0] <= arch <= e.arch[1]
+        and head_dim <= (e.head_dim or head_dim)
+        and rows <= (e.rows or rows)
+    ]
+    if not held:
+        call = f"the {kernel} kernel with {attention} on sm_{arch}, head_dim {head_dim}, {rows} rows"
+        raise ValueError(f"tuning: the table must have an entry for {call}, got none")
+    return min(held, key=order)
+
+
+@functools.lru_cache(maxsize=1024)  # a launch outside of a graph asks each time
+def _choose(kernel: str, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> Config:
+    entry = lookup(table(), kernel, "mla" if shared_kv else "gqa", arch, head_dim, rows)
+    return fitted(entry.config, arch, shared_kv, head_dim, v_dim, kv_bytes)
+
+
 def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> Config:
     """Settings of the split kernel for `rows` query rows per (request, KV head).
 
     Few rows are latency: one or two warps need no barriers, and several such programs share an SM. From 64 rows on the tensor
-    cores' warpgroup instructions apply. Figures: `docs/decisions.md`.
+    cores' warpgroup instructions apply.
     """
-    if shared_kv:
-        config = _mla(arch, rows)
-    elif arch >= 120 and head_dim <= 128:  # products come from `mma.sync`: larger tiles spill registers
-        config = Config(16, 32, 2, 3, 2) if rows <= 16 else Config(32 if rows <= 32 else 64, 32, 4, 3, 1)
-    elif head_dim <= 64:
-        config = _by_rows(
-            rows, Config(16, 64, 1, 4, 4), Config(32, 64, 2, 3, 4), Config(64, 64, 4, 4, 2), Config(128, 64, 4, 3, 2)
-        )
-    elif head_dim <= 128:
-        config = _by_rows(rows, Config(16, 64, 2, 3, 2), Config(32, 64, 4, 3, 2), Config(64, 64, 4, 4, 1))
-    else:
-        config = _by_rows(rows, Config(16, 32, 4, 3, 1), Config(32, 32, 4, 3, 1), Config(64, 32, 4, 3, 1))
-    return _fitted(config, arch, shared_kv, head_dim, v_dim, kv_bytes)
-
-
-def _mla(arch: int, rows: int) -> Config:
-    if arch >= 120:
-        return Config(16, 16, 8, 3, 1)
-    if rows <= 16:
-        return Config(16, 64, 8, 3, 1)
-    # Blackwell's products keep more copies in shared memory: 64 keys would take 345 KiB.
-    return Config(64, 32 if arch >= 100 else 64, 8, 2, 1)
-
-
-def _by_rows(rows: int, *configs: Config) -> Config:
-    """The first whose `block_m` holds all rows, else the last."""
-    return next((config for config in configs if rows <= config.block_m), configs[-1])
+    return _choose("split", arch, shared_kv, head_dim, v_dim, kv_bytes, rows)
 
 
 def choose_ragged(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> Config:
     """Settings of the ragged kernel for up to `rows` query rows per (request, KV head)."""
-    if shared_kv:
-        config = _mla(arch, rows)
-    elif head_dim <= 128:
-        config = Config(64, 64, 4, 3, 1) if rows <= 64 else Config(128, 64, 8, 3, 1)
-    else:
-        config = Config(64, 32, 4, 2, 1)
-    return _fitted(config, arch, shared_kv, head_dim, v_dim, kv_bytes)
+    return _choose("ragged", arch, shared_kv, head_dim, v_dim, kv_bytes, rows)
 
 
-def _fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> Config:
+def fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> Config:
     """The same with fewer programs, stages, keys or rows, where shared memory is smaller than on Hopper (sm_86, sm_12x)."""
     limit = SHARED.get(arch, 99) * 1024
 

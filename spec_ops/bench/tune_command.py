@@ -1,0 +1,152 @@
+"""`python -m spec_ops bench tune`: its options, what it prints and writes."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from spec_ops.backends.triton.tuning import Config
+    from spec_ops.bench.tune import Result
+    from spec_ops.bench.tune_shapes import ShapeClass
+
+SHOWN = 6  # lines of a class's table, and the present config
+
+
+def bench_tune(
+    class_: Annotated[
+        list[str] | None, typer.Option("--class", help="As split/gqa/128/16, or a beginning: split/mla; may be repeated.")
+    ] = None,
+    listing: Annotated[bool, typer.Option("--list", help="Only list the classes.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default one per processor.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Least CUDA-graph replays to take the median of.")] = 7,
+    json: Annotated[Path | None, typer.Option(help="Write all figures, with machine, versions and commit.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Put the winners into the table, for this architecture.")] = False,
+    table: Annotated[Path | None, typer.Option(help="The table to go by and write to; default the package's own.")] = None,
+) -> None:
+    """Compile and time block shapes of the Triton attention kernels around those of the table, on the GPU at hand.
+
+    A class is what one entry of spec_ops/backends/triton/tuning.json stands for. Takes minutes: compiling is most of it."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("bench tune times kernels on a GPU, and no CUDA device is available")
+    from spec_ops.backends.registry import device_arch
+    from spec_ops.backends.triton import tuning
+    from spec_ops.bench import tune_shapes
+
+    arch = device_arch(torch.device("cuda"))
+    assert arch is not None
+    path = table or tuning.PATH
+    try:
+        shapes = tune_shapes.select(tune_shapes.classes(tuning.read(path), arch), class_)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = "--table" if not isinstance(error, ValueError) else "--class / --table"
+        raise typer.BadParameter(f"{type(error).__name__}: {error}", param_hint=hint) from error
+    console = Console(highlight=False, emoji=False)
+    console.print(classes_table(shapes, arch))
+    if not listing:
+        tune(console, shapes, jobs or os.cpu_count() or 1, repeats, json, path if write else None)
+
+
+def tune(
+    console: Console, shapes: Sequence[ShapeClass], jobs: int, repeats: int, json: Path | None, write: Path | None
+) -> list[Result]:
+    """Compiles, measures, prints and writes class by class: what is done stays if the rest is interrupted."""
+    from spec_ops.bench.tune import tune_class
+    from spec_ops.bench.tune_compile import compiling
+    from spec_ops.results import write_rows
+
+    results: list[Result] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress, compiling(shapes, jobs) as submitted:
+        compiled = progress.add_task("compiling", total=len(submitted))
+        for future in submitted.values():
+            future.add_done_callback(lambda _: progress.advance(compiled))
+        for shape in shapes:
+            candidates = shape.candidates()
+            outcomes = {config: submitted[str(shape), config].result() for config in candidates}
+            kept = sum(not outcome.refused or config == shape.present for config, outcome in outcomes.items())
+            timed = progress.add_task(f"timing {shape}", total=kept * len(shape.cases()))
+            result = tune_class(shape, outcomes, repeats, lambda task=timed: progress.advance(task))  # type: ignore[misc]
+            progress.remove_task(timed)
+            results.append(result)
+            console.print(class_table(result))
+            if write is not None:
+                write_choice(result, write)
+            if json is not None:
+                write_rows(json, [row for done in results for row in done.rows()], repeats=repeats, jobs=jobs)
+    console.print(summary_table(results))
+    if write is not None and any(r.choice != r.shape.present for r in results):
+        console.print(f"changed {write}; next: [bold]python -m spec_ops bench ahead --kernel attention[/bold]", soft_wrap=True)
+    return results
+
+
+def write_choice(result: Result, path: Path) -> None:
+    """Puts the choice of one class into the table at `path`, unless it is there already."""
+    from spec_ops.backends.triton import tuning
+    from spec_ops.bench import tune_table
+    from spec_ops.results import environment
+
+    if result.choice == result.shape.present:
+        return
+    about = environment()
+    measured = f"{about['machine']}, triton {about.get('triton', 'unknown')}, commit {about['commit']}"
+    shape = result.shape
+    tune_table.write(tune_table.with_choice(tuning.read(path), shape.entry, shape.arch, result.choice, measured), path)
+
+
+def classes_table(shapes: Sequence[ShapeClass], arch: int) -> Table:
+    table = Table("class", "measured with", "queries", "cases", "candidates", "present", title=f"classes of sm_{arch}")
+    for shape in shapes:
+        heads = f"{shape.heads}:{shape.heads.head_dim}"
+        queries = ", ".join(map(str, shape.q_lens))
+        cells = (heads, queries, str(len(shape.cases())), str(len(shape.candidates())), _text(shape.present))
+        table.add_row(str(shape), *cells)
+    return table
+
+
+def class_table(result: Result) -> Table:
+    """The fastest candidates and the present config; the title counts those without a time."""
+    reasons = Counter(result.why_not(config).split(":")[0] for config in result.outcomes if result.why_not(config))
+    left_out = "; left out: " + ", ".join(f"{n} {name}" for name, n in reasons.items()) if reasons else ""
+    table = Table("config", "registers", "spilled", "over the best", "worst case", "", title=f"{result.shape}{left_out}")
+    ranked = result.ranked
+    shown = [r for i, r in enumerate(ranked) if i < SHOWN or r.config == result.shape.present]
+    for found in shown:
+        used = result.outcomes[found.config].used
+        marks = ["present"] if found.config == result.shape.present else []
+        marks += ["[green]chosen[/green]"] if found.config == result.choice else []
+        marks += [f"[yellow]{escape(reason)}[/yellow]"] if (reason := result.outcomes[found.config].refused) else []
+        resources = (str(used.registers), str(used.spill_bytes)) if used else ("", "")
+        table.add_row(_text(found.config), *resources, f"{found.relative:.3f}", f"{found.worst:.3f}", ", ".join(marks))
+    if result.present is None:
+        why = textwrap.shorten(result.why_not(result.shape.present), 200)
+        table.add_row(_text(result.shape.present), "", "", "", "", f"present, [red]no time[/red]: {escape(why)}")
+    return table
+
+
+def summary_table(results: Sequence[Result]) -> Table:
+    """A line per class: by how much its entry misses the best."""
+    table = Table("class", "present", "to the best", "choice", "seconds", title="the table against what was measured")
+    for result in results:
+        present, choice = result.present, result.choice
+        kept = choice == result.shape.present
+        distance = f"{present.relative - 1:+.1%}" if present is not None else "[red]no time[/red]"
+        cells: tuple[Any, ...] = ("kept" if kept else f"[green]{_text(choice)}[/green]", f"{result.seconds:.0f}")
+        table.add_row(str(result.shape), _text(result.shape.present), distance, *cells)
+    return table
+
+
+def _text(config: Config) -> str:
+    block = f"{config.block_m} x {config.block_n}"
+    return f"{block}, {config.num_warps} warps, {config.num_stages} stages, {config.programs} programs"

@@ -108,11 +108,11 @@ class PassManager(CustomGraphPass):
 
 
 def _sources_hash() -> str:
-    """Over every file a rewrite depends on: passes, backend declarations and op schemas."""
+    """Over every file a rewrite depends on: passes, backend declarations and measured times, op schemas."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for folder in ("passes", "backends", "ops"):
-        for path in sorted((package / folder).rglob("*.py")):
+        for path in sorted(path for kind in ("*.py", "*.json") for path in (package / folder).rglob(kind)):
             digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -192,7 +192,8 @@ def test_in_a_model():
 
 
 def test_the_measured_rule(monkeypatch):
-    """On sm_90, rule by rule: no measured shape that loses more than 2% to cuBLAS at any of its m, and all that gain 5%."""
+    """On sm_90, rule by rule: every measured shape that loses at most 2% to cuBLAS at any of its m, and no other. Beyond 16
+    rows, with one measured m for each rule: every shape that gains 3%, and no other."""
     monkeypatch.undo()
     gains: dict[tuple[int, int], dict[int | None, list[float]]] = {}
     taken: dict[tuple[int, int], dict[int | None, set[bool]]] = {}
@@ -203,11 +204,8 @@ def test_the_measured_rule(monkeypatch):
         taken.setdefault((n, k), {}).setdefault(rule, set()).add(lower_skinny_mm.refusal(90, m, n, k) is None)
     for shape, by_rule in gains.items():
         for rule, measured in by_rule.items():
-            assert len(taken[shape][rule]) == 1, (shape, rule)
-            if True in taken[shape][rule]:
-                assert min(measured) > 0.98, (shape, rule)
-            elif rule is not None:
-                assert min(measured) < 1.05, (shape, rule)
+            least = 0.98 if rule == 16 else 1.03
+            assert taken[shape][rule] == {rule is not None and min(measured) > least}, (shape, rule)
     few = {(n, k) for (n, k), rules in gains.items() if 16 in rules and lower_skinny_mm.refusal(90, 4, n, k) is None}
     assert few == {(6144, 4096), (4096, 4096), (4096, 14336), (2880, 4096), (1536, 7168)}
     more = {(n, k) for (n, k), rules in gains.items() if 32 in rules and lower_skinny_mm.refusal(90, 32, n, k) is None}

@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^( *)<!-- figures: ([\w-]+) -->\n(.*?)^ *<!-- end of figures -->$", re.MULTILINE | re.DOTALL)
 WIDTH = 130
+PARTS_ABOVE = ("+ matmul", "+ attention", "+ other", "+ gaps")  # the floor
 Row = dict[str, Any]
 
 # Shown of the kernels' results: heads, head_dim, batch, context, queries, mask; all of them are in the file.
@@ -78,7 +79,7 @@ def accept(results: Path) -> str:
     ):
         (row,) = load(name, results)["rows"]
         lines.append([draft.format(**row), str(row.get("num_tokens", 1)), f"{row['accept_length']:.2f}"])
-    sample = f"{row['files']} files, {row['new_tokens'] // row['files']} new tokens each"
+    sample = f"{row['prompts']} prompts, {row['new_tokens'] // row['prompts']} new tokens each"
     intro = f"Accept length of the shipped pair on files of the standard library it was never trained on ({sample};"
     intro += " `python -m spec_ops bench accept`, files with commands, machine and commit in `benchmarks/results/`):"
     return paragraph(intro) + "\n\n" + table(("draft", "tokens verified", "accept length, tokens a round"), lines)
@@ -135,21 +136,27 @@ def _key(row: Row) -> tuple:
 
 
 def _above(row: Row) -> list[str]:
-    """Milliseconds above the floor: matrix products, attention, other kernels, gaps."""
+    """Milliseconds above the floor: matrix products, attention, other kernels, gaps. Empty for a round without a profile."""
     if "matmul_ms" not in row or "kv_floor_ms" not in row:
         return [""] * 4
     floors = {"matmul": row["weights_floor_ms"], "attention": row["kv_floor_ms"]}
-    return [f"{row[f'{part}_ms'] - floors.get(part, 0.0):.2f}" for part in ("matmul", "attention", "other", "gaps")]
+    spent = [row[f"{part}_ms"] - floors.get(part, 0.0) for part in ("matmul", "attention", "other", "gaps")]
+    return [f"{round(value, 2) + 0.0:.2f}" for value in spent]  # + 0.0: no "-0.00"
 
 
-def rounds(results: Path) -> str:
-    found = load("h200-round", results)
+def _beside(found: dict[str, Any]) -> dict[tuple, dict[str, Row]]:
+    """The rows of the table of rounds: by case and kind, our passes on, the backend that was chosen."""
     beside: dict[tuple, dict[str, Row]] = {}
     for row in found["rows"]:
         kind = row.get("round", "speculative")
         if kind == "assisted" or (row["passes"] and row["backend"] in ("auto", "triton")):
             beside.setdefault(_key(row), {}).setdefault(kind, row)
-    lines = []
+    return beside
+
+
+def rounds(results: Path) -> str:
+    found = load("h200-round", results)
+    beside, lines = _beside(found), []
     for (model, bs, context), kinds in beside.items():
         if (row := kinds.get("speculative")) is None:
             continue
@@ -168,7 +175,7 @@ def rounds(results: Path) -> str:
     )
     intro += " weights and KV over the copy rate."
     if any("matmul_ms" in row for row in shown):
-        intro += " What is above it goes to matrix products, attention, other kernels and gaps."
+        intro += " What is above it goes to matrix products, attention, other kernels and gaps (below zero: kernels overlap)."
     if lengths := {row["accept_length"] for row in shown if "accept_length" in row}:
         intro += f" Tokens/s for an accept length of {listed(lengths, '{:g}'.format)}, stated and not measured"
         others = {kind for kinds in beside.values() for kind in kinds}
@@ -176,13 +183,29 @@ def rounds(results: Path) -> str:
             intro += "; beside it plain compiled decoding with the same ops, and transformers' assisted generation at the same"
             intro += " accept length"
         intro += "."
-    header = ("model", "batch, context", "round", "floor", "share", "+ matmul", "+ attention", "+ other", "+ gaps", "kernels",
-              "tokens/s", "plain", "assisted")  # fmt: skip
+    intro += f" {found['remark']}" if "remark" in found else ""
+    header = ("model", "batch, context", "round", "floor", "share", *PARTS_ABOVE, "kernels", "tokens/s", "plain", "assisted")
     return paragraph(intro) + "\n\n" + table(*without_empty_columns(header, lines))
 
 
-def backends(results: Path) -> str:
+def above(results: Path) -> str:
+    """Where the time goes in every profiled round that the table of rounds does not show."""
     found = load("h200-round", results)
+    shown = [kinds["speculative"] for kinds in _beside(found).values() if "speculative" in kinds]
+    lines = []
+    for row in found["rows"]:
+        if row in shown or not any(parts := _above(row)):
+            continue
+        kind = f"{row.get('round', 'speculative')}, {row['backend']}{'' if row['passes'] else ', passes off'}"
+        numbers = [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['floor_ms'] / row['ms']:.0%}", *parts]
+        lines.append([row["model"].partition("+")[0], f"{row['bs']}, {row['context']}", kind, *numbers])
+    intro = "Where the time above the floor goes in the other rounds of that file, milliseconds:"
+    header = ("model", "batch, context", "kind, backend", "ms", "floor", "share", *PARTS_ABOVE)
+    return paragraph(intro) + "\n\n" + table(header, lines)
+
+
+def backends(results: Path) -> str:
+    found = load("h200-round-backends", results)
     rows = [row for row in found["rows"] if row.get("round", "speculative") == "speculative" and row["passes"]]
     names = sorted({row["backend"] for row in rows}, key=lambda name: (name != "auto", name != "triton", name))
     cases: dict[tuple, dict[str, Row]] = {}
@@ -195,7 +218,8 @@ def backends(results: Path) -> str:
         times = [f"{by_name[name]['ms']:.2f}" if name in by_name else "" for name in names]
         lines.append([model, f"{bs}, {context}", *times])
     lost = [v for v in found["auto"] if not v["auto_wins"]]
-    intro = "The same rounds with other backends, milliseconds (same file). `auto` is the fastest within 5%"
+    intro = "The same rounds with other backends, milliseconds (`benchmarks/results/h200-round-backends.json`, commit"
+    intro += f" {found['environment']['commit']}). `auto` is the fastest within 5%"
     whys = "; ".join(
         f"{v['fastest']} is {v['auto_over_fastest']:.2f} times as fast at batch {v['bs']}, context {v['context']} ({v['why']})"
         for v in lost
@@ -214,7 +238,10 @@ def passes(results: Path) -> str:
         counts = [f"{row[name]:g}" for name in ("kernels", "graph_launches", "host_launches", "host_syncs")]
         where = [f"{row['bs']}, {row['context']}", row["round"], "on" if row["passes"] else "off"]
         lines.append([row["model"].partition("+")[0], *where, f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", *counts])
-    intro = "Our round with the graph passes on and off, and the round as one writes it at first (same file):"
+    intro = "Our round with the graph passes on and off"
+    if any(row["round"] == "naive" for row in rows):
+        intro += ", and the round as one writes it at first"
+    intro += " (`benchmarks/results/h200-round.json`):"
     header = ("model", "batch, context", "round", "passes", "ms", "floor", "kernels", "graphs", "launches", "syncs")
     return paragraph(intro) + "\n\n" + table(header, lines)
 
@@ -226,8 +253,9 @@ def compilation(results: Path) -> str:
         for row in sorted(found["rows"], key=lambda row: (row["layers"], row["steps"]))
         if row["round"] == "speculative" and row["passes"]
     ]
-    intro = f"Seconds to compile a round, in fresh processes with empty and with filled caches, {found['jobs']} side by side"
-    intro += " (`benchmarks/results/h200-round-compile.json`):"
+    intro = "Seconds to compile a round, in fresh processes with empty and with filled caches"
+    intro += " (`benchmarks/results/h200-round-compile.json`)."
+    intro += f" {found['remark']}" if "remark" in found else f" {found['jobs']} compiled side by side."
     return paragraph(intro) + "\n\n" + table(("layers", "draft steps", "cold", "warm"), lines)
 
 
@@ -236,6 +264,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "kernels": kernels,
     "limits": limits,
     "rounds": rounds,
+    "above": above,
     "backends": backends,
     "passes": passes,
     "compilation": compilation,

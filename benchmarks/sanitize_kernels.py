@@ -18,7 +18,7 @@ import triton
 from triton.runtime.interpreter import GridExecutor
 
 from benchmarks import sanitize_attention
-from spec_ops.backends.triton import accept, ahead, linear, rope, sampling
+from spec_ops.backends.triton import accept, ahead, linear, norm_linear, rope, sampling
 from spec_ops.ops.reference import accept as reference_accept
 from spec_ops.ops.reference import linear as reference_linear
 from spec_ops.ops.reference import rope as reference_rope
@@ -116,6 +116,26 @@ def _skinny_mm(m: int, n: int, k: int, device: str) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=2**-10, atol=1e-3)
 
 
+def _norm_linear(m: int, device: str) -> None:
+    """A norm divided among two products, and its scale in SiLU: several programs share a tile; odd rows, columns and sums."""
+    rng = Rng(m)
+    x, w0, r, g, w1 = (rng.tensor(*shape).half() for shape in ((m, 1088), (320, 1088), (m, 320), (320,), (50, 320)))
+    x, w0, r, g, w1 = args = Copy((x, w0 * 0.05, r, g, w1), device).args
+    y, z, squares = norm_linear.add_skinny_mm(x, w0, r, g)
+    out = norm_linear.scaled_skinny_mm(z, w1, None, squares, 1e-5)
+    act = norm_linear.scaled_silu_mul(z[:, :100], z[:, 100:200], squares, 320, 1e-5)
+    x, w0, r, g, w1 = (a.cpu() for a in args)
+    z, squares = z.cpu(), squares.cpu()
+    wanted = reference_linear.add_skinny_mm(x.double(), w0.double(), r.double(), g.double())[0]
+    torch.testing.assert_close(y.cpu().double(), wanted, rtol=2**-9, atol=2e-3)  # rounded twice
+    torch.testing.assert_close(z, (y.cpu().float() * g.float()).half(), rtol=0, atol=0)
+    torch.testing.assert_close(squares.sum(1), y.cpu().float().square().sum(1), rtol=1e-5, atol=0)
+    wanted = reference_linear.scaled_skinny_mm(z.double(), w1.double(), None, squares, 1e-5)
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
+    wanted = reference_linear.scaled_silu_mul(z[:, :100].double(), z[:, 100:200].double(), squares, 320, 1e-5)
+    torch.testing.assert_close(act.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
+
+
 def cases() -> list[Case]:
     """Every kernel of the package."""
     found = [Case(op, kernels, functools.partial(_random, op)) for op, kernels in KERNELS.items()]
@@ -128,6 +148,9 @@ def cases() -> list[Case]:
         found.append(Case(name, ("rope_append_kv_kernel",), run, interpreted=dtype != FP8))
     for m, n, k in ((4, 50, 1088), (16, 40, 1024), (31, 130, 832), (64, 130, 704)):
         found.append(Case(f"skinny_mm, {m} rows", ("skinny_mm_kernel",), functools.partial(_skinny_mm, m, n, k)))
+    for m in (4, 15, 31):
+        names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
+        found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))
     found += [Case(*case, interpreted=False) for case in sanitize_attention.cases()]
     return found
 

@@ -278,7 +278,7 @@ def accept(
     tree_width: TopK = 1,
     tree_tokens: TreeTokens = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation, to compare the speed.")] = False,
-    files: Annotated[int, typer.Option(min=1, help="Held-out files to take a prompt from.")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts; from files of their own where there are as many.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 256,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
@@ -294,23 +294,23 @@ def accept(
     target, draft, tokenizer = load_pair(pair, device=_device(device), dtype=_dtype(dtype))
     config = _config(steps, tree_width, tree_tokens)
     try:
-        prompts = held_out_prompts(tokenizer, files, prompt_tokens, corpus)
+        tokens = held_out_prompts(tokenizer, prompts, prompt_tokens, corpus)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--files") from error
+        raise typer.BadParameter(str(error), param_hint="--prompts") from error
     options: dict[str, Any] = {"max_batch_size": batch_size, "max_seq_len": prompt_tokens + max_new_tokens, "compile": compile}
     generator = Generator(target, None if plain else draft, config, **options)
     sampling = SamplingParams(temperature)
-    generator.generate(prompts[:batch_size], max_new_tokens=8, sampling=sampling, progress=compile)  # warms up
-    stats = generator.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, progress=True).stats
+    generator.generate(tokens[:batch_size], max_new_tokens=8, sampling=sampling, progress=compile)  # warms up
+    stats = generator.generate(tokens, max_new_tokens=max_new_tokens, sampling=sampling, progress=True).stats
     console.print(
         f"{'plain' if plain else _describe(config)}: accept length [bold]{stats.accept_length:.3f}[/bold] tokens a round over "
-        f"{len(prompts)} held-out files, {stats.new_tokens} new tokens "
+        f"{prompts} prompts from held-out files, {stats.new_tokens} new tokens "
         f"({'greedy' if temperature == 0 else f'temperature {temperature}'}), "
         f"{stats.tokens_per_second:.0f} tokens/s at batch size {batch_size}"
     )
     if json is not None:
         shape = {"steps": 0} if plain else {"steps": steps, "topk": tree_width, "num_tokens": config.num_tokens}
-        row = {**shape, "temperature": temperature, "files": len(prompts), "new_tokens": stats.new_tokens, "dtype": dtype}
+        row = {**shape, "temperature": temperature, "prompts": prompts, "new_tokens": stats.new_tokens, "dtype": dtype}
         row |= {"accept_length": round(stats.accept_length, 3), "tokens_per_second": round(stats.tokens_per_second, 1)}
         write_rows(json, [row | {"batch_size": batch_size, "device": str(target.embed.weight.device), "compile": compile}])
 

@@ -70,8 +70,8 @@ def test_prompt_file_that_is_not_text(tmp_path):
 
 
 def test_held_out_accept_length(tmp_path):
-    """A small sample of what `python -m spec_ops bench accept` prints for more files; the promise is 2.5."""
-    small = ["--files", "8", "--prompt-tokens", "128", "--max-new-tokens", "64", "--device", "cpu"]
+    """A small sample of what `python -m spec_ops bench accept` prints for more prompts; the promise is 2.5."""
+    small = ["--prompts", "8", "--prompt-tokens", "128", "--max-new-tokens", "64", "--device", "cpu"]
     path = tmp_path / "figures" / "accept.json"
     result = run("bench", "accept", *small, "--json", str(path))
     assert result.exit_code == 0, result.output
@@ -97,7 +97,7 @@ def test_held_out_accept_length(tmp_path):
         (["generate", "--top-p", "0"], "--top-p"),
         (["generate", "--temperature", "inf"], "--temperature"),
         (["generate", "--seed", "9" * 20], "--seed"),
-        (["bench", "accept", "--files", "100000"], "--files"),
+        (["bench", "accept", "--prompts", "100000"], "--prompts"),
     ],
 )
 def test_bad_options_are_named(args, named):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import run_and_get_code
 
+import spec_ops
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
 from tests.pass_harness import Uncached, cache_copies
 from tests.test_generate import PROMPTS, make_draft, make_target
@@ -89,7 +93,36 @@ def has_cpp_compiler() -> bool:
         return False
 
 
-@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack")
+needs_cpp_compiler = pytest.mark.skipif(
+    not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack"
+)
+
+
+@needs_cpp_compiler
+@pytest.mark.parametrize("whole", [False, True], ids=["function", "module"])
+def test_what_was_compiled_dies_with_its_function(whole):
+    """A `CompiledFxGraph` holds the CUDA graphs; Dynamo by itself keeps it until it is reset."""
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(each) is CompiledFxGraph for each in gc.get_objects())
+
+    before = alive()
+    module = torch.nn.Linear(4, 4)
+    functions = [spec_ops.compile(module if whole else module.forward) for _ in range(2)]
+    spec_ops.compile(module)  # is never called
+    with torch.no_grad():
+        expected = [function(torch.ones(2, 4)) for function in functions]
+        assert alive() == before + 2
+        del functions[0]
+        assert alive() == before + 1
+        torch.testing.assert_close(functions[0](torch.ones(2, 4)), expected[1])  # the other goes on, compiled
+        assert alive() == before + 1
+    del functions[0]
+    assert alive() == before
+
+
+@needs_cpp_compiler
 def test_inductor_round_equals_eager(capsys):
     """The real thing, once (tens of seconds): sampled, so that the hash of the uniforms runs through the C++ code generator."""
     torch._dynamo.reset()
@@ -107,7 +140,7 @@ def test_inductor_round_equals_eager(capsys):
     assert not [line for text in code for line in cache_copies(text, generator.target_cache.k0)]
 
 
-@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack")
+@needs_cpp_compiler
 def test_a_cache_copy_would_be_seen():
     """The same check on code that does copy: a scatter that is not done in place."""
     torch._dynamo.reset()

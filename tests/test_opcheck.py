@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import spec_ops
+from spec_ops.ops.linear import sums_of
 from tests.test_bad_input import CALLS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,6 +141,28 @@ def skinny_mm_sample(s: Source) -> tuple[Any, ...]:
     dtype = s.pick(*FLOATS[1:])
     x, weight = s.any_layout(s.normal(m, k, dtype=dtype)), s.normal(n, k, dtype=dtype).to(s.device)
     return x, weight, s.any_layout(s.normal(n, dtype=dtype)) if s.pick(False, True) else None
+
+
+def add_skinny_mm_sample(s: Source) -> tuple[Any, ...]:
+    x, weight, _ = skinny_mm_sample(s)
+    m, n = x.shape[0], weight.shape[0]
+    return x, weight, s.any_layout(s.normal(m, n, dtype=x.dtype)), s.any_layout(s.normal(n, dtype=x.dtype))
+
+
+def squares(s: Source, m: int, columns: int) -> torch.Tensor:
+    return s.any_layout(s.normal(m, sums_of(columns)) ** 2)
+
+
+def scaled_skinny_mm_sample(s: Source) -> tuple[Any, ...]:
+    x, weight, bias = skinny_mm_sample(s)
+    return x, weight, bias, squares(s, *x.shape), 1e-5
+
+
+def scaled_silu_mul_sample(s: Source) -> tuple[Any, ...]:
+    m, n, columns = s.integer(0, 5), s.integer(0, 70), s.integer(1, 100)
+    both = s.laid_out(s.normal(m, 2 * n, dtype=s.pick(*FLOATS[1:])))
+    gate, up = both.chunk(2, -1) if n else (both, both)
+    return gate, s.pick(up, up.clone()), squares(s, m, columns), columns, 1e-5
 
 
 def concatenate_sample(s: Source) -> tuple[Any, ...]:
@@ -270,6 +293,9 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "rope_append_kv": rope_append_kv_sample,
     "move_kv": move_kv_sample,
     "skinny_mm": skinny_mm_sample,
+    "add_skinny_mm": add_skinny_mm_sample,
+    "scaled_skinny_mm": scaled_skinny_mm_sample,
+    "scaled_silu_mul": scaled_silu_mul_sample,
     "concatenate": concatenate_sample,
     "page_table": page_table_sample,
     "kv_indices": kv_indices_sample,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import spec_ops
+from spec_ops.ops.linear import skinny_mm_op
 from spec_ops.passes import report
 from spec_ops.passes.report import count_nodes
 from tests.pass_harness import capture, capture_for_cuda, using_provider
@@ -69,6 +70,16 @@ HEADS = {
         BS * 3,
     ),
 }
+
+
+def skinny_products(t):
+    """As `lower_skinny_mm` leaves them: in front of the head, and the head itself."""
+    hidden = attend(t, t["x"], "draft_extend", t["base"] + 3).flatten(0, 1)
+    hidden = skinny_mm_op(hidden, t["embed"][:DIM], None)
+    return (hidden @ t["head"]).argmax(-1), skinny_mm_op(hidden, t["embed"], None).argmax(-1)
+
+
+HEADS["skinny products"] = (skinny_products, 2 * BS * 3)
 
 
 @pytest.mark.parametrize("case", HEADS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from spec_ops.models.config import ModelConfig
-from spec_ops.models.corpus import ByteTokenizer, split_of, stdlib_files
+from spec_ops.models.corpus import ByteTokenizer, held_out_prompts, split_of, stdlib_files
 from spec_ops.models.drafts import Eagle3Draft
 from spec_ops.models.layers import rotary
 from spec_ops.models.pretrained import PRETRAINED, load_pair, save_pair
@@ -87,6 +89,58 @@ def test_stdlib_files_skips_what_is_not_the_library(tmp_path):
     assert stdlib_files(tmp_path) == [tmp_path / "a/c.py", tmp_path / "b.py"]
     with pytest.raises(FileNotFoundError, match="absent"):
         stdlib_files(tmp_path / "absent")
+
+
+def held_out_corpus(folder: Path, *texts: str) -> None:
+    names = (name for name in (f"module_{i:06}.py" for i in range(10**6)) if split_of(name) == "heldout")
+    for name, text in zip(names, texts, strict=False):
+        (folder / name).write_text(text)
+    (folder / "os.py").write_text("train = 1\n" * 10**4)
+    assert split_of("os.py") == "train"
+
+
+def numbered(first: int, count: int) -> str:
+    """Lines of 8 bytes, each unlike all others."""
+    return "".join(f"{i:7}\n" for i in range(first, first + count))
+
+
+def test_a_prompt_is_the_middle_of_a_file_while_there_are_enough(tmp_path):
+    held_out_corpus(tmp_path, numbered(1000, 8), numbered(2000, 16), "short\n", numbered(3000, 80))
+    tokenizer = ByteTokenizer()
+    for count, files in ((1, [0]), (2, [0, 1]), (3, [0, 1, 2])):
+        prompts = held_out_prompts(tokenizer, count, 16, tmp_path)
+        middles = [numbered(1003, 2), numbered(2007, 2), numbered(3039, 2)]
+        assert prompts == [[tokenizer.BOS, *middles[file].encode()[:15]] for file in files]
+
+
+def test_more_prompts_than_files_share_files_without_overlap(tmp_path):
+    held_out_corpus(tmp_path, numbered(1000, 8), numbered(2000, 16), numbered(3000, 80))
+    tokenizer = ByteTokenizer()
+    for count, by_file in ((5, [1, 2, 2]), (13, [1, 2, 10])):
+        prompts = held_out_prompts(tokenizer, count, 16, tmp_path)
+        assert [len(prompt) for prompt in prompts] == [16] * count
+        firsts = [int(tokenizer.decode(prompt[:8])) for prompt in prompts]  # whole lines: each begins behind the end of one
+        assert [sum(n // 1000 == file for n in firsts) for file in (1, 2, 3)] == by_file
+        assert all(after - before >= 4 for before, after in itertools.pairwise(firsts))
+    with pytest.raises(ValueError, match=r"`count` must be at most 13.*got 14"):
+        held_out_prompts(tokenizer, 14, 16, tmp_path)
+
+
+def test_prompts_of_text_without_lines_are_whole(tmp_path):
+    held_out_corpus(tmp_path, "x" * 64, "y" * 63 + "\n")
+    assert [len(prompt) for prompt in held_out_prompts(ByteTokenizer(), 2, 16, tmp_path)] == [16, 16]
+
+
+def test_stdlib_without_its_tests_has_room_for_the_prompts_of_the_benchmarks(tmp_path):
+    """Linux distributions package `test` apart, which leaves fewer held-out files than the 32 prompts that are the default."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for file in stdlib_files():
+        path = file.relative_to(root)
+        if split_of(file) == "heldout" and not any(part.startswith(("test", "idle_test", "lib2to3")) for part in path.parts):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_bytes(file.read_bytes())
+    prompts = held_out_prompts(ByteTokenizer(), 32, 256, tmp_path)
+    assert len({tuple(prompt) for prompt in prompts}) == 32
 
 
 def test_stdlib_has_both_sides_and_no_shared_names():

@@ -73,7 +73,7 @@ def row(model: str = "m+eagle3", bs: int = 1, **more) -> dict:
 
 
 def write(folder: Path, name: str, rows: list[dict], **more) -> None:
-    text = json.dumps({"environment": {"machine": "NVIDIA H200"}, "jobs": 6, **more, "rows": rows})
+    text = json.dumps({"environment": {"machine": "NVIDIA H200", "commit": "0123abc"}, "jobs": 6, **more, "rows": rows})
     (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 
@@ -102,12 +102,29 @@ def test_rounds_stand_beside_plain_and_assisted_ones(tmp_path):
     assert "no sync" in readme_tables.rounds(tmp_path)
 
 
+def test_every_profiled_round_says_where_its_time_goes(tmp_path):
+    unprofiled = {key: value for key, value in row("m+one-layer", round="assisted").items() if "matmul" not in key}
+    others = [row("m", round="plain", gaps_ms=-0.001), row(backend="flashinfer-xqa", attention_ms=0.9), row(passes=False)]
+    write(tmp_path, "h200-round", [row(), unprofiled, *others, row(bs=8)])
+    same = ["5.00", "4.10", "82%", "0.30"]
+    assert lines(readme_tables.above(tmp_path)) == [
+        ["m", "1, 1024", "plain, auto", *same, "0.30", "0.20", "0.00"],
+        ["m", "1, 1024", "speculative, flashinfer-xqa", *same, "0.80", "0.20", "0.10"],
+        ["m", "1, 1024", "speculative, auto, passes off", *same, "0.30", "0.20", "0.10"],
+    ]
+    found = json.loads((RESULTS / "h200-round.json").read_text(encoding="utf-8"))["rows"]
+    told = lines(readme_tables.rounds(RESULTS)) + lines(readme_tables.above(RESULTS))
+    assert len(told) == sum("matmul_ms" in one for one in found)
+    assert all(all(line) for line in lines(readme_tables.above(RESULTS)))
+
+
 def test_backends_beside_each_other(tmp_path):
     rows = [row(), row(backend="triton", ms=5.1), row(backend="flashinfer-xqa", ms=4.0)]
     verdict = {"fastest": "flashinfer-xqa", "auto_over_fastest": 1.25, "bs": 1, "context": 1024, "why": "its rank"}
-    write(tmp_path, "h200-round", rows, auto=[verdict | {"auto_wins": False}, verdict | {"auto_wins": True}])
+    write(tmp_path, "h200-round-backends", rows, auto=[verdict | {"auto_wins": False}, verdict | {"auto_wins": True}])
     text = readme_tables.backends(tmp_path)
     assert lines(text) == [["m", "1, 1024", "5.00", "5.10", "4.00"]]
+    assert "commit 0123abc" in text
     flat = " ".join(text.split())
     assert "but for 1 of 2 cases: flashinfer-xqa is 1.25 times as fast at batch 1, context 1024 (its rank)" in flat
 

@@ -92,14 +92,20 @@ def test_a_warpgroup_meets_before_it_announces():
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
-@pytest.mark.parametrize("shape", ["GQA 32/8 D128, 16 tree", "GQA 64/8 D64, 1 causal"])
-def test_copies_of_a_sum_are_equal(shape):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention, GQA 32/8 D128, 16 tree", "attention, GQA 64/8 D64, 1 causal", "add_skinny_mm, 4 x 4096",
+        "add_skinny_mm, 16 x 4096", "add_skinny_mm, 32 x 4096",
+    ],
+)  # fmt: skip
+def test_copies_of_a_sum_are_equal(name):
     """A sum that threads exchange (`shfl`) must not take a product into the same instruction.
 
     Each thread then rounds its own product less, copies of the sum differ, and which of them stays in shared memory is a race
     (triton-lang/triton#7264).
     """
-    variant = next(v for v in ahead.variants() if v.name.startswith(f"attention, {shape}") and 90 in v.archs)
+    variant = next(v for v in ahead.variants() if v.name.startswith(name) and 90 in v.archs)
     exchanged: set[str] = set()
     for line in ahead.compiled(variant, 90).asm["ptx"].splitlines():
         if found := re.search(r"shfl\.sync\.bfly\.b32\s+(%\w+)", line):

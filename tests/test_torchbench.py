@@ -65,7 +65,7 @@ TIMED |= {"append_kv", "append_mla_kv", "accept_greedy", "accept_sampled"}
 
 def test_every_op_is_timed():
     heads = (Heads("gqa", 4, 2, 16, 16), Heads("mla", 2, 1, 24, 16))
-    options = metrics.Options("cpu", (3,), context=70, steps=2, files=3, new_tokens=9, compile=False, heads=heads)
+    options = metrics.Options("cpu", (3,), context=70, steps=2, prompts=3, new_tokens=9, compile=False, heads=heads)
     with Calls() as calls, torch.no_grad():
         found = dict(metrics.acceptance(options, 3))
         for each in heads:
@@ -76,7 +76,7 @@ def test_every_op_is_timed():
 
 
 def test_generation():
-    options = metrics.Options("cpu", (2,), context=40, steps=1, files=2, new_tokens=40, compile=False, heads=())
+    options = metrics.Options("cpu", (2,), context=40, steps=1, prompts=2, new_tokens=40, compile=False, heads=())
     with torch.no_grad():
         found = {key.rpartition("metric=")[2]: value for key, value in metrics.generation(options, 2)}
     target, draft, tokenizer = load_pair()
@@ -103,7 +103,8 @@ def test_measure_names_every_batch_size(monkeypatch):
     ("given", "named"),
     [
         ({"bs": [0]}, "--bs"),
-        ({"bs": [9], "files": 8}, "--bs"),
+        ({"bs": [9], "prompts": 8}, "--bs"),
+        ({"prompts": 10**6}, "--prompts"),
         ({"new_tokens": 0}, "--new-tokens"),
         ({"context": 3}, "--context"),
     ],
@@ -211,7 +212,7 @@ def run(clone: Path, *command: str, fails: bool = False) -> str:
 @pytest.mark.timeout(900)
 def test_userbenchmark_runs_in_a_clone(clone, device):
     before = set((clone / ".userbenchmark" / "spec_ops").glob("*.json"))
-    run(clone, "run_benchmark.py", "spec_ops", "--device", device, "--bs", "2", "--files", "2", "--new-tokens", "24",
+    run(clone, "run_benchmark.py", "spec_ops", "--device", device, "--bs", "2", "--prompts", "2", "--new-tokens", "24",
         "--context", "128")  # fmt: skip
     (written,) = set((clone / ".userbenchmark" / "spec_ops").glob("*.json")) - before
     output = json.loads(written.read_text())
@@ -230,7 +231,7 @@ def test_userbenchmark_runs_in_a_clone(clone, device):
 
 @pytest.mark.timeout(900)
 def test_unknown_options_of_the_userbenchmark(clone):
-    assert "--bs must lie in [1, 2]" in run(clone, "run_benchmark.py", "spec_ops", "--bs", "3", "--files", "2", fails=True)
+    assert "--bs must lie in [1, 2]" in run(clone, "run_benchmark.py", "spec_ops", "--bs", "3", "--prompts", "2", fails=True)
 
 
 @pytest.mark.timeout(900)

@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,18 @@ from spec_ops.models import ModelConfig
 NEW_TOKENS = 12  # random weights accept almost nothing, so as many target forwards; each takes 200 ms
 
 
-def transformers_config(config: ModelConfig, layers: int) -> Any:
+def assistant_config(target: ModelConfig) -> ModelConfig:
+    """One layer like the target's that sees everything, as in our EAGLE-3 heads. One with a window fails in transformers 5.17
+    once the text is longer: between its PRs #47447 and #48280 an assistant's mask had fewer columns than its cache had keys."""
+    return replace(target, num_layers=1, aux_layers=(), sliding_window=None, sliding_window_pattern=None)
+
+
+def transformers_config(config: ModelConfig) -> Any:
     """The transformers configuration of the same sizes: Llama, DeepSeek-V3 with dense layers, or gpt-oss with as many experts
     as a token has."""
     import transformers
 
+    layers = config.num_layers
     common: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -44,7 +52,8 @@ def transformers_config(config: ModelConfig, layers: int) -> Any:
     if config.attention_sinks:
         experts = 4
         wide = {"intermediate_size": config.intermediate_size // experts, "num_local_experts": experts}
-        window = {"sliding_window": config.sliding_window, "num_experts_per_tok": experts}
+        # Without layers that have one it must still be a number; it counts for "sliding_attention" alone.
+        window = {"sliding_window": config.sliding_window or 128, "num_experts_per_tok": experts}
         kinds = ["full_attention" if config.window(i) is None else "sliding_attention" for i in range(layers)]
         return transformers.GptOssConfig(**common | wide | window | heads, layer_types=kinds)
     return transformers.LlamaConfig(**common, **heads)
@@ -58,19 +67,20 @@ class AssistedRound:
     def __init__(self, case: RoundCase) -> None:
         if case.batch_size != 1:
             raise ValueError(f"assisted: transformers assists one request at a time, got batch size {case.batch_size}")
-        self.case, shape = case, case.shape
-        self.target, self.assistant = (self._model(shape.target, layers) for layers in (shape.target.num_layers, 1))
+        self.case, target = case, case.shape.target
+        self.configs = (target, assistant_config(target))
+        self.target, self.assistant = map(self._model, self.configs)
         settings = self.assistant.generation_config
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = case.steps, "constant"
         settings.assistant_confidence_threshold = 0.0  # always drafts as many
         self._generate(16, 3)
 
-    def _model(self, config: ModelConfig, layers: int) -> Any:
+    def _model(self, config: ModelConfig) -> Any:
         from transformers import AutoModelForCausalLM
 
         dtype = getattr(torch, self.case.dtype)
         with torch.device(self.case.device):
-            return AutoModelForCausalLM.from_config(transformers_config(config, layers), dtype=dtype).eval()
+            return AutoModelForCausalLM.from_config(transformers_config(config), dtype=dtype).eval()
 
     @torch.no_grad()
     def _generate(self, context: int, new_tokens: int) -> list[float]:
@@ -100,19 +110,19 @@ class AssistedRound:
     def floor_bytes(self, context: int) -> tuple[int, int]:
         """Bytes of weights and KV, counted as for our rounds: the target's once, the assistant's once per draft token. For MLA
         the KV is the latent, although transformers caches keys and values of every head."""
-        case, config = self.case, self.case.shape.target
+        case, (target, assistant) = self.case, self.configs
 
         def size(model: Any) -> int:
             embed = model.get_input_embeddings().weight
             return sum(p.numel() * p.element_size() for p in model.parameters()) - embed.numel() * embed.element_size()
 
-        def kv(layers: int) -> int:
-            seen = [min(context, config.window(i) or context) for i in range(layers)]
+        def kv(config: ModelConfig) -> int:
+            seen = [min(context, config.window(i) or context) for i in range(config.num_layers)]
             row = sum(torch.Size(shape).numel() for shape in config.kv_rows[0])
             return sum(seen) * row * getattr(torch, case.dtype).itemsize
 
         weights = size(self.target) + case.steps * size(self.assistant)
-        return weights, kv(config.num_layers) + case.steps * kv(1)
+        return weights, kv(target) + case.steps * kv(assistant)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for context in self.case.contexts:

@@ -53,7 +53,7 @@ def judge_auto(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.2f}"
+    return f"{round(value, 2) + 0.0:+.2f}"  # + 0.0: no "-0.00"
 
 
 def rounds_table(rows: Sequence[dict[str, Any]]) -> Table:

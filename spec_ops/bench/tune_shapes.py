@@ -77,7 +77,8 @@ class ShapeClass:
             replace(present, block_m=m, block_n=n, num_warps=warps, num_stages=stages, programs=resident)
             for m, n, warps, stages, resident in itertools.product(sorted(heights), widths, (1, 2, 4, 8), range(2, 5), programs)
         ]
-        found = [c for c in every if c != present and self._fitted(c) == c and self._sums_fit(c)]
+        fitting = [fit for c in every if (fit := self._fitted(c)) == c]
+        found = [c for c in fitting if c != present and self._sums_fit(c)]
         return [present, *sorted(found, key=lambda c: _distance(c, present))[: MAX_CANDIDATES - 1]]
 
     def _sums_fit(self, config: Config) -> bool:

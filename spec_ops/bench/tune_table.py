@@ -13,11 +13,11 @@ ABOUT = (
     "Block shapes of the attention kernels. The smallest class that holds a call counts, then the shortest range of "
     "architectures; null is any size. Measured anew by python -m spec_ops bench tune --write; what the fields mean: tuning.py"
 )
-_DEFAULTS = {f.name: f.default for f in fields(Config)}
+_DEFAULTS = {f.name: f.default for f in fields(Config) if f.name != "clear"}  # which `fitted` decides
 
 
 def _row(entry: Entry) -> dict:
-    config = {name: value for name, value in asdict(entry.config).items() if value != _DEFAULTS[name]}
+    config = {name: value for name, value in asdict(entry.config).items() if value != _DEFAULTS.get(name, value)}
     shape = {"kernel": entry.kernel, "attention": entry.attention, "head_dim": entry.head_dim, "rows": entry.rows}
     return shape | {"arch": list(entry.arch)} | config | ({"measured": entry.measured} if entry.measured else {})
 

@@ -92,17 +92,31 @@ def split_of(path: str | PurePath) -> Literal["train", "heldout"]:
 
 
 def held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, root: str | Path | None = None) -> list[list[int]]:
-    """`count` prompts of `length` tokens from the middle of held-out files under `root`, spread evenly over the list of files.
+    """`count` prompts of `length` tokens from held-out files under `root`, spread evenly over the list of files.
+
+    A prompt is the middle of a file, or, where there are fewer files than prompts, of one of the equal parts of a file, which
+    never overlap: of Python 3.13, 57 files are long enough for a prompt of 256, without its tests, as Linux packages it, 16.
 
     Raises:
-        ValueError: fewer than `count` held-out files are four times as long as a prompt.
+        ValueError: held-out files have room for fewer than `count` prompts, at four times their length each.
     """
     texts = [path.read_bytes() for path in stdlib_files(root) if split_of(path) == "heldout"]
-    texts = [text for text in texts if len(text) >= 4 * length]
-    if len(texts) < count:
-        raise ValueError(f"held_out_prompts: `count` must be at most {len(texts)}, the held-out files long enough, got {count}")
-    chosen = [texts[i * len(texts) // count] for i in range(count)]
-    starts = [
-        text.index(b"\n", len(text) // 2 - length) + 1 if b"\n" in text[len(text) // 2 - length :] else 0 for text in chosen
+    rooms = [len(text) // (4 * length) for text in texts]
+    if sum(rooms) < count:
+        raise ValueError(f"held_out_prompts: `count` must be at most {sum(rooms)}, the room in held-out files, got {count}")
+    parts = 1
+    while sum(min(room, parts) for room in rooms) < count:
+        parts += 1
+    places = [
+        (text, len(text) * (2 * part + 1) // (2 * min(room, parts)))
+        for text, room in zip(texts, rooms, strict=True)
+        for part in range(min(room, parts))
     ]
-    return [[tokenizer.BOS, *text[start : start + length - 1]] for text, start in zip(chosen, starts, strict=True)]
+    chosen = [places[i * len(places) // count] for i in range(count)]
+    return [[tokenizer.BOS, *_behind_a_line(text, middle, length)] for text, middle in chosen]
+
+
+def _behind_a_line(text: bytes, middle: int, length: int) -> bytes:
+    """`length - 1` bytes of `text` that begin near `middle`, behind the end of a line if there is one within `length` of it."""
+    start = text.find(b"\n", middle - length, middle + length) + 1 or middle - length
+    return text[start : start + length - 1]

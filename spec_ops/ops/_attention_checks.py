@@ -66,9 +66,8 @@ def check_ragged(check: Checker, q, q_indptr, seq_lens, max_q_len) -> None:
 
 def check_mha(check: Checker, q, k_cache, v_cache, rank, scale, k_scale, v_scale) -> tuple[float, float, float]:
     check.tensor("q", q, rank=rank, dtypes=FLOAT_DTYPES)
-    check.tensor("k_cache", k_cache, rank=4, dtypes=(q.dtype, *FP8_DTYPES), device=q.device)
     heads, dim = q.shape[-2:]
-    check.tensor("k_cache", k_cache, shape=(None, None, None, dim))
+    check.tensor("k_cache", k_cache, shape=(None, None, None, dim), dtypes=(q.dtype, *FP8_DTYPES), device=q.device)
     check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=q.device)
     if v_cache.stride(-1) != 1:
         check.fail("v_cache", "contiguous in its last dimension", f"strides {v_cache.stride()}")

@@ -3,11 +3,15 @@
 Every message has the same three parts: which op and argument, what was expected, what came. Everything checked here is
 metadata (rank, shape, dtype, device, Python numbers), hence a constant under `torch.compile`: the checks cost nothing in
 a compiled graph and are never skipped while tracing. Values that live in tensors are checked only by the CPU reference.
+
+Dynamo interprets every bytecode of a check at every call of every layer, and a warm start of `torch.compile` is mostly that.
+Hence no generators, no `enumerate` (Dynamo runs a Python version of it) and no work for a message that is not needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -25,7 +29,7 @@ class Checker:
     def __init__(self, op: str) -> None:
         self.op = op
 
-    def fail(self, arg: str, expected: str, got: object, error: type[Exception] = ValueError) -> None:
+    def fail(self, arg: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
         raise error(f"{self.op}: `{arg}` must be {expected}, got {got}")
 
     def tensor(
@@ -33,31 +37,34 @@ class Checker:
         arg: str,
         value: object,
         *,
-        rank: int | Sequence[int] | None = None,
-        dtypes: Iterable[torch.dtype] | None = None,
+        rank: int | tuple[int, ...] | None = None,
+        dtypes: tuple[torch.dtype, ...] | None = None,
         device: torch.device | None = None,
         shape: Sequence[int | None] | None = None,
     ) -> None:
         """`shape` entries that are None are free; its length implies the rank."""
         if not isinstance(value, torch.Tensor):
             self.fail(arg, "a torch.Tensor", type(value).__name__, TypeError)
-        assert isinstance(value, torch.Tensor)
         if shape is not None:
-            rank = len(shape)
-        if rank is not None:
-            ranks = (rank,) if isinstance(rank, int) else tuple(rank)
-            if value.dim() not in ranks:
-                wanted = " or ".join(str(r) for r in ranks)
-                self.fail(arg, f"a tensor of rank {wanted}", f"shape {tuple(value.shape)}")
-        if shape is not None:
-            for axis, size in enumerate(shape):
-                if size is not None and value.shape[axis] != size:
-                    wanted = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
-                    self.fail(arg, f"of shape {wanted}", f"shape {tuple(value.shape)} (dimension {axis} differs)")
-        if dtypes is not None and value.dtype not in tuple(dtypes):
+            if value.dim() != len(shape):
+                self._wrong_rank(arg, value, (len(shape),))
+            for wanted, size in zip(shape, value.shape, strict=True):
+                if wanted is not None and wanted != size:
+                    self._wrong_shape(arg, value, shape)
+        elif rank is not None and (value.dim() != rank if isinstance(rank, int) else value.dim() not in rank):
+            self._wrong_rank(arg, value, (rank,) if isinstance(rank, int) else rank)
+        if dtypes is not None and value.dtype not in dtypes:
             self.fail(arg, "of dtype " + " or ".join(_name(d) for d in dtypes), _name(value.dtype), TypeError)
         if device is not None and value.device != device:
             self.fail(arg, f"on device {device}", f"device {value.device}")
+
+    def _wrong_rank(self, arg: str, value: torch.Tensor, ranks: tuple[int, ...]) -> NoReturn:
+        self.fail(arg, f"a tensor of rank {' or '.join(str(r) for r in ranks)}", f"shape {tuple(value.shape)}")
+
+    def _wrong_shape(self, arg: str, value: torch.Tensor, shape: Sequence[int | None]) -> NoReturn:
+        axis = next(i for i, size in enumerate(shape) if size is not None and value.shape[i] != size)
+        wanted = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
+        self.fail(arg, f"of shape {wanted}", f"shape {tuple(value.shape)} (dimension {axis} differs)")
 
     def optional_tensor(self, arg: str, value: object, **kwargs) -> None:
         if value is not None:
@@ -66,7 +73,6 @@ class Checker:
     def integer(self, arg: str, value: object, low: int, high: int | None = None) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             self.fail(arg, "an int", type(value).__name__, TypeError)
-        assert isinstance(value, (int, torch.SymInt))
         # A length read from the device (`.item()` under torch.compile) is a symbol without a value: nothing to check yet.
         if not guard_or_true(value >= low) or (high is not None and not guard_or_true(value <= high)):
             wanted = f"in [{low}, {high}]" if high is not None else f"at least {low}"
@@ -75,7 +81,6 @@ class Checker:
     def number(self, arg: str, value: object, *, low: float, inclusive: bool = False) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.fail(arg, "a Python number", type(value).__name__, TypeError)
-        assert isinstance(value, (int, float))
         if not (value >= low if inclusive else value > low) or value == float("inf"):
             self.fail(arg, f"finite and {'at least' if inclusive else 'above'} {low}", value)
 

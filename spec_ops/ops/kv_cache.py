@@ -81,8 +81,9 @@ def check_cache(check: Checker, arg: str, cache, rank: int) -> None:
         check.fail(arg, "of at least one page and page size (dimension 1) in [1, 128]", f"shape {tuple(cache.shape)}")
     if cache.stride(-1) != 1:
         check.fail(arg, "contiguous in its last dimension", f"strides {cache.stride()}")
-    if any(size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
-        check.fail(arg, "writable: not an expanded tensor", f"strides {cache.stride()}")
+    for size, stride in zip(cache.shape, cache.stride(), strict=True):
+        if stride == 0 and size > 1:
+            check.fail(arg, "writable: not an expanded tensor", f"strides {cache.stride()}")
 
 
 def append_kv(

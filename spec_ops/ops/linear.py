@@ -1,12 +1,18 @@
-"""A linear layer over a few rows: what the pass `lower_skinny_mm` puts in place of `aten.mm` and `aten.addmm`.
+"""Linear layers over a few rows: what the passes `lower_skinny_mm` and `fuse_norm_linear` put in place of `aten.mm`,
+`aten.addmm` and the norms between them.
 
-It has no public wrapper. Write `torch.nn.functional.linear`; the pass knows where this op's kernel is the faster one.
+They have no public wrappers. Write `torch.nn.functional.linear` and `rms_norm`; the passes know where these kernels are faster.
 """
 
 from __future__ import annotations
 
+import torch
+
 from spec_ops.ops._library import define_op
 from spec_ops.ops.reference import linear as reference
+from spec_ops.ops.reference.linear import SUM_COLUMNS, sums_of
+
+__all__ = ["SUM_COLUMNS", "add_skinny_mm_op", "scaled_silu_mul_op", "scaled_skinny_mm_op", "skinny_mm_op", "sums_of"]
 
 
 def _skinny_mm_fake(x, weight, bias):
@@ -20,4 +26,50 @@ skinny_mm_op = define_op(
     reference.skinny_mm,
     _skinny_mm_fake,
     cuda="spec_ops.backends.triton.linear:skinny_mm",
+)
+
+# An RMS norm between two products is divided among them, since its factor of a row, `rstd = rsqrt(mean(y^2) + eps)`, can be
+# applied behind the second one: `(y * rstd * g) weight^T = ((y * g) weight^T) * rstd`. The first product adds up the squares.
+
+
+def _add_skinny_mm_fake(x, weight, residual, norm_weight):
+    m, n = x.shape[0], weight.shape[0]
+    return x.new_empty(m, n), x.new_empty(m, n), x.new_empty(m, sums_of(n), dtype=torch.float32)
+
+
+# `y = x [m, k] @ weight [n, k]^T + residual [m, n]`, rounded as the product and as the sum; `z = y * norm_weight [n]`; and
+# `squares [m, sums_of(n)]`, float32: sums of the squares of y over `SUM_COLUMNS` columns each. y and z are contiguous; they and
+# the inputs are of the dtype of x. What `skinny_mm` asks for holds here too.
+add_skinny_mm_op = define_op(
+    "add_skinny_mm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight) -> (Tensor y, Tensor z, Tensor squares)",
+    reference.add_skinny_mm,
+    _add_skinny_mm_fake,
+    cuda="spec_ops.backends.triton.norm_linear:add_skinny_mm",
+)
+
+
+def _scaled_skinny_mm_fake(x, weight, bias, squares, eps):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+# `(x @ weight^T) * rsqrt(sum(squares) / k + eps) + bias`, rounded once: `skinny_mm` of the z above.
+scaled_skinny_mm_op = define_op(
+    "scaled_skinny_mm(Tensor x, Tensor weight, Tensor? bias, Tensor squares, float eps) -> Tensor",
+    reference.scaled_skinny_mm,
+    _scaled_skinny_mm_fake,
+    cuda="spec_ops.backends.triton.norm_linear:scaled_skinny_mm",
+)
+
+
+def _scaled_silu_mul_fake(gate, up, squares, columns, eps):
+    return gate.new_empty(gate.shape)
+
+
+# `silu(gate * rstd) * (up * rstd)` with `rstd = rsqrt(sum(squares) / columns + eps)`, for products of z that cuBLAS computed.
+# `gate` and `up [m, n]` may be slices of one tensor: rows at any distance, their columns contiguous on CUDA.
+scaled_silu_mul_op = define_op(
+    "scaled_silu_mul(Tensor gate, Tensor up, Tensor squares, int columns, float eps) -> Tensor",
+    reference.scaled_silu_mul,
+    _scaled_silu_mul_fake,
+    cuda="spec_ops.backends.triton.norm_linear:scaled_silu_mul",
 )

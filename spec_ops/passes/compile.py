@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,16 +48,20 @@ def compile(
 
 
 def _with_own_code(fn: Callable) -> Callable:
-    """`fn` behind a function whose code object is new.
+    """`fn` behind a function whose code object is new, and what is compiled for it dies with it.
 
     Dynamo keeps what it compiled, and counts towards its recompile limit (8), per code object. The rounds of all buckets share
-    one `forward`: without this the ninth fails.
+    one `forward`: without this the ninth fails. It never lets go of a code object (`orig_code_map` holds it by what was made of
+    it), so a round that is gone would leave its CUDA graphs and their memory pool until `torch._dynamo.reset()`.
     """
+    from torch._dynamo.eval_frame import reset_code
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    own = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    weakref.finalize(own, reset_code, own.__code__).atexit = False
+    return own
 
 
 class _PlanReady(Exception):

@@ -55,9 +55,11 @@ class Rule:
         return None
 
 
+Rules = dict[int, tuple[Rule, ...]]
+
 # For each architecture by growing `max_m`: the first that holds the rows applies.
 # 112 MiB is the largest weight that measured faster at every m; 7168 x 16384 (224 MiB) took up to 1.11 times as long as cuBLAS.
-RULES: dict[int, tuple[Rule, ...]] = {
+RULES: Rules = {
     90: (
         Rule(max_m=16, max_n=48 * 132, min_k=4096, min_bytes=20 << 20, max_bytes=112 << 20),
         Rule(max_m=32, max_n=32 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),
@@ -66,12 +68,13 @@ RULES: dict[int, tuple[Rule, ...]] = {
 }
 
 
-def refusal(arch: int, m: int, n: int, k: int) -> str | None:
-    """Why cuBLAS keeps the product of `[m, k]` and `[k, n]` on `arch`; None if the rule of so many rows gives it away."""
-    if (rules := RULES.get(arch)) is None:
+def refusal(arch: int, m: int, n: int, k: int, rules: Rules | None = None) -> str | None:
+    """Why cuBLAS keeps the product of `[m, k]` and `[k, n]` on `arch`; None if the rule of so many rows gives it away. `rules`:
+    `RULES` by default."""
+    if (given := (RULES if rules is None else rules).get(arch)) is None:
         return f"no figures for sm_{arch}"
-    rule = next((rule for rule in rules if m <= rule.max_m), None)
-    return rule.refusal(n, k) if rule else f"more than {rules[-1].max_m} rows"
+    rule = next((rule for rule in given if m <= rule.max_m), None)
+    return rule.refusal(n, k) if rule else f"more than {given[-1].max_m} rows"
 
 
 class LowerSkinnyMm(GraphPass):
@@ -81,38 +84,48 @@ class LowerSkinnyMm(GraphPass):
         if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
             return  # the user asked Inductor to choose the kernels of products by timing them
         for node in calls(graph, aten.mm.default, aten.addmm.default):
-            bias, x, right = _operands(node)
+            bias, x, right = operands(node)
             if not isinstance(fake := value(x), torch.Tensor):
                 continue
             arch = context.arch if context.arch is not None else device_arch(fake.device)
             if arch is None or fake.dtype not in (torch.bfloat16, torch.float16):
                 continue
-            m, n, k = fake.shape[0], value(right).shape[1], fake.shape[1]
-            if reason := _refusal(arch, m, n, k, node, bias, right):
+            m, n, k = _sizes(x, right)
+            if reason := product_refusal(node, arch):
                 result.refuse(node, f"product of {m} x {k} and {k} x {n}: {reason}")
                 continue
-            # The weight as it is stored; what was there to transpose it dies.
-            transposed = right.target is aten.permute.default
-            weight = right.args[0] if transposed else insert(graph, node, aten.permute.default, (right, [1, 0]))
-            new = insert(graph, node, skinny_mm_op, (x, weight, bias), source=node)
+            new = insert(graph, node, skinny_mm_op, (x, stored_weight(graph, node, right), bias), source=node)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             result.did(new, f"skinny_mm: {m} rows, weight {n} x {k}")
 
 
-def _operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
-    """What is added, the rows and the transposed weight."""
+def operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
+    """Of `mm` and `addmm`: what is added, the rows and the transposed weight."""
     bias, x, right = (None, *node.args) if node.target is aten.mm.default else node.args
     return bias, x, right  # type: ignore[return-value]
 
 
-def _refusal(arch: int, m: Any, n: Any, k: Any, node: fx.Node, bias: fx.Node | None, right: fx.Node) -> str | None:
-    """Why cuBLAS keeps the product; None if it does not."""
-    if arch not in RULES:
+def stored_weight(graph: fx.Graph, before: fx.Node, right: fx.Node) -> fx.Node:
+    """The weight `[n, k]` as it is stored; what was there to transpose it dies."""
+    transposed = right.target is aten.permute.default
+    return right.args[0] if transposed else insert(graph, before, aten.permute.default, (right, [1, 0]))  # type: ignore[return-value]
+
+
+def _sizes(x: fx.Node, right: fx.Node) -> tuple[Any, Any, Any]:
+    """m, n, k"""
+    return value(x).shape[0], value(right).shape[1], value(x).shape[1]
+
+
+def product_refusal(node: fx.Node, arch: int, rules: Rules | None = None) -> str | None:
+    """Why cuBLAS keeps the product at `node`; None if it does not. `rules`: `RULES` by default."""
+    bias, x, right = operands(node)
+    m, n, k = _sizes(x, right)
+    if arch not in (RULES if rules is None else rules):
         return f"no figures for sm_{arch}"
     if not all(isinstance(size, int) for size in (m, n, k)):
         return "its sizes are not known while compiling"
-    if reason := refusal(arch, m, n, k):
+    if reason := refusal(arch, m, n, k, rules):
         return reason
     weight = value(right)
     if weight.stride(0) != 1 or weight.stride(1) < k:

@@ -23,6 +23,7 @@ from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.elide_host_syncs import ElideHostSyncs
 from spec_ops.passes.elide_unread_inputs import ElideUnreadInputs
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
+from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.graph import op_of
 from spec_ops.passes.hoist_row_select import HoistRowSelect
 from spec_ops.passes.lower_kv_append import LowerKvAppend
@@ -48,6 +49,7 @@ PASSES: tuple[GraphPass, ...] = (
     HoistRowSelect(),
     LowerKvAppend(),
     LowerSkinnyMm(),
+    FuseNormLinear(),
     SplitArgmax(),
     ShareOpInputs(),
     WholeConcatenations(),

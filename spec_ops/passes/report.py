@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from spec_ops.passes.base import PassResult
-from spec_ops.passes.graph import INDEX_OPS, op_of, value
+from spec_ops.passes.graph import ATTENTION_OPS, INDEX_OPS, op_of, value
 from spec_ops.passes.lengths import INTEGERS
 from spec_ops.passes.rows import RESHAPES, is_product
 
@@ -105,11 +105,9 @@ def _head_rows(graph: fx.Graph) -> int:
     rows = 0
     for place, node in enumerate(graph.nodes):
         last[node] = max((last[n] for n in node.all_input_nodes), default=(-1, ""))
-        if not is_product(node):
-            continue
-        if (op := op_of(node)) is not None:
-            last[node] = (place, op._schema.name)
-        elif node in chooses and last[node][1].endswith("_extend"):
+        if node.target in ATTENTION_OPS:
+            last[node] = (place, ATTENTION_OPS[node.target])
+        elif is_product(node) and node in chooses and last[node][1].endswith("_extend"):
             rows += math.prod(value(node).shape[:-1])
     return rows
 

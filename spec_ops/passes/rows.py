@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from spec_ops.ops.linear import skinny_mm_op
+from spec_ops.ops.linear import scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes.graph import ATTENTION_OPS, arg, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -359,7 +359,7 @@ def is_pointwise(target: Any) -> bool:
 
 
 def is_product(node: fx.Node) -> bool:
-    products = (aten.mm.default, aten.addmm.default, aten.bmm.default, skinny_mm_op)
+    products = (aten.mm.default, aten.addmm.default, aten.bmm.default, skinny_mm_op, scaled_skinny_mm_op)
     return node.target in products or node.target in ATTENTION_OPS
 
 

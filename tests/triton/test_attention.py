@@ -20,18 +20,18 @@ from spec_ops.backends.triton import schedule, steps, visibility  # noqa: E402
 from spec_ops.backends.triton.tuning import Config  # noqa: E402
 from tests.test_attention import FP8, KINDS, Case, check, differs, make_case  # noqa: E402
 
-# (block_m, block_n, multiprocessors, min_blocks, tma). With one program on each of so many multiprocessors: one range of keys
-# or many, ranges of several blocks, tiles of fewer rows than a request has and of more. A program takes 25 ms to interpret.
+# (block_m, block_n, multiprocessors, min_blocks, tma, clear). With one program on each of so many multiprocessors: one range of
+# keys or many, ranges of several blocks, tiles of fewer rows than a request has and of more. A program takes 25 ms.
 CUTS = {
-    "one range": (16, 16, 1, 1, True),
-    "few ranges": (16, 16, 3, 1, True),
-    "many ranges": (16, 16, 9, 1, True),
-    "pointers": (16, 16, 5, 1, False),
-    "short ranges joined": (32, 16, 12, 3, True),
-    "wide blocks": (64, 64, 4, 1, True),
-    "blocks wider than pages": (32, 32, 7, 1, False),
+    "one range": (16, 16, 1, 1, True, False),
+    "few ranges": (16, 16, 3, 1, True, True),
+    "many ranges": (16, 16, 9, 1, True, True),
+    "pointers": (16, 16, 5, 1, False, True),
+    "short ranges joined": (32, 16, 12, 3, True, True),
+    "wide blocks": (64, 64, 4, 1, True, False),
+    "blocks wider than pages": (32, 32, 7, 1, False, False),
 }
-Cut = str | tuple[int, int, int, int, bool]
+Cut = str | tuple[int, int, int, int, bool, bool]
 KERNEL_MODES = ("draft_chain", "draft_tree", "verify_chain", "verify_tree", "extend")  # the others are the same to a kernel
 
 
@@ -51,8 +51,9 @@ def run(case: Case, cut: Cut, **changes: Any) -> torch.Tensor:
         head, scales = (a["q"], a["kv_cache"], a["kv_lora_rank"]), (a["kv_scale"] or 1.0,)
     launch = getattr(steps, f"{case.kind}_extend" if case.step == "extend" else case.kind)
     softmax = (scale, a["window_left"], a["sinks"], a["softcap"])
-    block_m, block_n, sms, min_blocks, tma = CUTS[cut] if isinstance(cut, str) else cut
-    config = Config(block_m, block_n, num_warps=4, num_stages=2, programs=1, min_blocks=min_blocks, tma=tma)
+    block_m, block_n, sms, min_blocks, tma, clear = CUTS[cut] if isinstance(cut, str) else cut
+    clear &= case.kind == "mha"  # as `tuning.fitted` has it
+    config = Config(block_m, block_n, num_warps=4, num_stages=2, programs=1, min_blocks=min_blocks, tma=tma, clear=clear)
     with mock.patch.object(steps, "num_sms", return_value=sms):
         return launch(
             *head, a["block_tables"], a["seq_lens"], *queries, None, None, None, *softmax, *scales, None, config=config
@@ -105,7 +106,7 @@ def test_mla_latent_widths(mode, head_dim, v_dim):
 def test_grouped_heads(mode, heads, kv_heads):
     """Groups that do not divide a tile's rows, and one that is larger than a tile."""
     case = made("mha", mode, heads=heads, kv_heads=kv_heads, lens=[7, 20], q_lens=[7, 2])
-    check(case, run(case, (16, 16, 24, 1, True)))
+    check(case, run(case, (16, 16, 24, 1, True, heads % 2 == 1)))
 
 
 @pytest.mark.parametrize("mode", KERNEL_MODES)
@@ -205,7 +206,7 @@ def test_chains_of_every_length(kind, q_len, tma):
     case.arguments["q"] = torch.nan_to_num(case.arguments["q"])
     tables = case.arguments["block_tables"]
     tables[3:] = tables[2]  # the padded requests have keys here: those of another
-    check(case, run(case, (64, 16, 4, 1, tma)))
+    check(case, run(case, (64, 16, 4, 1, tma, False)))
 
 
 @pytest.mark.parametrize("live", ["0", "1", "01", "10", "010", "101", "0000", "0011010", "10000001", "001111100"])
@@ -220,14 +221,21 @@ def test_empty_requests_anywhere(kind, live):
 
 @pytest.mark.parametrize(
     ("kind", "head_dim", "v_dim", "ranges"),
-    [("mha", 32, 32, 4), ("mha", 32, 32, 5), ("mha", 32, 32, 33), ("mha", 256, 256, 17), ("mla", 576, 512, 34)],
+    [
+        ("mha", 32, 32, 4),
+        ("mha", 32, 32, 5),
+        ("mha", 32, 32, 18),
+        ("mha", 32, 32, 70),
+        ("mha", 256, 256, 17),
+        ("mla", 576, 512, 34),
+    ],
     ids=str,
 )
 def test_combining_any_number_of_splits(kind, head_dim, v_dim, ranges):
-    """One long request in many pieces beside one that ends inside a range; 3 ways of combining them, up to 4, 32 and more."""
+    """One long request in many pieces beside one that ends inside a range; 3 ways of combining them, up to 4, 16 and more."""
     lens = [16 * ranges + 3, 20]
     case = made(kind, "verify_chain", lens=lens, head_dim=head_dim, v_dim=v_dim, sinks=ranges % 2 == 1)
-    check(case, run(case, (16, 16, ranges, 1, True)))
+    check(case, run(case, (16, 16, ranges, 1, True, True)))
 
 
 @pytest.mark.parametrize("min_blocks", [1, 2, 100])
@@ -235,7 +243,7 @@ def test_combining_any_number_of_splits(kind, head_dim, v_dim, ranges):
 def test_ranges_of_any_size(ranges, min_blocks):
     """More ranges than blocks and fewer; ranges that begin and end inside requests, and hold several whole ones."""
     case = made("mha", "draft_chain", lens=[33, 5, 16, 90, 1, 48])
-    check(case, run(case, (16, 16, ranges, min_blocks, True)))
+    check(case, run(case, (16, 16, ranges, min_blocks, True, ranges == 5)))
 
 
 @pytest.mark.parametrize("mode", KERNEL_MODES)
@@ -270,10 +278,10 @@ def test_counters_open_a_new_generation(monkeypatch):
     """Counters are never cleared: each launch leaves their low half at zero and adds one to the high half of those it used."""
     kept = torch.full((64,), -2 << 16, dtype=torch.int32)  # the high half goes through all ones
     monkeypatch.setattr(steps, "arrival_counters", lambda device, tiles: kept[:tiles])
-    split = made("mha", "draft_chain", lens=[40, 5, 33], kv_heads=2)
+    split = made("mha", "draft_chain", lens=[120, 5, 90], kv_heads=2)
     whole = made("mha", "draft_chain", lens=[5, 5], kv_heads=2, seed=1)
     for launch in range(1, 4):
-        check(split, run(split, (16, 16, 8, 1, True)))
+        check(split, run(split, (16, 16, 8, 1, True, True)))
         assert not (kept & 0xFFFF).any()
         assert (kept[[0, 1, 4, 5]] >> 16).tolist() == [launch - 2] * 4
         check(whole, run(whole, "one range"))
@@ -289,7 +297,7 @@ def test_random_cases(data):
     lens = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=5))
     cut = (
         data.draw(st.sampled_from([16, 32])), data.draw(st.sampled_from([16, 32])), data.draw(st.integers(1, 9)),
-        data.draw(st.sampled_from([1, 1, 2, 3])), data.draw(st.booleans()),
+        data.draw(st.sampled_from([1, 1, 2, 3])), data.draw(st.booleans()), data.draw(st.booleans()),
     )  # fmt: skip
     mla = data.draw(st.sampled_from([(24, 16), (48, 32), (32, 32)]))
     case = make_case(
@@ -316,12 +324,12 @@ def test_random_cases(data):
 
 
 @triton.jit
-def ranges_of_blocks(starts, owners, total, ranges, ends, SIZE: tl.constexpr):
+def ranges_of_blocks(starts, owners, total, ranges, ends, length, SIZE: tl.constexpr):
     at = tl.load(ends + tl.arange(0, SIZE))
     for i in range(ranges + 1):
-        tl.store(starts + i, schedule.range_start(i, total, ranges, at))
+        tl.store(starts + i, schedule.range_start(i, total, ranges, at, length))
     for i in range(total):
-        tl.store(owners + i, schedule.range_of(i, total, ranges, at))
+        tl.store(owners + i, schedule.range_of(i, total, ranges, at, length))
 
 
 @pytest.mark.parametrize(
@@ -342,13 +350,46 @@ def test_every_block_has_one_range(counts, ranges):
     """Ranges are never empty, differ by few blocks, and `range_of` is where `range_start` puts a block."""
     total, ends = sum(counts), torch.tensor([*counts, 0, 0, 0, 0][:4]).cumsum(0).to(torch.int32)
     starts, owners = torch.zeros(ranges + 1, dtype=torch.int32), torch.zeros(total, dtype=torch.int32)
-    ranges_of_blocks[(1,)](starts, owners, total, ranges, ends, SIZE=4)
+    ranges_of_blocks[(1,)](starts, owners, total, ranges, ends, 0, SIZE=4)
     edges = starts.tolist()
     assert (edges[0], edges[-1]) == (0, total)
     sizes = [b - a for a, b in itertools.pairwise(edges)]
     assert min(sizes) >= 1
     assert max(sizes) - min(sizes) <= 1 + 2 * min(total // ranges // 8, 4)
     assert owners.tolist() == [r for r, size in enumerate(sizes) for _ in range(size)]
+
+
+@triton.jit
+def length_of_ranges(counts, out, total, ranges, SIZE: tl.constexpr):
+    length, needed = schedule.whole_ranges(tl.load(counts + tl.arange(0, SIZE)), total, ranges)
+    tl.store(out, length)
+    tl.store(out + 1 + tl.arange(0, SIZE), needed)
+
+
+@pytest.mark.parametrize(
+    ("counts", "ranges", "length", "needed"),
+    [
+        ((17,), 33, 1, [17]),
+        ((17, 17, 17, 17), 16, 5, [4, 4, 4, 4]),  # 4.25 blocks each: 5, 5, 5 and 2
+        ((128, 128), 33, 8, [16, 16]),
+        ((9, 0, 9), 4, 5, [2, 0, 2]),
+        ((10, 11), 4, 6, [2, 2]),
+        ((21, 8), 5, 7, [3, 2]),  # equal shares would be 6, which takes 6 ranges
+        ((33, 1), 4, 0, None),  # 10 blocks each instead of 9 would still take 5 ranges
+        ((30, 30, 30), 2, 0, None),  # more requests than ranges
+        ((0, 0), 3, 1, [0, 0]),
+    ],
+    ids=str,
+)
+def test_whole_ranges(counts, ranges, length, needed):
+    """Every request takes whole ranges if that costs the longest range no more than a block."""
+    out = torch.zeros(5, dtype=torch.int32)
+    padded = torch.tensor([*counts, 0, 0, 0, 0][:4], dtype=torch.int32)
+    length_of_ranges[(1,)](padded, out, sum(counts), ranges, SIZE=4)
+    assert out[0] == length
+    if length:
+        assert out[1 : 1 + len(counts)].tolist() == needed
+        assert sum(needed) <= ranges
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from spec_ops.bench.round import reset
 from spec_ops.bench.round_profile import profile
 from spec_ops.bench.timing import MAX_REPLAYS, median_ms, time_calls
 from spec_ops.decoding import Generator, SpeculationConfig
-from spec_ops.models.corpus import held_out_prompts
+from spec_ops.models.corpus import ByteTokenizer, held_out_prompts
 from spec_ops.models.pretrained import load_pair
 from spec_ops.passes.report import CUDA_GRAPHS, HOST_COPIES, ITEMS
 
@@ -42,7 +42,7 @@ class Options:
     bs: tuple[int, ...]
     context: int
     steps: int
-    files: int
+    prompts: int
     new_tokens: int
     compile: bool
     heads: tuple[Heads, ...] = (LLAMA_8B, DEEPSEEK_TP8)
@@ -52,7 +52,7 @@ class Options:
         """Defaults of `device` under what is given."""
         cuda = device == "cuda"
         own: dict[str, Any] = (
-            {"context": 4096, "files": 32, "compile": True} if cuda else {"context": 512, "files": 8, "compile": False}
+            {"context": 4096, "prompts": 32, "compile": True} if cuda else {"context": 512, "prompts": 8, "compile": False}
         )
         values: dict[str, Any] = {"bs": (1, 8), "steps": 3, "new_tokens": 128} | own | given
         return cls(device=device, **values | {"bs": tuple(values["bs"])})
@@ -60,13 +60,17 @@ class Options:
     def __post_init__(self) -> None:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device: no CUDA device is available")
-        for name in ("context", "steps", "files", "new_tokens"):
+        for name in ("context", "steps", "prompts", "new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if not self.bs or min(self.bs) < 1 or max(self.bs) > self.files:
-            raise ValueError(f"--bs must lie in [1, {self.files}], the number of files to generate from, got {list(self.bs)}")
+        if not self.bs or min(self.bs) < 1 or max(self.bs) > self.prompts:
+            raise ValueError(f"--bs must lie in [1, {self.prompts}], the number of prompts, got {list(self.bs)}")
         if self.context <= self.steps:
             raise ValueError(f"--context must be more than the {self.steps} draft steps, got {self.context}")
+        try:
+            held_out_prompts(ByteTokenizer(), self.prompts, PROMPT)
+        except ValueError as error:  # now, not after minutes of measuring
+            raise ValueError(f"--prompts: {error}") from None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -163,7 +167,7 @@ def generation(options: Options, bs: int) -> Metrics:
     """Greedy chains of the shipped pair on held-out text: accept length and tokens/s, then one round and what the host does."""
     device = torch.device(options.device)
     target, draft, tokenizer = load_pair(device=device, dtype=options.dtype)
-    prompts = held_out_prompts(tokenizer, options.files, PROMPT)
+    prompts = held_out_prompts(tokenizer, options.prompts, PROMPT)
     config = SpeculationConfig(options.steps)
     # Timed rounds go on from `context`, each by the longest path at most.
     longest = max(PROMPT + options.new_tokens, options.context + config.path_len * (MAX_REPLAYS + 8))
@@ -173,7 +177,7 @@ def generation(options: Options, bs: int) -> Metrics:
     generator.generate(prompts[:bs], max_new_tokens=min(24, options.new_tokens), progress=True)  # compiles and records
     stats = generator.generate(prompts, max_new_tokens=options.new_tokens, progress=True).stats
     pair: dict[str, Any] = {"model": "spec_ops_pair", "bs": bs, "steps": options.steps}
-    text = pair | {"files": options.files, "new_tokens": options.new_tokens}
+    text = pair | {"prompts": options.prompts, "new_tokens": options.new_tokens}
     yield options.key("accept_length", **text), stats.accept_length
     yield options.key("tokens_per_second", **text), stats.tokens_per_second
 

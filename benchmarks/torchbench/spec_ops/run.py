@@ -22,8 +22,8 @@ def parse_args(args: Sequence[str]) -> Options:
     parser.add_argument("--bs", type=int, nargs="+", help="batch sizes (default 1 8)")
     parser.add_argument("--context", type=int, help="tokens in the cache before a step (default 4096 on cuda, 512 on cpu)")
     parser.add_argument("--steps", type=int, help="draft steps of the chain (default 3)")
-    parser.add_argument("--files", type=int, help="held-out files to generate from (default 32 on cuda, 8 on cpu)")
-    parser.add_argument("--new-tokens", type=int, help="tokens to generate per file (default 128)")
+    parser.add_argument("--prompts", type=int, help="prompts of held-out files to generate from (default 32 on cuda, 8 on cpu)")
+    parser.add_argument("--new-tokens", type=int, help="tokens to generate for each (default 128)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the rounds (default on cuda)")
     given = {name: value for name, value in vars(parser.parse_args(args)).items() if value is not None}
     try:

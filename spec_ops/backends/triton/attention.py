@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.schedule import arrive, await_all, kv_blocks, pick, range_of, range_start
+from spec_ops.backends.triton.schedule import arrive, await_all, kv_blocks, pick, range_of, range_start, whole_ranges
 from spec_ops.backends.triton.visibility import visible
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -100,12 +100,26 @@ def _softmax_step(
 
 
 @triton.jit
+def first_pages(table, first_key, last_key, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`attend`'s `page`: the page id of a tile's first block, or one for each of its keys if pages are smaller.
+
+    To be loaded before the queries: turning those into an operand waits for them, and the first keys would wait once more.
+    """
+    if PAGE % BLOCK_N == 0:
+        return tl.load(table + first_key // PAGE, mask=first_key < last_key, other=0)  # the table may have no columns
+    else:
+        n = first_key + tl.arange(0, BLOCK_N)
+        return tl.load(table + n // PAGE, mask=n < seq_len, other=0)
+
+
+@triton.jit
 def attend(
-    q0, q1, k_cache, k_rest, v_cache, table, kv_head, first_key, last_key, seq_len, all_seen, query, q_len, words,
+    q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, first_key, last_key, seq_len, all_seen, query, q_len, words,
     qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    CLEAR: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of rows over the keys `[first_key, last_key)` of one request and KV head.
 
@@ -121,27 +135,34 @@ def attend(
     # Page ids are loaded one block ahead: a load whose address depends on a load of the same iteration would take
     # pipeline stages from the keys and values.
     if TMA:
-        full = tl.minimum(last_key, seq_len // BLOCK_N * BLOCK_N)
-        page = tl.load(table + first_key // PAGE, mask=first_key < last_key, other=0)  # the table may have no columns
+        # What lies behind `seq_len` in a request's last page may be NaN, and zero times NaN is NaN. Either the loop clears such
+        # values, or a partly filled block comes after it, and pays the latency of its loads.
+        full = last_key if CLEAR else tl.minimum(last_key, seq_len // BLOCK_N * BLOCK_N)
         for start in tl.range(first_key, full, BLOCK_N, num_stages=STAGES):
             slot = page * PAGE + start % PAGE
             page = tl.load(table + (start + BLOCK_N) // PAGE, mask=start + BLOCK_N < last_key, other=0)
+            n = start + tl.arange(0, BLOCK_N)
             k0 = k_cache.load([slot, kv_head * D]).to(q0.dtype)
             s = tl.dot(q0, tl.trans(k0))
             if D1 > 0:
                 k1 = k_rest.load([slot, kv_head * D + D0]).to(q0.dtype)
                 s = tl.dot(q1, tl.trans(k1), s)
-            n = start + tl.arange(0, BLOCK_N)
             masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
             p, m, l, acc = _softmax_step(
                 s, m, l, acc, n, masked, seq_len, query, q_len, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
             )
             v = k0 if SHARED_KV else v_cache.load([slot, kv_head * DV]).to(q0.dtype)
-            acc = tl.dot(p.to(q0.dtype), v, acc)
-        if full < last_key:
-            # The request's last, partly filled block: what lies behind `seq_len` in its page may be NaN.
-            slot = page * PAGE + full % PAGE
-            n = full + tl.arange(0, BLOCK_N)
+            if CLEAR:
+                if start + BLOCK_N > seq_len:
+                    acc = tl.dot(p.to(q0.dtype), tl.where((n < seq_len)[:, None], v, 0.0), acc)
+                else:
+                    acc = tl.dot(p.to(q0.dtype), v, acc)
+            else:
+                acc = tl.dot(p.to(q0.dtype), v, acc)
+        # One turn at most: a loop, so that its keys and values are asked for together.
+        for start in tl.range(full, last_key, BLOCK_N, num_stages=2):
+            slot = page * PAGE + start % PAGE
+            n = start + tl.arange(0, BLOCK_N)
             valid = n < seq_len
             k0 = k_cache.load([slot, kv_head * D]).to(q0.dtype)
             if SHARED_KV:
@@ -156,11 +177,6 @@ def attend(
             v = k0 if SHARED_KV else tl.where(valid[:, None], v_cache.load([slot, kv_head * DV]).to(q0.dtype), 0.0)
             acc = tl.dot(p.to(q0.dtype), v, acc)
     else:
-        n = first_key + tl.arange(0, BLOCK_N)
-        if PAGE % BLOCK_N == 0:
-            page = tl.load(table + first_key // PAGE, mask=first_key < last_key, other=0)
-        else:
-            page = tl.load(table + n // PAGE, mask=n < seq_len, other=0)
         for start in tl.range(first_key, last_key, BLOCK_N, num_stages=STAGES):
             n = start + tl.arange(0, BLOCK_N)
             valid = n < seq_len
@@ -201,7 +217,8 @@ def split_kv_attention_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
-    BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, MIN_BLOCKS: tl.constexpr,
+    BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
     COOPERATIVE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """`q [bs, Q_LEN, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
@@ -212,7 +229,7 @@ def split_kv_attention_kernel(
 
     Keys are read in two parts, `D0` (a power of two) and `D1` (the rest, 0 if none). `SHARED_KV`: values are the first
     `DV == D0` entries of the keys (MLA), and are loaded once. `softcap` comes times log2(e), `qk_scale` too unless there is a
-    soft cap.
+    soft cap. `CLEAR`: see `tuning.Config`.
     """
     HM: tl.constexpr = KV_HEADS * ROW_BLOCKS
     ROWS: tl.constexpr = Q_LEN * GROUP
@@ -231,7 +248,6 @@ def split_kv_attention_kernel(
     request_ids = tl.arange(0, BS)
     lens = tl.load(seq_lens + request_ids, mask=request_ids < bs, other=0)
     _, counts = kv_blocks(lens, SPAN, WINDOW, BLOCK_N)
-    ends = tl.cumsum(counts, 0)
     total = tl.sum(counts, 0)
 
     # Requests without keys belong to no range.
@@ -244,8 +260,14 @@ def split_kv_attention_kernel(
 
     # Fewer ranges than programs where a range would be too short to pay for its partial result.
     ranges = tl.maximum(tl.minimum(ranges, tl.cdiv(total, MIN_BLOCKS)), 1)
-    position = range_start(index, total, ranges, ends)
-    stop = range_start(index + 1, total, ranges, ends)
+    length, needed = whole_ranges(counts, total, ranges)
+    if length > 0:  # round each request up to whole ranges: the blocks too many are empty
+        counts = needed * length
+        ranges = tl.sum(needed, 0)
+        total = ranges * length
+    ends = tl.cumsum(counts, 0)
+    position = range_start(index, total, ranges, ends, length)
+    stop = range_start(index + 1, total, ranges, ends, length)
     if index >= ranges:
         stop = position
     b = tl.sum(((ends <= position) & (request_ids < bs)).to(tl.int32), 0)
@@ -254,16 +276,21 @@ def split_kv_attention_kernel(
     first_request = b
     before_first = 0
     before_last = 0
+    # Of the tile this range begins in and of the one it ends in: the first range that holds a part of it, and how many do.
+    holder_first, splits_first = index, 1
+    holder_last, splits_last = index, 1
 
     while position < stop:
         seq_len = tl.load(seq_lens + b)
-        skipped, count = kv_blocks(seq_len, SPAN, WINDOW, BLOCK_N)
+        skipped, blocks = kv_blocks(seq_len, SPAN, WINDOW, BLOCK_N)
         end = pick(ends, b, BS)
-        begin = end - count
+        begin = end - pick(counts, b, BS)
         last = tl.minimum(end, stop)
         first_key = (skipped + position - begin) * BLOCK_N
-        last_key = (skipped + last - begin) * BLOCK_N
+        last_key = (skipped + tl.minimum(last - begin, blocks)) * BLOCK_N
 
+        table = block_tables + b.to(tl.int64) * table_stride
+        pages = first_pages(table, first_key, last_key, seq_len, PAGE, BLOCK_N)
         q_row = q + b.to(tl.int64) * q_stride_b + query * q_stride_q + head * q_stride_h
         q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
         q1 = q0
@@ -273,13 +300,21 @@ def split_kv_attention_kernel(
         words = query.to(tl.int64)
         if MASK_LEN > 0:
             words = tl.load(tree_mask + b * mask_stride + query, mask=in_use, other=0)
-        table = block_tables + b.to(tl.int64) * table_stride
+        # Here, while the loads above are on their way.
+        holder = index
+        until = index
+        if begin < position:
+            holder = range_of(begin, total, ranges, ends, length)
+        if end > stop:
+            until = range_of(end - 1, total, ranges, ends, length)
+        splits = until - holder + 1
         all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else Q_LEN - 1)  # keys before this are seen by every query
 
         m, l, acc = attend(
-            q0, q1, k_cache, k_rest, v_cache, table, kv_head, first_key, last_key, seq_len, all_seen, query, Q_LEN, words,
-            qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+            q0, q1, k_cache, k_rest, v_cache, table, pages, kv_head, first_key, last_key, seq_len, all_seen, query, Q_LEN,
+            words, qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES,
+            CLEAR,
         )  # fmt: skip
 
         o = out + ((b * Q_LEN + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV
@@ -294,12 +329,13 @@ def split_kv_attention_kernel(
             tl.store(partial_acc + (slot * BLOCK_M + local)[:, None] * BLOCK_DV + dv[None, :], acc, mask=in_use[:, None])
             tl.store(partial_ml + slot * (2 * BLOCK_M) + local, m)
             tl.store(partial_ml + slot * (2 * BLOCK_M) + BLOCK_M + local, l)
-            first_range = range_of(begin, total, ranges, ends)
-            before = arrive(counters + b * HM + hm, range_of(end - 1, total, ranges, ends) - first_range + 1)
+            before = arrive(counters + b * HM + hm, splits)
             if position == range_begin:
                 before_first = before
+                holder_first, splits_first = holder, splits
             else:
                 before_last = before
+                holder_last, splits_last = holder, splits
         position = last
         b += 1
 
@@ -311,25 +347,25 @@ def split_kv_attention_kernel(
         begin = end - pick(counts, b, BS)
         unfinished = (range_begin < stop) & ((begin < range_begin) | (end > stop))
         if unfinished & ((side == 0) | (last_request != first_request)):
-            first_range = range_of(begin, total, ranges, ends)
-            splits = range_of(end - 1, total, ranges, ends) - first_range + 1
+            first_range = holder_first if side == 0 else holder_last
+            splits = splits_first if side == 0 else splits_last
             before = before_first if side == 0 else before_last
             if COOPERATIVE:
                 await_all(counters + b * HM + hm, before, splits)
                 unit, units = index - first_range, splits
             else:
                 unit, units = tl.where((before & 0xFFFF) == splits - 1, 0, BLOCK_M * BLOCK_DV), 1
-            ends_first = (range_start(first_range, total, ranges, ends) < begin).to(tl.int32)
+            ends_first = (range_start(first_range, total, ranges, ends, length) < begin).to(tl.int32)
             slots = first_range * 2 * HM + hm
             o = out + ((b * Q_LEN).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP) * DV
             row0 = (hm % ROW_BLOCKS) * BLOCK_M
-            # Few splits: many rows of each at once. Many splits: many of them at once.
+            # All splits at once, as many numbers of each as registers hold.
             if splits <= 4:
                 _combine(
                     partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
-                    v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 2, 512 * WARPS,
+                    v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 4, 256 * WARPS,
                 )  # fmt: skip
-            elif splits <= 32:
+            elif splits <= 16:
                 _combine(
                     partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
                     v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 16, 128 * WARPS,

@@ -113,12 +113,12 @@ def _arguments(shape: Shape, queries: tuple, q_rows: tuple[int, ...], bs: int) -
 
 def _by_config(choose: Any, shape: Shape, rows: int) -> Iterator[tuple[tuning.Config, tuple[int, ...], str]]:
     """The distinct choices over the architectures, the architectures of each, and what to add to the variant's name."""
-    chosen: dict[tuning.Config, list[int]] = {}
+    chosen: dict[tuple[tuning.Config, bool], list[int]] = {}
     for arch in ARCHS:
         element = shape.kv_dtype.itemsize
         config = choose(arch, not shape.kv_heads, shape.head_dim, shape.v_dim, element, rows)
-        chosen.setdefault(config, []).append(arch)
-    for config, archs in chosen.items():
+        chosen.setdefault((config, config.clear), []).append(arch)
+    for (config, _), archs in chosen.items():
         yield config, tuple(archs), f" on sm_{archs[0]}" if len(chosen) > 1 else ""
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.attention import attend, denominator
+from spec_ops.backends.triton.attention import attend, denominator, first_pages
 from spec_ops.backends.triton.schedule import kv_blocks, pick
 
 
@@ -50,7 +50,7 @@ def attend_chunks(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CLEAR: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`attend` over the chunks `[first_chunk, last_chunk)`, merged. No row sees a key outside `[first_key, last_key)`."""
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -59,10 +59,11 @@ def attend_chunks(
     for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
         begin = tl.maximum(chunk * CHUNK, first_key // BLOCK_N * BLOCK_N)
         end = tl.minimum(chunk * CHUNK + CHUNK, last_key)
+        page = first_pages(table, begin, end, seq_len, PAGE, BLOCK_N)
         m_next, l_next, acc_next = attend(
-            q0, q1, k_cache, k_rest, v_cache, table, kv_head, begin, end, seq_len, all_seen, query, q_len, words,
+            q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, begin, end, seq_len, all_seen, query, q_len, words,
             qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-            D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES,
+            D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
         )  # fmt: skip
         m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
     return m, l, acc
@@ -106,7 +107,8 @@ def deterministic_attention_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
-    BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
+    BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`q [bs, q_len, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
 
@@ -154,7 +156,8 @@ def deterministic_attention_kernel(
             q0, q1, k_cache, k_rest, v_cache, block_tables + b.to(tl.int64) * table_stride, kv_head, first_chunk, last_chunk,
             first_key, seq_len, seq_len, all_seen, query, q_len, words, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-            D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CHUNK,
+            D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
+            CHUNK,
         )  # fmt: skip
 
         if count > 1:
@@ -220,7 +223,7 @@ def deterministic_extend_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`q [total_q, KV_HEADS * GROUP, D]`, ragged; `out` holds zeros. One program a tile, in which all chunks are merged."""
     # The last rows of a request see the most keys: they start first.
@@ -251,7 +254,8 @@ def deterministic_extend_kernel(
             tl.cdiv(last_key, CHUNK), first_key, last_key, seq_len, low + 1, query, q_len, query.to(tl.int64),
             qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-            D, D0, D1, DV, BLOCK_DV, PAGE, 0, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CHUNK,
+            D, D0, D1, DV, BLOCK_DV, PAGE, 0, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
+            CHUNK,
         )  # fmt: skip
         result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)
         o = out + ((begin + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -84,14 +84,14 @@ def fitted(tile: Tile, n: int, k: int, sms: int, arch: int) -> Config:
     return Config(block_m, block_n, block_k, num_warps, splits, max(2, buffers + (not asynchronous)), programs)
 
 
-@triton.jit(do_not_specialize=["M"])
-def skinny_mm_kernel(
-    x, weight, bias, out, partial, counters, M, N, K,
+@triton.jit
+def products(
+    x, weight, partial, counters, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`x`, `weight`: tensor descriptors of what `_block_shape` says, of `BLOCK_M` and `BLOCK_N` rows. `bias [N]` or None;
-    `out [M, N]` is contiguous."""
+    """This program's tile of the transposed product, `[BLOCK_N, BLOCK_M]`, and whether it is summed over all of k, as
+    only the last program of a tile to arrive has it. The arguments are those of `skinny_mm_kernel`."""
     pid = tl.program_id(0)
     tile = pid // SPLITS
     split = pid % SPLITS
@@ -113,11 +113,9 @@ def skinny_mm_kernel(
             columns = weight.load([tile * BLOCK_N, block * BLOCK_K])
             rows = x.load([0, block * BLOCK_K])
             acc = tl.dot(columns, tl.permute(rows, (1, 0)), acc)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
     complete = True
     if SPLITS > 1:
-        local = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        local = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         tl.store(partial + pid * (BLOCK_N * BLOCK_M) + local, acc)
         complete = (arrive(counters + tile, SPLITS) & 0xFFFF) == SPLITS - 1
         if complete:
@@ -133,11 +131,30 @@ def skinny_mm_kernel(
                 acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 for i in tl.range(0, SPLITS, num_stages=min(SPLITS, ROOM) + 1):
                     acc += tl.load(parts + i * (BLOCK_N * BLOCK_M))
+    return acc, complete
+
+
+@triton.jit
+def store_transposed(out, acc, n, m, N, M):
+    """`acc`, at columns `n` and rows `m`, to the contiguous `out [M, N]`."""
+    to = out + m[None, :] * N + n[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["M"])
+def skinny_mm_kernel(
+    x, weight, partial, counters, M, N, K, bias, out,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`x`, `weight`: tensor descriptors of what `_block_shape` says, of `BLOCK_M` and `BLOCK_N` rows. `partial`, `counters`: of
+    the sums that the programs of a tile exchange, None if there is one. `bias [N]` or None; `out [M, N]` is contiguous."""
+    acc, complete = products(x, weight, partial, counters, K, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES)
     if complete:
+        n = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
         if bias is not None:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        to = out + m[None, :] * N + n[:, None]
-        tl.store(to, acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+        store_transposed(out, acc, n, tl.arange(0, BLOCK_M), N, M)
 
 
 @functools.cache
@@ -165,23 +182,24 @@ def _descriptor(matrix: torch.Tensor, rows: int, config: Config) -> TensorDescri
     return TensorDescriptor(matrix, [n, k], [matrix.stride(0), 1], block)
 
 
-def skinny_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config | None = None) -> torch.Tensor:
-    """See `spec_ops.ops.linear`. An `x` that TMA cannot read is copied.
+def run(
+    kernel: Any, name: str, x: torch.Tensor, weight: torch.Tensor, config: Config | None, *args: Any, **constants: Any
+) -> None:
+    """Launches `kernel`, which takes what `skinny_mm_kernel` takes up to `K` and then `args`, for the op `name`.
+
+    An `x` that TMA cannot read is copied.
 
     Raises:
         ValueError: more than `MAX_ROWS` rows, k no multiple of 64, or a weight that TMA cannot read.
     """
     (m, k), n = x.shape, weight.shape[0]
-    out = x.new_empty(m, n)
-    if out.numel() == 0:
-        return out
     if m > MAX_ROWS:
-        raise ValueError(f"skinny_mm: `x` must have at most {MAX_ROWS} rows, got {m}")
+        raise ValueError(f"{name}: `x` must have at most {MAX_ROWS} rows, got {m}")
     if k == 0 or k % CHUNK:
-        raise ValueError(f"skinny_mm: the columns of `x` must be a multiple of {CHUNK}, got {k}")
+        raise ValueError(f"{name}: the columns of `x` must be a multiple of {CHUNK}, got {k}")
     if not _tma_reads(weight):
         raise ValueError(
-            "skinny_mm: `weight` must have contiguous rows that start at multiples of 16 bytes, got strides "
+            f"{name}: `weight` must have contiguous rows that start at multiples of 16 bytes, got strides "
             f"{tuple(weight.stride())} at address {weight.data_ptr():#x}"
         )
     x = x if _tma_reads(x) else x.clone(memory_format=torch.contiguous_format)
@@ -194,11 +212,23 @@ def skinny_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
         counters = arrival_counters(x.device, tiles, "skinny_mm")
     with device_guard(x):
         launch(
-            skinny_mm_kernel, (tiles * splits,), _descriptor(x, block_m, config), _descriptor(weight, block_n, config),
-            None if bias is None else bias.contiguous(), out, partial, counters, m, n, k,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=config.block_k, CHUNK=CHUNK, SPLITS=splits, STAGES=config.num_stages,
-            num_warps=config.num_warps,
+            kernel, (tiles * splits,), _descriptor(x, block_m, config), _descriptor(weight, block_n, config), partial, counters,
+            m, n, k, *args, **constants, **_constants(config), num_warps=config.num_warps,
         )  # fmt: skip
+
+
+def _constants(config: Config) -> dict[str, int]:
+    return {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": CHUNK,
+        "SPLITS": config.splits, "STAGES": config.num_stages,
+    }  # fmt: skip
+
+
+def skinny_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config | None = None) -> torch.Tensor:
+    """See `spec_ops.ops.linear`; raises as `run` does."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    if out.numel():
+        run(skinny_mm_kernel, "skinny_mm", x, weight, config, None if bias is None else bias.contiguous(), out)
     return out
 
 
@@ -206,28 +236,33 @@ def ahead() -> Iterator[Variant]:
     shapes = (
         [(m, 6144, 4096) for m in (4, 32, 64)] + [(m, 4096, 4096) for m in (16, 32)] + [(m, 1536, 7168) for m in (4, 16, 64)]
     )
-    for m, n, k in shapes:
-        chosen: dict[Config, list[int]] = {}
-        for arch in ARCHS:
-            chosen.setdefault(choose(m, n, k, 132, arch), []).append(arch)
-        for config, archs in chosen.items():
-            yield _variant(f"skinny_mm, {m} x {n} x {k} on sm_{archs[0]}", config, tuple(archs))
+    for shape in shapes:
+        yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None})
 
 
-def _variant(name: str, config: Config, archs: tuple[int, ...]) -> Variant:
-    def descriptor(rows: int) -> str:
-        return f"tensordesc<bf16{_block_shape(rows, config)}>"
-
-    split = {"partial": "*fp32:16", "counters": "*i32:16"}
-    return Variant(
-        name,
-        skinny_mm_kernel,
-        {"x": descriptor(config.block_m), "weight": descriptor(config.block_n), "out": "*bf16:16", "M": "i32", "N": "i32:16"}
-        | {"K": "i32:16", **(split if config.splits > 1 else {})},
-        {"bias": None, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": CHUNK}
-        | {"SPLITS": config.splits, "STAGES": config.num_stages, **({} if config.splits > 1 else dict.fromkeys(split))},
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        archs=archs,
-        programs=config.programs,
-    )
+def variants(
+    kernel: Any, name: str, shape: tuple[int, int, int], signature: dict[str, str], constexprs: dict[str, Any]
+) -> Iterator[Variant]:
+    """Those of `kernel` for m, n and k; `signature` and `constexprs` are of the arguments that `skinny_mm_kernel` lacks or that
+    follow its `K`."""
+    chosen: dict[Config, list[int]] = {}
+    for arch in ARCHS:
+        chosen.setdefault(choose(*shape, 132, arch), []).append(arch)
+    m, n, k = shape
+    for config, archs in chosen.items():
+        blocks = {
+            key: f"tensordesc<bf16{_block_shape(rows, config)}>"
+            for key, rows in (("x", config.block_m), ("weight", config.block_n))
+        }
+        split = {"partial": "*fp32:16", "counters": "*i32:16"}
+        sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
+        yield Variant(
+            f"{name}, {m} x {n} x {k} on sm_{archs[0]}",
+            kernel,
+            {**blocks, **sizes, **(split if config.splits > 1 else {}), **signature},
+            {**_constants(config), **({} if config.splits > 1 else dict.fromkeys(split)), **constexprs},
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            archs=tuple(archs),
+            programs=config.programs,
+        )

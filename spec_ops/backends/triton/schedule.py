@@ -27,26 +27,49 @@ def kv_blocks(seq_len, Q_SPAN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
-def range_start(index, total, ranges, ends):
-    """Where range `index` of `ranges` begins among `total` blocks: equal shares, except that a start close to a request's end
-    (`ends`, running block counts) moves there. A sliver of a tile would cost more than its blocks: a pipeline to refill and a
-    partial result to combine.
+def whole_ranges(counts, total, ranges):
+    """A length of ranges, in blocks, with which every request's tiles end where a range ends, and how many ranges each request
+    then has; length 0 if that would make the longest range more than one block longer than equal shares.
+
+    A range that crosses from one request into another refills its pipeline and writes two partial results, which few and short
+    requests feel most. The last range of a request may hold fewer blocks than the others, never none.
     """
-    share = total // ranges
-    start = index * share + tl.minimum(index, total - share * ranges)
-    tolerance = tl.minimum(share // 8, 4)
-    end = tl.max(tl.where(ends <= start + tolerance, ends, 0), 0)
-    return tl.where((end >= start - tolerance) & (index > 0), end, start)
+    share = tl.maximum(tl.cdiv(total, ranges), 1)
+    fewest = tl.cdiv(counts, share + 1)
+    needed = tl.cdiv(counts, share)
+    fits = tl.sum(needed, 0) <= ranges
+    length = tl.where(fits, share, tl.where(tl.sum(fewest, 0) <= ranges, share + 1, 0))
+    return length, tl.where(fits, needed, fewest)
 
 
 @triton.jit
-def range_of(block, total, ranges, ends):
+def range_start(index, total, ranges, ends, length):
+    """Where range `index` of `ranges` begins among `total` blocks.
+
+    With a `length`, that many blocks each. Otherwise equal shares, except that a start close to a request's end (`ends`,
+    running block counts) moves there: a sliver of a tile would cost more than its blocks.
+    """
+    start = index * length
+    if length == 0:
+        share = total // ranges
+        start = index * share + tl.minimum(index, total - share * ranges)
+        tolerance = tl.minimum(share // 8, 4)
+        end = tl.max(tl.where(ends <= start + tolerance, ends, 0), 0)
+        start = tl.where((end >= start - tolerance) & (index > 0), end, start)
+    return start
+
+
+@triton.jit
+def range_of(block, total, ranges, ends, length):
     """The range that holds `block`: the largest `r` with `range_start(r) <= block`."""
-    share = total // ranges
-    longer = (total - share * ranges) * (share + 1)  # blocks in ranges of one block more
-    guess = tl.where(block < longer, block // (share + 1), total - share * ranges + (block - longer) // share)
-    guess += (range_start(guess + 1, total, ranges, ends) <= block).to(tl.int32)
-    return guess - (range_start(guess, total, ranges, ends) > block).to(tl.int32)
+    guess = block // tl.maximum(length, 1)
+    if length == 0:
+        share = total // ranges
+        longer = (total - share * ranges) * (share + 1)  # blocks in ranges of one block more
+        guess = tl.where(block < longer, block // (share + 1), total - share * ranges + (block - longer) // share)
+        guess += (range_start(guess + 1, total, ranges, ends, length) <= block).to(tl.int32)
+        guess -= (range_start(guess, total, ranges, ends, length) > block).to(tl.int32)
+    return guess
 
 
 @triton.jit

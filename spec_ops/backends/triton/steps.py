@@ -59,6 +59,7 @@ def kernel_keys(k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Co
     constants = {
         "D": head_dim, "D0": d0, "D1": d1, "DV": v_dim, "BLOCK_DV": block_dv, "PAGE": k_cache.shape[1], "SHARED_KV": shared_kv,
         "TMA": tma, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
+        "CLEAR": config.clear,
     }  # fmt: skip
     strides = (*_page_token_head(k_cache), *_page_token_head(v_cache))
     return _Keys(tensors, strides, constants, block_dv, tma)

@@ -1,8 +1,10 @@
-"""Reference product with a weight stored as `torch.nn.Linear` stores it, in float32."""
+"""Reference products with a weight stored as `torch.nn.Linear` stores it, and an RMS norm divided among two of them, in
+float32."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def skinny_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -10,3 +12,40 @@ def skinny_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
+
+
+SUM_COLUMNS = 16  # of y, whose squares are one sum
+
+
+def sums_of(columns: int) -> int:
+    """How many sums of squares a row of so many columns has."""
+    return -(-columns // SUM_COLUMNS)
+
+
+def add_skinny_mm(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    y = (skinny_mm(x, weight, None).float() + residual.float()).to(x.dtype)
+    z = (y.float() * norm_weight.float()).to(x.dtype)
+    (m, n), sums = y.shape, sums_of(y.shape[1])
+    padded = F.pad(y.float(), (0, sums * SUM_COLUMNS - n))
+    return y, z, padded.view(m, sums, SUM_COLUMNS).square().sum(-1)
+
+
+def _rstd(squares: torch.Tensor, columns: int, eps: float) -> torch.Tensor:
+    """`[m, 1]`, float32."""
+    return torch.rsqrt(squares.sum(1, keepdim=True) / columns + eps)
+
+
+def scaled_skinny_mm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, squares: torch.Tensor, eps: float
+) -> torch.Tensor:
+    out = (x.float() @ weight.float().t()) * _rstd(squares, x.shape[1], eps)
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype)
+
+
+def scaled_silu_mul(gate: torch.Tensor, up: torch.Tensor, squares: torch.Tensor, columns: int, eps: float) -> torch.Tensor:
+    rstd = _rstd(squares, columns, eps)
+    return (F.silu(gate.float() * rstd) * (up.float() * rstd)).to(gate.dtype).contiguous()

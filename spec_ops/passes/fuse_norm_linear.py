@@ -1,0 +1,344 @@
+"""An RMS norm between products of few rows gets no kernel of its own.
+
+    y = residual + skinny_mm(x, w0, None)                     y, z, squares = add_skinny_mm(x, w0, residual, g)
+    h = y * rsqrt(mean(y ** 2, -1) + eps) * g
+    q = skinny_mm(h, w1, None)                        ->      q = scaled_skinny_mm(z, w1, None, squares, eps)
+    gate, up = mm(h, w2).chunk(2, -1)                         gate, up = mm(z, w2).chunk(2, -1)
+    a = silu(gate) * up                                       a = scaled_silu_mul(gate, up, squares, n, eps)
+
+At few rows such a norm is a launch and little else, about 3 us. The product in front of it adds the residual and the squares,
+and what is behind scales its rows (`backends/triton/norm_linear.py`). The sum y stays what it was, bit for bit, for all its
+readers: the next residual, hidden states that a draft takes. The norm is computed from that rounded sum.
+
+The product in front must be a `skinny_mm` whose result only the residual sum reads. All readers of the normalized value must be
+products that can scale: `skinny_mm`, what it computes as fast as cuBLAS (`BEHIND`), or products of cuBLAS whose one reader is
+`silu(gate) * up`, packed in one product or apart. bfloat16 only: `z = y * g` is not normalized, and may not fit float16.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from spec_ops.backends.registry import device_arch
+from spec_ops.ops.linear import add_skinny_mm_op, scaled_silu_mul_op, scaled_skinny_mm_op, skinny_mm_op
+from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.graph import arg, calls, insert, value
+from spec_ops.passes.lower_skinny_mm import Rule, Rules, operands, product_refusal, stored_weight
+from spec_ops.passes.rows import RESHAPES
+
+aten, prims = torch.ops.aten, torch.ops.prims
+DTYPE = torch.bfloat16
+# Rows, at most, by architecture. Measured without attention, us a layer: 4 rows 118.9 to 115.8, 8 119.2 to 116.0, 16 121.6 to
+# 119.0, 32 128.8 to 123.9.
+MAX_ROWS = {90: 32}
+# Where `skinny_mm` is as fast as cuBLAS, a norm in front of it is the gain: 6144 x 4096 and 6144 x 8192 at 32 rows.
+BEHIND: Rules = {90: (Rule(max_m=32, max_n=48 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),)}
+
+
+class NotFusedError(Exception):
+    """Why a norm keeps its kernel."""
+
+
+class Norm(NamedTuple):
+    """`out = x * rsqrt(mean(x ** 2, -1) + eps) * weight`, in float32, of the dtype of `x`."""
+
+    x: fx.Node
+    eps: float
+    weight: fx.Node
+    out: fx.Node
+
+
+class Front(NamedTuple):
+    """The sum of `residual` and the result of `product`."""
+
+    product: fx.Node
+    residual: fx.Node
+    total: fx.Node
+
+
+class Columns(NamedTuple):
+    """Some columns of a product."""
+
+    product: fx.Node
+    start: int
+    width: int
+
+
+class SiluMul(NamedTuple):
+    gate: Columns
+    up: Columns
+    out: fx.Node
+
+
+class FuseNormLinear(GraphPass):
+    name = "fuse_norm_linear"
+
+    def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
+        if not list(calls(graph, skinny_mm_op)):
+            return
+        for node in calls(graph, aten.rsqrt.default):
+            if (norm := _norm(node)) is None:
+                continue
+            *outer, n = value(norm.x).shape
+            what = f"RMSNorm of {math.prod(outer)} x {n}"
+            arch = context.arch if context.arch is not None else device_arch(value(norm.x).device)
+            try:
+                front = _front(norm, arch)
+                skinny, others = _products_behind(norm.out, arch)
+                silu = _silu_mul(others) if others else None
+            except NotFusedError as reason:
+                result.refuse(norm.out, f"{what}: {reason}")
+                continue
+            _fuse(graph, norm, front, skinny, silu)
+            k = value(front.product.args[0]).shape[1]
+            behind = [f"{len(skinny)} scaled_skinny_mm"] * bool(skinny) + ["SiLU"] * bool(others)
+            result.did(norm.out, f"{what} in the product of {n} x {k} before it and {' and '.join(behind)} behind it")
+
+
+def _only_user(node: fx.Node, target: Any) -> fx.Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 and users[0].target is target else None
+
+
+def _other(node: fx.Node, known: Any) -> Any:
+    """The operand of a binary `node` besides `known`; None if that is not one of two."""
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = node.args
+    return second if first is known else first if second is known else None
+
+
+def _is_convert(node: Any, dtype: torch.dtype) -> bool:
+    return isinstance(node, fx.Node) and node.target is prims.convert_element_type.default and node.args[1] == dtype
+
+
+def _norm(rsqrt: fx.Node) -> Norm | None:
+    """The RMS norm over rows that takes `rsqrt`, of which nothing but the result is read elsewhere.
+
+    Both spellings: `(x * rstd * weight).to(dtype)` and `(x * rstd).to(dtype) * weight`.
+    """
+    plus = rsqrt.args[0]
+    if not isinstance(plus, fx.Node) or plus.target not in (aten.add.Tensor, aten.add.Scalar) or plus.kwargs:
+        return None
+    mean, eps = plus.args
+    if not isinstance(mean, fx.Node) or mean.target is not aten.mean.dim or not isinstance(eps, (int, float)):
+        return None
+    square: Any = mean.args[0]
+    if arg(mean, "dim") not in ([-1], [value(square).dim() - 1]) or not arg(mean, "keepdim"):
+        return None
+    if square.target is not aten.pow.Tensor_Scalar or square.args[1] != 2 or not _is_convert(square.args[0], torch.float32):
+        return None
+    exact = square.args[0]
+    scaled = _only_user(rsqrt, aten.mul.Tensor)
+    if scaled is None or _other(scaled, rsqrt) is not exact or set(exact.users) != {square, scaled}:
+        return None
+    if not all(len(node.users) == 1 for node in (square, mean, plus)):
+        return None
+    x = exact.args[0]
+    if (product := _only_user(scaled, aten.mul.Tensor)) is not None:
+        weight, out = _other(product, scaled), _only_user(product, prims.convert_element_type.default)
+        if _is_convert(weight, torch.float32):
+            weight = weight.args[0]
+    else:
+        rounded = _only_user(scaled, prims.convert_element_type.default)
+        out = None if rounded is None or not _is_convert(rounded, value(x).dtype) else _only_user(rounded, aten.mul.Tensor)
+        weight = None if out is None else _other(out, rounded)
+    if out is None or value(out).dtype != value(x).dtype or not isinstance(weight, fx.Node):
+        return None
+    return Norm(x, float(eps), weight, out)
+
+
+def _unshaped(node: Any) -> Any:
+    """What `node` is a reshape of, with rows of the same length."""
+    while isinstance(node, fx.Node) and node.target in RESHAPES and _width(node) == _width(node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def _width(node: Any) -> int:
+    shape = value(node).shape
+    return shape[-1] if shape else 1
+
+
+def _front(norm: Norm, arch: int | None) -> Front:
+    total = _unshaped(norm.x)
+    if total.target is not aten.add.Tensor or len(total.args) != 2 or total.kwargs:
+        raise NotFusedError("what it normalizes is not the sum of a residual and a product")
+    for term, residual in (total.args, reversed(total.args)):
+        product = _unshaped(term)
+        if isinstance(product, fx.Node) and product.target is skinny_mm_op and residual is not term:
+            break
+    else:
+        raise NotFusedError("no term of the sum before it is a product that skinny_mm computes")
+    m, n = value(product).shape
+    if value(product).dtype != DTYPE:
+        raise NotFusedError(f"it is of {value(product).dtype}, in which what is not normalized yet may overflow")
+    if arch not in MAX_ROWS:
+        raise NotFusedError(f"no figures for sm_{arch}")
+    if m > MAX_ROWS[arch]:
+        raise NotFusedError(f"more than {MAX_ROWS[arch]} rows")
+    if product.args[2] is not None:
+        raise NotFusedError("the product before it has a bias")
+    while term is not product:
+        if len(term.users) != 1:
+            break
+        term = term.args[0]
+    if len(term.users) != 1:
+        raise NotFusedError("the product before it has other readers than the residual sum")
+    addend, whole = value(residual), value(total)
+    alike = isinstance(addend, torch.Tensor) and addend.shape == whole.shape and addend.dtype == DTYPE
+    if not alike or whole.numel() != m * n:
+        raise NotFusedError("the residual is not of the product's shape and dtype")
+    weight = value(norm.weight)
+    if norm.weight.op != "placeholder" or weight.shape != (n,) or weight.dtype != DTYPE:
+        raise NotFusedError(f"its weight is no input of {n} bfloat16 values")
+    if _writes_between(product, total):
+        raise NotFusedError("something is written in place between the product and the residual sum")
+    return Front(product, residual, total)
+
+
+def _writes_between(first: fx.Node, last: fx.Node) -> bool:
+    """Whether the product, which moves from `first` to `last`, passes an op that writes: only graphs that are not functional
+    have such."""
+    node = first.next
+    while node is not last:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            return True
+        node = node.next
+    return False
+
+
+def _products_behind(out: fx.Node, arch: Any) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The products that read the normalized value: those that `scaled_skinny_mm` computes, and cuBLAS's."""
+    skinny: list[fx.Node] = []
+    others: list[fx.Node] = []
+    for node, user in _readers(out):
+        if user.target not in (skinny_mm_op, aten.mm.default, aten.addmm.default):
+            raise NotFusedError(f"{user.target} reads its value too")
+        x, weight, bias = _parts(user)
+        if x is not node or node in (weight, bias):
+            raise NotFusedError(f"{user.target} reads its value, but not as rows")
+        if user.target is skinny_mm_op or product_refusal(user, arch, BEHIND) is None:
+            skinny.append(user)
+        elif bias is None:
+            others.append(user)
+        else:
+            raise NotFusedError("cuBLAS adds a bias to a product behind it")
+    if not skinny and not others:
+        raise NotFusedError("no product reads its value")
+    return skinny, others
+
+
+def _parts(product: fx.Node) -> tuple[Any, Any, Any]:
+    """Rows, weight (transposed where cuBLAS is called) and bias."""
+    if product.target is skinny_mm_op:
+        return product.args  # type: ignore[return-value]
+    bias, x, right = operands(product)
+    return x, right, bias
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What reads `node` or a reshape of it with rows of the same length, and which of those it reads."""
+    for user in node.users:
+        if user.target in RESHAPES and _width(user) == _width(node):
+            yield from _readers(user)
+        else:
+            yield node, user
+
+
+def _pieces(node: fx.Node, columns: Columns) -> Iterator[tuple[fx.Node, Columns, fx.Node]]:
+    """Values that are columns of a product, which columns, and what reads them; `node` has all of `columns`."""
+    last = value(node).dim() - 1
+    for of, user in _readers(node):
+        if user.target in (aten.split.Tensor, aten.split_with_sizes.default) and arg(user, "dim") in (-1, last):
+            starts = [0]
+            for part in value(user):
+                starts.append(starts[-1] + part.shape[-1])
+            for part in user.users:
+                index = part.args[1]
+                start, end = starts[index], starts[index + 1]  # type: ignore[index, operator]
+                yield from _pieces(part, Columns(columns.product, columns.start + start, end - start))
+        elif user.target is aten.slice.Tensor and arg(user, "dim") in (-1, last) and arg(user, "step") == 1:
+            start = slice(arg(user, "start"), arg(user, "end")).indices(columns.width)[0]
+            yield from _pieces(user, Columns(columns.product, columns.start + start, _width(user)))
+        else:
+            yield of, columns, user
+
+
+def _silu_mul(products: Sequence[fx.Node]) -> SiluMul:
+    """The `silu(gate) * up` that is all that reads `products`."""
+    whole = [Columns(product, 0, _width(product)) for product in products]
+    pieces = [piece for columns in whole for piece in _pieces(columns.product, columns)]
+    found = [silu for node, columns, user in pieces if (silu := _silu_of(node, columns, user, pieces)) is not None]
+    if not found or len(pieces) != 2 or {found[0].gate.product, found[0].up.product} != set(products):
+        raise NotFusedError("cuBLAS computes a product behind it that something else than silu(gate) * up reads")
+    return found[0]
+
+
+def _silu_of(node: fx.Node, gate: Columns, exact: fx.Node, pieces: list[tuple[fx.Node, Columns, fx.Node]]) -> SiluMul | None:
+    """The `silu(gate) * up` that begins with `exact`, the gate `node` in float32; `up` is among `pieces`."""
+    if not _is_convert(exact, torch.float32) or (activated := _silu(exact)) is None:
+        return None
+    rounded = _only_user(activated, prims.convert_element_type.default)
+    out = None if rounded is None or not _is_convert(rounded, DTYPE) else _only_user(rounded, aten.mul.Tensor)
+    if out is None or value(out).dtype != DTYPE:
+        return None
+    other = _other(out, rounded)
+    ups = [up for part, up, user in pieces if part is other and user is out and up.width == gate.width]
+    return SiluMul(gate, ups[0], out) if ups and value(other).shape == value(node).shape else None
+
+
+def _silu(x: fx.Node) -> fx.Node | None:
+    """`x / (1 + exp(-x))` or `x * sigmoid(x)`, of which nothing but the result is read elsewhere."""
+    if len(gates := [user for user in x.users if user.target is aten.sigmoid.default]) == 1:
+        product = _only_user(gates[0], aten.mul.Tensor)
+        return product if product is not None and _other(product, gates[0]) is x and len(x.users) == 2 else None
+    chain: list[fx.Node] = [x]
+    for target in (aten.neg.default, aten.exp.default, (aten.add.Tensor, aten.add.Scalar), aten.div.Tensor):
+        targets = target if isinstance(target, tuple) else (target,)
+        users = [user for user in chain[-1].users if user.target in targets]
+        if len(users) != 1:
+            return None
+        chain.append(users[0])
+    _, negated, power, plus, quotient = chain
+    right = set(x.users) == {negated, quotient} and plus.args == (power, 1) and quotient.args == (x, plus)
+    return quotient if right and all(len(node.users) == 1 and not node.kwargs for node in chain[1:-1]) else None
+
+
+def _fuse(graph: fx.Graph, norm: Norm, front: Front, skinny: list[fx.Node], silu: SiluMul | None) -> None:
+    product, residual, total = front
+    x, weight, _ = product.args
+    m, n = value(product).shape
+    args = (x, weight, _shaped(graph, total, residual, (m, n)), norm.weight)
+    call = insert(graph, total, add_skinny_mm_op, args, source=norm.out)
+    y, z, squares = (insert(graph, total, operator.getitem, (call, i), source=norm.out) for i in range(3))
+    total.replace_all_uses_with(_shaped(graph, total, y, value(total).shape))
+    for node in skinny:
+        _, weight, bias = _parts(node)
+        if node.target is not skinny_mm_op:
+            weight = stored_weight(graph, node, weight)
+        node.replace_all_uses_with(insert(graph, node, scaled_skinny_mm_op, (z, weight, bias, squares, norm.eps)))
+    if silu is None:
+        return
+    for node in {silu.gate.product, silu.up.product}:
+        node.update_arg(0, z)
+    gate, up = (_columns(graph, silu.out, columns) for columns in (silu.gate, silu.up))
+    scaled = insert(graph, silu.out, scaled_silu_mul_op, (gate, up, squares, n, norm.eps))
+    silu.out.replace_all_uses_with(_shaped(graph, silu.out, scaled, value(silu.out).shape))
+
+
+def _shaped(graph: fx.Graph, before: fx.Node, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+    return node if value(node).shape == shape else insert(graph, before, aten.reshape.default, (node, list(shape)))
+
+
+def _columns(graph: fx.Graph, before: fx.Node, columns: Columns) -> fx.Node:
+    product, start, width = columns
+    if width == _width(product):
+        return product
+    return insert(graph, before, aten.slice.Tensor, (product, 1, start, start + width))

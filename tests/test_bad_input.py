@@ -7,6 +7,7 @@ alone.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -454,18 +455,32 @@ def test_every_message_says_what_came():
     assert not silent, "\n".join(silent)
 
 
-@pytest.mark.parametrize("op", ["mha_target_verify", "append_kv", "page_table", "build_tree"])
+@pytest.mark.parametrize(
+    "op", ["mha_target_verify", "mla_extend", "append_kv", "append_mla_kv", "rope_append_kv", "page_table", "build_tree"]
+)
 def test_checks_are_not_skipped_while_tracing(op):
-    """In a whole graph the message reaches the user through Dynamo's; with graph breaks allowed the error itself does."""
+    """The message reaches the user through Dynamo's, as that of an op of torch does."""
     case = next(c for c in CASES if c.op == op and c.error is TypeError and c.came.startswith(("float", "int")))
     call = case.call()
 
     def function(**kwargs):
         return getattr(spec_ops, op)(**kwargs)
 
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=rf"{op}: `{case.arg}` must .*, got {case.came}"):
-        torch.compile(function, backend="eager", fullgraph=True)(**call)
-    torch._dynamo.reset()
-    with pytest.raises(case.error, match=rf"^{op}: `{case.arg}` must .*, got {case.came}"):
-        torch.compile(function, backend="eager")(**call)
+    for fullgraph in (True, False):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=rf"{op}: `{case.arg}` must .*, got {case.came}"):
+            torch.compile(function, backend="eager", fullgraph=fullgraph)(**call)
+
+
+@pytest.mark.parametrize("op", ["mha_draft_decode", "mla_target_verify", "append_kv", "append_mla_kv", "rope_append_kv"])
+def test_what_dynamo_leaves_out_the_fake_checks(op):
+    """Every wrong tensor is refused in a compiled function too, with the message of the uncompiled one."""
+    wrong = [c for c in CASES if c.op == op and isinstance(c.call().get(c.arg), torch.Tensor)]
+    assert len(wrong) > 3
+    for case in wrong:
+        torch._dynamo.reset()
+        expected = re.escape(str(case.raised(case.call())))
+        with pytest.raises(Exception, match=expected):
+            torch.compile(lambda case=case, **kwargs: getattr(spec_ops, op)(**kwargs), backend="eager", fullgraph=True)(
+                **case.call()
+            )

@@ -25,7 +25,8 @@ def define_op(
         schema: `"name(Tensor a, ...) -> Tensor"`, or `"name.overload(...)"`; mutated arguments carry `(a!)`, and
             none of them is returned.
         impl: what runs on CPU tensors, and on CUDA tensors unless `cuda` is given.
-        fake: output metadata only; must agree with `impl` in shape, dtype and strides.
+        fake: output metadata only; must agree with `impl` in shape, dtype and strides. Checks tensors if the wrapper leaves
+            that to it (`fakes_check`).
         cuda: `"module:function"` of the kernel for CUDA tensors, which takes what `impl` takes; imported at its first call.
         tags: besides `pt2_compliant_tag`.
 
@@ -39,6 +40,15 @@ def define_op(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     packet, _, overload = name.partition(".")
     return getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload or "default")
+
+
+def fakes_check() -> bool:
+    """Whether the checks of an op's tensors are left to its fake implementation: while Dynamo traces.
+
+    Dynamo interprets every bytecode of a function it traces, layer by layer, in every process anew; fakes it runs as they are.
+    Checks of tensors were two thirds of what it interpreted.
+    """
+    return torch.compiler.is_dynamo_compiling()
 
 
 def imported_at_first_call(op: str, path: str) -> Callable:

@@ -31,11 +31,13 @@ absorbed MLA form DeepSeek-V2 (arXiv:2405.04434).
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from spec_ops.backends import output_dtype, plans_on_host, run_attention
-from spec_ops.ops._attention_checks import check_common, check_mha, check_mla, check_ragged, check_uniform
-from spec_ops.ops._library import define_op
+from spec_ops.ops._attention_checks import check_mask_len, check_options, check_tensors
+from spec_ops.ops._library import define_op, fakes_check
 from spec_ops.ops._validate import Checker
 
 _TABLES = "Tensor block_tables, Tensor seq_lens"
@@ -51,12 +53,13 @@ _MLA_HEAD = "Tensor q, Tensor kv_cache, int kv_lora_rank"
 STEPS = ("draft_decode", "target_verify", "draft_extend", "extend")
 
 
-def _mha_fake(q, k_cache, v_cache, *others):
-    return q.new_empty(*q.shape[:-1], v_cache.shape[-1], dtype=output_dtype(others[-1], q.dtype))
-
-
-def _mla_fake(q, kv_cache, kv_lora_rank, *others):
-    return q.new_empty(*q.shape[:-1], kv_lora_rank, dtype=output_dtype(others[-1], q.dtype))
+def _check_op(kind: str, step: str, args: tuple) -> None:
+    """`check_tensors` of an op's arguments."""
+    q, first, second, block_tables, seq_lens, queries, _, kv_indptr, kv_indices, seq_lens_cpu, _, _, sinks = args[:13]
+    check_tensors(
+        f"{kind}_{step}", q, (first, second), block_tables, seq_lens, step == "extend", queries, kv_indptr, kv_indices,
+        seq_lens_cpu, sinks,
+    )  # fmt: skip
 
 
 def _define(kind: str, step: str, overload: str = "", tags: tuple[torch.Tag, ...] = ()) -> torch._ops.OpOverload:
@@ -68,7 +71,12 @@ def _define(kind: str, step: str, overload: str = "", tags: tuple[torch.Tag, ...
     def impl(*args):
         return run_attention(name, args)
 
-    return define_op(schema, impl, _mha_fake if kind == "mha" else _mla_fake, tags=tags)
+    def fake(q, cache, value, *others):
+        _check_op(kind, step, (q, cache, value, *others))
+        width = value.shape[-1] if kind == "mha" else value  # of `v_cache`, or `kv_lora_rank`
+        return q.new_empty(*q.shape[:-1], width, dtype=output_dtype(others[-1], q.dtype))
+
+    return define_op(schema, impl, fake, tags=tags)
 
 
 OPS = {f"{kind}_{step}": _define(kind, step) for kind in ("mha", "mla") for step in STEPS}
@@ -89,17 +97,18 @@ def _mha_uniform(
     name, q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
     window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend, deterministic,
 ) -> torch.Tensor:  # fmt: skip
+    if not fakes_check():
+        metadata = (kv_indptr, kv_indices, seq_lens_cpu)
+        check_tensors(name, q, (k_cache, v_cache), block_tables, seq_lens, False, tree_mask, *metadata, sinks)
     check = Checker(name)
-    scale, k_scale, v_scale = check_mha(check, q, k_cache, v_cache, 4, scale, k_scale, v_scale)
-    optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
-    backend = check_common(
-        check, q, k_cache, "k_cache", q.shape[2], block_tables, seq_lens, optional, window_left, sinks, softcap, backend,
-        deterministic,
-    )  # fmt: skip
-    mask_len = check_uniform(check, q, seq_lens, tree_mask, mask_len)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
+    k_scale = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
+    v_scale = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
+    mask_len = check_mask_len(check, q.shape[1], tree_mask, mask_len)
     return _op(name, backend)(
-        q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-        window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
+        q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu,
+        float(scale), window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
     )  # fmt: skip
 
 
@@ -107,17 +116,16 @@ def _mla_uniform(
     name, q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu,
     scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend, deterministic,
 ) -> torch.Tensor:  # fmt: skip
+    if not fakes_check():
+        metadata = (kv_indptr, kv_indices, seq_lens_cpu)
+        check_tensors(name, q, (kv_cache, kv_lora_rank), block_tables, seq_lens, False, tree_mask, *metadata, sinks)
     check = Checker(name)
-    scale, kv_scale = check_mla(check, q, kv_cache, kv_lora_rank, 4, scale, kv_scale)
-    optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
-    backend = check_common(
-        check, q, kv_cache, "kv_cache", q.shape[2], block_tables, seq_lens, optional, window_left, sinks, softcap, backend,
-        deterministic,
-    )  # fmt: skip
-    mask_len = check_uniform(check, q, seq_lens, tree_mask, mask_len)
+    backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
+    kv_scale = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
+    mask_len = check_mask_len(check, q.shape[1], tree_mask, mask_len)
     return _op(name, backend)(
-        q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-        window_left, sinks, float(softcap), kv_scale, max_seq_len, backend,
+        q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu,
+        float(scale), window_left, sinks, float(softcap), kv_scale, max_seq_len, backend,
     )  # fmt: skip
 
 
@@ -282,17 +290,18 @@ def mha_extend(
 
     Source: FlashInfer `trtllm_batch_context_with_kv_cache`.
     """
+    if not fakes_check():
+        metadata = (kv_indptr, kv_indices, seq_lens_cpu)
+        check_tensors("mha_extend", q, (k_cache, v_cache), block_tables, seq_lens, True, q_indptr, *metadata, sinks)
     check = Checker("mha_extend")
-    scale, k_scale, v_scale = check_mha(check, q, k_cache, v_cache, 3, scale, k_scale, v_scale)
-    optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
-    backend = check_common(
-        check, q, k_cache, "k_cache", q.shape[1], block_tables, seq_lens, optional, window_left, sinks, softcap, backend,
-        deterministic,
-    )  # fmt: skip
-    check_ragged(check, q, q_indptr, seq_lens, max_q_len)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
+    k_scale = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
+    v_scale = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
+    check.integer("max_q_len", max_q_len, 1)
     return _op("mha_extend", backend)(
-        q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-        window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
+        q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu,
+        float(scale), window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
     )  # fmt: skip
 
 
@@ -427,15 +436,14 @@ def mla_extend(
     `q_indptr` and `max_q_len` as in `mha_extend`, others as in `mla_draft_decode`.
     Returns `[total_q, num_heads, kv_lora_rank]`; errors and source as `mla_draft_decode`.
     """
+    if not fakes_check():
+        metadata = (kv_indptr, kv_indices, seq_lens_cpu)
+        check_tensors("mla_extend", q, (kv_cache, kv_lora_rank), block_tables, seq_lens, True, q_indptr, *metadata, sinks)
     check = Checker("mla_extend")
-    scale, scale_kv = check_mla(check, q, kv_cache, kv_lora_rank, 3, scale, kv_scale)
-    optional = (kv_indptr, kv_indices, seq_lens_cpu, max_seq_len)
-    backend = check_common(
-        check, q, kv_cache, "kv_cache", q.shape[1], block_tables, seq_lens, optional, window_left, sinks, softcap, backend,
-        deterministic,
-    )  # fmt: skip
-    check_ragged(check, q, q_indptr, seq_lens, max_q_len)
+    backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
+    kv_scale = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
+    check.integer("max_q_len", max_q_len, 1)
     return _op("mla_extend", backend)(
-        q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-        window_left, sinks, float(softcap), scale_kv, max_seq_len, backend,
+        q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu,
+        float(scale), window_left, sinks, float(softcap), kv_scale, max_seq_len, backend,
     )  # fmt: skip

@@ -13,11 +13,55 @@ from collections.abc import Sequence
 import torch
 
 from spec_ops.backends import run_append, validate_backend_name
-from spec_ops.ops._library import define_op
+from spec_ops.ops._library import define_op, fakes_check
 from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.reference import kv_cache as reference
 
 _CACHE_DTYPES = FLOAT_DTYPES + FP8_DTYPES
+
+
+def check_cache(check: Checker, arg: str, cache, rank: int) -> None:
+    check.tensor(arg, cache, rank=rank, dtypes=_CACHE_DTYPES)
+    if cache.shape[0] < 1 or not 1 <= cache.shape[1] <= 128:
+        check.fail(arg, "of at least one page and page size (dimension 1) in [1, 128]", f"shape {tuple(cache.shape)}")
+    if cache.stride(-1) != 1:
+        check.fail(arg, "contiguous in its last dimension", f"strides {cache.stride()}")
+    for size, stride in zip(cache.shape, cache.stride(), strict=True):
+        if stride == 0 and size > 1:
+            check.fail(arg, "writable: not an expanded tensor", f"strides {cache.stride()}")
+
+
+def _check_append_kv(k_cache, v_cache, k, v, slots) -> None:
+    check = Checker("append_kv")
+    check_cache(check, "k_cache", k_cache, 4)
+    check_cache(check, "v_cache", v_cache, 4)
+    check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=k_cache.device)
+    if v_cache is k_cache:
+        check.fail("v_cache", "another tensor than `k_cache`", "the same one")
+    values = FLOAT_DTYPES if k_cache.dtype in FP8_DTYPES else (k_cache.dtype,)
+    check.tensor("k", k, shape=(None, *k_cache.shape[2:]), dtypes=values, device=k_cache.device)
+    check.tensor("v", v, shape=(k.shape[0], *v_cache.shape[2:]), dtypes=values, device=k_cache.device)
+    check.tensor("slots", slots, shape=(k.shape[0],), dtypes=INDEX_DTYPES, device=k_cache.device)
+
+
+def _append_kv_fake(k_cache, v_cache, k, v, slots, *_others) -> None:
+    _check_append_kv(k_cache, v_cache, k, v, slots)
+
+
+def _check_append_mla_kv(kv_cache, c_kv, k_rope, slots) -> None:
+    check = Checker("append_mla_kv")
+    check_cache(check, "kv_cache", kv_cache, 3)
+    values = FLOAT_DTYPES if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
+    check.tensor("c_kv", c_kv, rank=2, dtypes=values, device=kv_cache.device)
+    rope_dim = kv_cache.shape[2] - c_kv.shape[1]
+    if rope_dim < 0:
+        check.fail("c_kv", f"at most {kv_cache.shape[2]} wide, as `kv_cache` is", f"shape {tuple(c_kv.shape)}")
+    check.tensor("k_rope", k_rope, shape=(c_kv.shape[0], rope_dim), dtypes=(c_kv.dtype,), device=kv_cache.device)
+    check.tensor("slots", slots, shape=(c_kv.shape[0],), dtypes=INDEX_DTYPES, device=kv_cache.device)
+
+
+def _append_mla_kv_fake(kv_cache, c_kv, k_rope, slots, *_others) -> None:
+    _check_append_mla_kv(kv_cache, c_kv, k_rope, slots)
 
 
 def _no_output(*_args) -> None:
@@ -34,13 +78,13 @@ _APPEND_MLA_KV = "Tensor(a!) kv_cache, Tensor c_kv, Tensor k_rope, Tensor slots,
 append_kv_op = define_op(
     f"append_kv({_APPEND_KV}) -> ()",
     reference.append_kv,
-    _no_output,
+    _append_kv_fake,
     cuda="spec_ops.backends.triton.kv_cache:append_kv",
 )
 append_mla_kv_op = define_op(
     f"append_mla_kv({_APPEND_MLA_KV}) -> ()",
     reference.append_mla_kv,
-    _no_output,
+    _append_mla_kv_fake,
     cuda="spec_ops.backends.triton.kv_cache:append_mla_kv",
 )
 # What the pass `lower_kv_append` puts in place of the ops above: Inductor generates code for these. Tagged pointwise, which
@@ -62,10 +106,10 @@ append_mla_kv_lowered = define_op(
 )
 # For a named backend: the ops above are what every pass and model uses, and need no choice at run time.
 append_kv_by_op = define_op(
-    f"append_kv.by({_APPEND_KV}, str backend) -> ()", functools.partial(_run_by, "append_kv"), _no_output
+    f"append_kv.by({_APPEND_KV}, str backend) -> ()", functools.partial(_run_by, "append_kv"), _append_kv_fake
 )
 append_mla_kv_by_op = define_op(
-    f"append_mla_kv.by({_APPEND_MLA_KV}, str backend) -> ()", functools.partial(_run_by, "append_mla_kv"), _no_output
+    f"append_mla_kv.by({_APPEND_MLA_KV}, str backend) -> ()", functools.partial(_run_by, "append_mla_kv"), _append_mla_kv_fake
 )
 move_kv_op = define_op(
     "move_kv(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots) -> ()",
@@ -73,17 +117,6 @@ move_kv_op = define_op(
     _no_output,
     cuda="spec_ops.backends.triton.kv_cache:move_kv",
 )
-
-
-def check_cache(check: Checker, arg: str, cache, rank: int) -> None:
-    check.tensor(arg, cache, rank=rank, dtypes=_CACHE_DTYPES)
-    if cache.shape[0] < 1 or not 1 <= cache.shape[1] <= 128:
-        check.fail(arg, "of at least one page and page size (dimension 1) in [1, 128]", f"shape {tuple(cache.shape)}")
-    if cache.stride(-1) != 1:
-        check.fail(arg, "contiguous in its last dimension", f"strides {cache.stride()}")
-    for size, stride in zip(cache.shape, cache.stride(), strict=True):
-        if stride == 0 and size > 1:
-            check.fail(arg, "writable: not an expanded tensor", f"strides {cache.stride()}")
 
 
 def append_kv(
@@ -114,16 +147,9 @@ def append_kv(
 
     Source: FlashInfer `append_paged_kv_cache`, SGLang `set_kv_buffer`.
     """
+    if not fakes_check():
+        _check_append_kv(k_cache, v_cache, k, v, slots)
     check = Checker("append_kv")
-    check_cache(check, "k_cache", k_cache, 4)
-    check_cache(check, "v_cache", v_cache, 4)
-    check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=k_cache.device)
-    if v_cache is k_cache:
-        check.fail("v_cache", "another tensor than `k_cache`", "the same one")
-    values = FLOAT_DTYPES if k_cache.dtype in FP8_DTYPES else (k_cache.dtype,)
-    check.tensor("k", k, shape=(None, *k_cache.shape[2:]), dtypes=values, device=k_cache.device)
-    check.tensor("v", v, shape=(k.shape[0], *v_cache.shape[2:]), dtypes=values, device=k_cache.device)
-    check.tensor("slots", slots, shape=(k.shape[0],), dtypes=INDEX_DTYPES, device=k_cache.device)
     k_factor = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
     v_factor = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
     validate_backend_name(check, backend)
@@ -154,15 +180,9 @@ def append_mla_kv(
 
     Source: FlashInfer `append_paged_mla_kv_cache`.
     """
+    if not fakes_check():
+        _check_append_mla_kv(kv_cache, c_kv, k_rope, slots)
     check = Checker("append_mla_kv")
-    check_cache(check, "kv_cache", kv_cache, 3)
-    values = FLOAT_DTYPES if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
-    check.tensor("c_kv", c_kv, rank=2, dtypes=values, device=kv_cache.device)
-    rope_dim = kv_cache.shape[2] - c_kv.shape[1]
-    if rope_dim < 0:
-        check.fail("c_kv", f"at most {kv_cache.shape[2]} wide, as `kv_cache` is", f"shape {tuple(c_kv.shape)}")
-    check.tensor("k_rope", k_rope, shape=(c_kv.shape[0], rope_dim), dtypes=(c_kv.dtype,), device=kv_cache.device)
-    check.tensor("slots", slots, shape=(c_kv.shape[0],), dtypes=INDEX_DTYPES, device=kv_cache.device)
     factor = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
     validate_backend_name(check, backend)
     if backend == "auto":

@@ -7,13 +7,33 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.ops._library import define_op
+from spec_ops.ops._library import define_op, fakes_check
 from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.kv_cache import check_cache
 from spec_ops.ops.reference import rope as reference
 
 
-def _rope_append_kv_fake(q, *_unused):
+def _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots) -> None:
+    check = Checker("rope_append_kv")
+    check.tensor("q", q, rank=3, dtypes=FLOAT_DTYPES)
+    n, _, dim = q.shape
+    check_cache(check, "k_cache", k_cache, 4)
+    check_cache(check, "v_cache", v_cache, 4)
+    check.tensor("k_cache", k_cache, shape=(None, None, None, dim), dtypes=(q.dtype, *FP8_DTYPES), device=q.device)
+    check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=q.device)
+    if v_cache is k_cache:
+        check.fail("v_cache", "another tensor than `k_cache`", "the same one")
+    check.tensor("k", k, shape=(n, *k_cache.shape[2:]), dtypes=(q.dtype,), device=q.device)
+    check.tensor("v", v, shape=(n, *v_cache.shape[2:]), dtypes=(q.dtype,), device=q.device)
+    check.tensor("cos", cos, shape=(n, None), dtypes=(torch.float32,), device=q.device)
+    if not 0 < 2 * cos.shape[1] <= dim:
+        check.fail("cos", f"of 1 to {dim // 2} columns (half of `q`'s last dimension)", f"shape {tuple(cos.shape)}")
+    check.tensor("sin", sin, shape=(n, cos.shape[1]), dtypes=(torch.float32,), device=q.device)
+    check.tensor("slots", slots, shape=(n,), dtypes=INDEX_DTYPES, device=q.device)
+
+
+def _rope_append_kv_fake(q, k, v, cos, sin, k_cache, v_cache, slots, *_scales):
+    _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots)
     return q.new_empty(q.shape)
 
 
@@ -56,22 +76,9 @@ def rope_append_kv(
     Raises:
         TypeError, ValueError: naming the argument, before anything is written. IndexError on CPU for a slot past the end.
     """
+    if not fakes_check():
+        _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots)
     check = Checker("rope_append_kv")
-    check.tensor("q", q, rank=3, dtypes=FLOAT_DTYPES)
-    n, _, dim = q.shape
-    check_cache(check, "k_cache", k_cache, 4)
-    check_cache(check, "v_cache", v_cache, 4)
-    check.tensor("k_cache", k_cache, shape=(None, None, None, dim), dtypes=(q.dtype, *FP8_DTYPES), device=q.device)
-    check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=q.device)
-    if v_cache is k_cache:
-        check.fail("v_cache", "another tensor than `k_cache`", "the same one")
-    check.tensor("k", k, shape=(n, *k_cache.shape[2:]), dtypes=(q.dtype,), device=q.device)
-    check.tensor("v", v, shape=(n, *v_cache.shape[2:]), dtypes=(q.dtype,), device=q.device)
-    check.tensor("cos", cos, shape=(n, None), dtypes=(torch.float32,), device=q.device)
-    if not 0 < 2 * cos.shape[1] <= dim:
-        check.fail("cos", f"of 1 to {dim // 2} columns (half of `q`'s last dimension)", f"shape {tuple(cos.shape)}")
-    check.tensor("sin", sin, shape=(n, cos.shape[1]), dtypes=(torch.float32,), device=q.device)
-    check.tensor("slots", slots, shape=(n,), dtypes=INDEX_DTYPES, device=q.device)
     k_factor = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
     v_factor = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
     return rope_append_kv_op(q, k, v, cos, sin, k_cache, v_cache, slots, k_factor, v_factor)

@@ -285,6 +285,7 @@ class Fakes:
         assert (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim) in ((128, 512, 64), (64, 256, 64))
         assert block_tables.shape[1] % max(1, 128 // kv_cache.shape[1]) == 0, "width must hold whole tiles of keys"
         if backend == "cute-dsl":
+            assert workspace_buffer.dtype == torch.int8  # FlashInfer 0.6
             assert multi_ctas_kv_counter_buffer is None
             assert skip_softmax_threshold_scale_factor is None, "trtllm-gen only"
         check_scratch(workspace_buffer)

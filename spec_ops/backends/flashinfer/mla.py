@@ -30,7 +30,7 @@ def _decode(
     trtllm_batch_decode_with_kv_cache_mla(
         query=queries_for(kv_cache, q),
         kv_cache=kv_cache,
-        workspace_buffer=scratch(kernel, q.device),
+        workspace_buffer=scratch(kernel, q.device).view(torch.int8),  # cute-dsl takes nothing else in FlashInfer 0.6
         qk_nope_head_dim=NOPE_DIM[kv_lora_rank],
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=q.shape[-1] - kv_lora_rank,

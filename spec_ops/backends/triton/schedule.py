@@ -2,7 +2,7 @@
 
 A *tile* is one (request, KV head, block of query rows); its KV is cut into blocks of `BLOCK_N` tokens. The blocks of all
 requests, laid end to end, are divided into `ranges` of about equal size (stream-K, arXiv:2301.03598), so unequal lengths
-balance by themselves; where that costs a block at most, ranges end with requests (`whole_ranges`). Each range is walked once per
+balance by themselves; where it costs a block at most, ranges end with requests (`whole_ranges`). Each range is walked once per
 (KV head, row block) by one program; programs of one range are neighbours in the grid and read the same pages at about the same
 time. A tile that lies inside one range is finished there. Otherwise each of its ranges writes a partial result and announces it
 (a counter per tile); then its programs share the work of combining them, in the order of the ranges.

@@ -108,11 +108,12 @@ def test_a_partitioned_round_gives_the_same_tokens(pair):
     prompts = [tokenizer.encode(text) for text in TEXTS[:4]]
     plain = Generator(target, max_batch_size=4, max_seq_len=512).generate(prompts, max_new_tokens=48).tokens
     planned = dataclasses.replace(get_backend("reference"), name="planned-reference", host_plan=True, rank=1000)
+    generators = []  # all are kept: what is compiled for a generator that is gone goes with it
     with registered(planned):
         for config in (SpeculationConfig(3), SpeculationConfig(3, 4, 12)):
             before = recorded_graphs()
             sizes = {"max_batch_size": 4, "max_seq_len": 512, "prefill_backend": "reference"}
-            generator = Generator(target, draft, config, compile=True, backend=planned.name, **sizes)
+            generators.append(Generator(target, draft, config, compile=True, backend=planned.name, **sizes))
             for _ in range(2):
-                assert generator.generate(prompts, max_new_tokens=48).tokens == plain
+                assert generators[-1].generate(prompts, max_new_tokens=48).tokens == plain
             assert recorded_graphs() - before > 1

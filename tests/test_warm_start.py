@@ -9,23 +9,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# No kernel is generated for this, so that no C++ compiler is needed: a product, a cache write and an attention step.
+import pytest
+import torch
+from torch._inductor.runtime import compile_tasks
+
+import spec_ops
+
+# A product, a cache write and an attention step; on CPU Inductor generates no kernel for them, so that no C++ compiler is needed.
 SCRIPT = """
 import json, sys
 import torch
 import spec_ops
 from torch._dynamo.utils import counters
 
-k_cache, v_cache = torch.zeros(3, 4, 2, 16), torch.zeros(3, 4, 2, 16)
+device, *settings = sys.argv[1:]
+torch.set_default_device(device)
+torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+k_cache, v_cache = torch.zeros(2, 3, 16, 2, 64)
 tables, lens = torch.tensor([[0, 2]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
 
 def step(x, weight, rows, slots):
     spec_ops.append_kv(k_cache, v_cache, rows, rows, slots)
-    q = torch.mm(x, weight).view(1, 1, 2, 16)
+    q = torch.mm(x, weight).view(1, 1, 2, 64)
+    if q.is_cuda:
+        q = q.sin()
     return spec_ops.mha_draft_decode(q, k_cache, v_cache, tables, lens)
 
 torch.manual_seed(0)
-call = torch.randn(1, 8), torch.randn(8, 32), torch.randn(1, 2, 16), torch.tensor([8])
+call = torch.randn(1, 16), torch.randn(16, 128), torch.randn(1, 2, 64), torch.tensor([4])
 
 def compiled(passes):
     counters.clear()
@@ -38,15 +49,16 @@ def compiled(passes):
     )}
     return {"result": result.flatten().tolist(), **{name: times for name, times in found.items() if times}}
 
-settings = [json.loads(text) for text in sys.argv[1:]]
-print(json.dumps([compiled(passes) for passes in settings]))
+print(json.dumps([compiled(json.loads(passes)) for passes in settings]))
 """
 
 
-def process(folder: Path, seed: int, *passes: dict[str, bool]) -> list[dict[str, Any]]:
+def process(folder: Path, seed: int, *passes: dict[str, bool], device: str = "cpu", **env: str) -> list[dict[str, Any]]:
     """What the caches in `folder` were asked by a process that compiles with each of `passes`, and the results."""
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONHASHSEED": str(seed), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", SCRIPT, *map(json.dumps, passes)]
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONHASHSEED": str(seed)} | env
+    if device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-c", SCRIPT, device, *map(json.dumps, passes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -60,3 +72,35 @@ def test_second_process_hits_both_caches_and_other_passes_none(tmp_path):
     assert cold == {"fxgraph_cache_miss": 1, "autograd_cache_miss": 1}
     assert warm == {"result": result, "fxgraph_cache_hit": 1, "autograd_cache_hit": 1}
     assert other == {"result": result, "fxgraph_cache_miss": 1, "autograd_cache_miss": 1}
+
+
+def test_ptxas_is_inductors_before_anything_is_compiled(tmp_path, monkeypatch):
+    """It is part of Triton's cache key, and Inductor sets it only where its caches miss."""
+    ours = [tmp_path / "bin" / "ptxas", tmp_path / "_inductor" / "bin" / "ptxas"]  # torch 2.13 looks in the second
+    for ptxas in ours:
+        ptxas.parent.mkdir(parents=True)
+        ptxas.write_text("")
+        ptxas.chmod(0o755)
+    monkeypatch.setattr(compile_tasks, "__file__", str(tmp_path / "_inductor" / "runtime" / "compile_tasks.py"))
+    for use in (lambda: spec_ops.install()(), lambda: spec_ops.compile(torch.sin)):
+        monkeypatch.setenv("TRITON_PTXAS_PATH", "")
+        monkeypatch.delenv("TRITON_PTXAS_PATH")
+        getattr(compile_tasks._set_triton_ptxas_path, "cache_clear", lambda: None)()  # torch 2.13 asks once a process
+        use()
+        assert Path(os.environ["TRITON_PTXAS_PATH"]) in ours
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "the user's")
+    spec_ops.compile(torch.sin)
+    assert os.environ["TRITON_PTXAS_PATH"] == "the user's"
+
+
+@pytest.mark.gpu
+def test_second_process_compiles_no_kernel(tmp_path):
+    """Neither Inductor's nor ours, which Triton keeps in its own cache: what Inductor sets must not change that cache's keys."""
+    caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    cold = process(tmp_path, 1, {}, device="cuda", **caches)[0]
+    kernels = {path.parent.name for path in (tmp_path / "triton").rglob("*.cubin")}
+    warm = process(tmp_path, 2, {}, device="cuda", **caches)[0]
+    assert len(kernels) >= 3  # attention, the append, and Inductor's
+    assert {path.parent.name for path in (tmp_path / "triton").rglob("*.cubin")} == kernels
+    assert warm["fxgraph_cache_hit"] == 1
+    assert warm["result"] == cold["result"]

@@ -156,6 +156,7 @@ def enabled(
     listener: Callable[[GraphReport], None] | None = None,
 ) -> Iterator[PassManager]:
     """Run our passes, after those the user installed, in every graph that Inductor compiles inside the block."""
+    _assemble_as_inductor_does()
     manager = PassManager(switches, arch, listener)
     others = [part for part in _installed() if not isinstance(part, PassManager)]
     with inductor_config.patch(post_grad_custom_pre_pass=_slot([*others, manager])):
@@ -168,6 +169,7 @@ def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
     Plain `torch.compile(model, mode="reduce-overhead")` then has them. Passes that the user installed stay, before ours; a pass
     added to the slot afterwards stays too, also when ours is taken out.
     """
+    _assemble_as_inductor_does()
     manager = PassManager(switches)
     inductor_config.post_grad_custom_pre_pass = _slot([*_installed(), manager])
 
@@ -175,3 +177,15 @@ def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
         inductor_config.post_grad_custom_pre_pass = _slot([part for part in _installed() if part is not manager])
 
     return uninstall
+
+
+def _assemble_as_inductor_does() -> None:
+    """Set TRITON_PTXAS_PATH to torch's own ptxas (where it has one and the user has set none), as Inductor does.
+
+    Inductor does it when it compiles a kernel in this process, so not where its caches have all of them. The ops' kernels are
+    compiled by Triton when they first run, and the version of ptxas is part of its cache key: they would be found by no second
+    process, which would spend 8 s on the round of an 8B model to compile them again.
+    """
+    from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+    _set_triton_ptxas_path()

@@ -18,6 +18,8 @@ LENS = [0, 1, 0, 700]  # and two around a page's end: requests without keys, of 
 Q_LENS = [0, 1, 3, 40, 2, 5]  # of a ragged call
 SPLIT = ("split_kv_attention_kernel",)
 HOPPER = ("mla_hopper_attention",)
+HOPPER_FEW = ("mla_hopper_few_attention",)
+GQA_HOPPER = ("gqa_hopper_attention",)
 RAGGED = ("ragged_attention_kernel",)
 DETERMINISTIC = ("deterministic_attention_kernel", "deterministic_combine_kernel")
 
@@ -49,9 +51,13 @@ CASES = [
     (Shape("mha", 8, 2, 256, 256, 32, 2), SPLIT),
     (Shape("mha", 8, 2, 192, 128, 1, 2), SPLIT),
     (Shape("mha", 8, 2, 128, 128, 64, 4, kv_dtype=FP8), SPLIT),
+    (Shape("mha", 16, 2, 64, 64, 64, 9), GQA_HOPPER),
+    (Shape("mha", 16, 2, 64, 64, 128, 16, tree=True), GQA_HOPPER),
     (Shape("mha", 8, 2, 128, 128, 64, 0), RAGGED),
     (Shape("mha", 8, 2, 64, 64, 16, 0, window=20), RAGGED),
-    (Shape("mla", 16, 0, 576, 512, 64, 1), HOPPER),
+    (Shape("mla", 16, 0, 576, 512, 64, 1), HOPPER_FEW),
+    (Shape("mla", 4, 0, 576, 512, 128, 3, tree=True), HOPPER_FEW),
+    (Shape("mla", 16, 0, 576, 512, 64, 3), HOPPER),
     (Shape("mla", 128, 0, 576, 512, 64, 4), HOPPER),
     (Shape("mla", 16, 0, 320, 256, 16, 4, tree=True), SPLIT),
     (Shape("mla", 16, 0, 576, 512, 64, 2, kv_dtype=FP8), SPLIT),

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
 from benchmarks import sanitize, sanitize_kernels
-from spec_ops.backends.triton import ahead, mla_hopper
+from spec_ops.backends.triton import ahead, gqa_hopper, mla_hopper
 
 
 def test_every_kernel_has_a_case():
@@ -73,12 +73,13 @@ def test_a_log_that_cannot_be_read_is_an_error(text):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
-def test_a_warpgroup_meets_before_it_announces():
-    """What `sanitize.ORDERED` claims of the Hopper kernel, in its PTX.
+@pytest.mark.parametrize("kernel", [mla_hopper.mla_hopper_attention, gqa_hopper.gqa_hopper_attention], ids=["mla", "gqa"])
+def test_a_warpgroup_meets_before_it_announces(kernel):
+    """What `sanitize.ORDERED` claims of a Hopper kernel, in its PTX.
 
     One thread arrives for its warpgroup: since the last barrier of all its threads, nobody may have accessed shared memory.
     """
-    hopper = next(v for v in ahead.variants() if v.kernel is mla_hopper.mla_hopper_attention)
+    hopper = next(v for v in ahead.variants() if v.kernel is kernel)
     arrivals, met = 0, False
     for line in ahead.compiled(hopper, 90).asm["ptx"].splitlines():
         if re.search(r"\b(bar|barrier)\.sync\b", line):

@@ -14,7 +14,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from spec_ops.backends.triton import deterministic_steps, mla_hopper, steps, tuning
+from spec_ops.backends.triton import deterministic_steps, gqa_hopper, mla_hopper, mla_hopper_few, steps, tuning
 from spec_ops.backends.triton.ahead import ARCHS, ArgType, Variant
 from spec_ops.backends.triton.launch import Launch, recorded
 
@@ -22,7 +22,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 _NAMES = {
     BF16: "bf16", FP8: "fp8e4nv", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
-HOPPER = tuning.Config(64, 64, 4, 3, 1)  # what a table shows of the Gluon kernel, which has its own pipeline
+HOPPER = tuning.Config(64, 64, 4, 3, 1)  # what a table shows of the Gluon kernels, which have their own pipelines
 
 
 class Shape(NamedTuple):
@@ -156,10 +156,14 @@ def ahead() -> Iterator[Variant]:
             # MLA has kernels of its own on Hopper (below) and on Blackwell (other backends').
             (launch,) = _launches(call)
             yield _variant(f"{name}{suffix}", launch, config, archs, hot=kind == "mha")
+        if kind == "mha" and gqa_hopper.supports(90, args[0], args[1], args[2], window_left=-1, softcap=0.0):
+            (launch,) = _launches(functools.partial(gqa_hopper.mha, *args))
+            yield _variant(f"Hopper {name}", launch, HOPPER, (90,), hot=True)
         if kind == "mla" and shape.kv_dtype == BF16:
-            # A few words of stack outside of its loops, hence not `hot`.
-            (launch,) = _launches(functools.partial(mla_hopper.mla, *args))
-            yield _variant(f"Hopper {name}", launch, HOPPER, (90,), hot=False)
+            few = mla_hopper_few.preferred(args[0])
+            (launch,) = _launches(functools.partial((mla_hopper_few if few else mla_hopper).mla, *args))
+            # The kernel for many rows keeps a few words on the stack outside of its loops, hence is not `hot`.
+            yield _variant(f"Hopper {name}", launch, HOPPER, (90,), hot=few)
     for shape in RAGGED:
         bs, most = 8, 512
         indptr = torch.empty(bs + 1, dtype=torch.int32, device="meta")

@@ -83,7 +83,7 @@ def _zero_rows(v, valid):
 
 
 @gluon.jit
-def _opaque_zero():
+def opaque_zero():
     """A zero that the compiler cannot see through.
 
     Without it the descriptors of all wgmma operands are computed once, before the loops, a hundred registers spill, and the
@@ -166,7 +166,7 @@ def _logits(
 ):  # fmt: skip
     """Products `[64, 64]` of the queries with this warpgroup's block: the half that arrives first comes first."""
     s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    z = _opaque_zero()
+    z = opaque_zero()
     if ODD:
         mbarrier.wait(bars.index(ODD_RIGHT), phase)
         s = warpgroup_mma(q_smem.index(z + 1), kv_smem.index(z + 3).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -227,7 +227,7 @@ def _attend(
             mbarrier.wait(bars.index(QUERIES), segments & 1)
 
             for k in range(first, last, 2):
-                z = _opaque_zero()
+                z = opaque_zero()
                 even_phase = evens & 1
                 odd_phase = odds & 1
                 start = k * 64

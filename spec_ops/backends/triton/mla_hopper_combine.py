@@ -37,7 +37,7 @@ def exp_shift(m):
 
 
 @gluon.jit
-def _denominator(m, l, sinks, head, in_use, HAS_SINKS: gl.constexpr):
+def denominator(m, l, sinks, head, in_use, HAS_SINKS: gl.constexpr):
     if HAS_SINKS:
         sink = gl.load(sinks + head, mask=in_use, other=0.0) * LOG2E
         top = exp_shift(gl.maximum(m, sink))  # -inf: saw nothing, and a sink that takes nothing
@@ -61,7 +61,7 @@ def finish(
     m = gl.convert_layout(m, O_ROW)
     l = gl.convert_layout(l, O_ROW)
     if is_whole:
-        scale = _denominator(m, l, sinks, (row0 + local) % HEADS, in_use, HAS_SINKS) * v_scale
+        scale = denominator(m, l, sinks, (row0 + local) % HEADS, in_use, HAS_SINKS) * v_scale
         o = out + ((b * ROWS + row0).to(gl.int64) + local) * 512
         result = (acc * gl.expand_dims(scale, 1)).to(out.dtype.element_ty)
         gl.store(gl.expand_dims(o, 1) + gl.expand_dims(column, 0), result, mask=gl.expand_dims(in_use, 1))
@@ -118,7 +118,7 @@ def _combine(
             acc = acc * gl.expand_dims(factor, 1) + gl.sum(a_i * gl.expand_dims(grow, 2), 1)
             l = l * shrink + gl.sum(l_i * grow, 1)
             m = m_new
-        scale = _denominator(m, l, sinks, (row0 + row) % HEADS, live, HAS_SINKS) * v_scale
+        scale = denominator(m, l, sinks, (row0 + row) % HEADS, live, HAS_SINKS) * v_scale
         result = (acc * gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, merged)), 1)).to(out.dtype.element_ty)
         row = piece // PARTS * N_ROWS + gl.arange(0, N_ROWS, gl.SliceLayout(1, merged))
         column = column0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, merged))
@@ -127,7 +127,7 @@ def _combine(
 
 
 @gluon.jit
-def _await_all(counter, expected):
+def await_all(counter, expected):
     """Wait until `expected` have arrived (low half of the counter); the last to leave (high half) clears it."""
     value = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     while (value & 0xFFFF) < expected:
@@ -153,7 +153,7 @@ def combine_unfinished(
         if unfinished & ((side == 0) | (last_b != first_b)):
             first_range = range_of(begin, total, ranges)
             splits = range_of(end - 1, total, ranges) - first_range + 1
-            _await_all(counters + b * HM + hm, 2 * splits)
+            await_all(counters + b * HM + hm, 2 * splits)
             unit = index - first_range
             ends_first = (range_start(first_range, total, ranges) < begin).to(gl.int32)
             slots = first_range * 2 * HM + hm

@@ -184,6 +184,15 @@ def mha(
     sinks, softcap, k_scale, v_scale, max_seq_len, config=None,
 ):  # fmt: skip
     """mha_draft_decode, mha_target_verify, mha_draft_extend."""
+    if config is None and q.is_cuda and kernel_arch(q.device) == 90:
+        from spec_ops.backends.triton import gqa_hopper  # Gluon: not on other platforms
+
+        if gqa_hopper.supports(kernel_arch(q.device), q, k_cache, v_cache, window_left, softcap):
+            with device_guard(q):
+                return gqa_hopper.mha(
+                    q, k_cache, v_cache, unit_rows(block_tables), seq_lens.contiguous(), tree_mask, mask_len, kv_indptr,
+                    kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len,
+                )  # fmt: skip
     return _uniform(
         q, k_cache, v_cache, v_cache.shape[-1], False, block_tables, seq_lens, tree_mask, mask_len, scale, window_left, sinks,
         softcap, k_scale, v_scale, config,
@@ -196,11 +205,12 @@ def mla(
 ):  # fmt: skip
     """mla_draft_decode, mla_target_verify, mla_draft_extend."""
     if config is None and q.is_cuda and kernel_arch(q.device) == 90:
-        from spec_ops.backends.triton import mla_hopper  # Gluon: not on other platforms
+        from spec_ops.backends.triton import mla_hopper, mla_hopper_few  # Gluon: not on other platforms
 
         if mla_hopper.supports(q, kv_cache, kv_lora_rank, window_left, softcap):
+            kernel = mla_hopper_few if mla_hopper_few.preferred(q) else mla_hopper
             with device_guard(q):
-                return mla_hopper.mla(
+                return kernel.mla(
                     q, kv_cache, kv_lora_rank, unit_rows(block_tables), seq_lens.contiguous(), tree_mask, mask_len, kv_indptr,
                     kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len,
                 )  # fmt: skip

@@ -112,9 +112,7 @@ def test_one_request_over_many_programs(blocks, kv_heads):
     check_long(made(16, kv_heads=kv_heads, lens=[128 * blocks - 19]))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"min_blocks": 3}, {"stages": 2}, {"block_n": 64, "stages": 10}, {"take_turns": False}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"min_blocks": 3}, {"stages": 2}, {"block_n": 64, "stages": 10}], ids=str)
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_ranges_that_begin_and_end_inside_requests(options, tree):
     lens = [300, 64, 700, 0, 130, 65, 4000, 320, 5, 2000, 900, 128, 128, 0, 1]

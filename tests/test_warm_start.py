@@ -15,7 +15,7 @@ from torch._inductor.runtime import compile_tasks
 
 import spec_ops
 
-# A product, a cache write and an attention step; on CPU Inductor generates no kernel for them, so that no C++ compiler is needed.
+# A product, a cache write and an attention step. On CPU Inductor generates no kernel for them, so it needs no C++ compiler.
 SCRIPT = """
 import json, sys
 import torch
@@ -95,7 +95,7 @@ def test_ptxas_is_inductors_before_anything_is_compiled(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_second_process_compiles_no_kernel(tmp_path):
-    """Neither Inductor's nor ours, which Triton keeps in its own cache: what Inductor sets must not change that cache's keys."""
+    """Neither Inductor's nor ours: what Inductor sets must not change the keys of Triton's cache, where ours are."""
     caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
     cold = process(tmp_path, 1, {}, device="cuda", **caches)[0]
     kernels = {path.parent.name for path in (tmp_path / "triton").rglob("*.cubin")}

@@ -27,10 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.triton.gqa_hopper_combine import combine_unfinished, finish, padded, whole_ranges
+from spec_ops.backends.triton.gqa_hopper_combine import combine_unfinished, finish
 from spec_ops.backends.triton.gqa_hopper_softmax import scale_rows, softmax_step, thread_sums, visible
+from spec_ops.backends.triton.hopper import LOG2E, add, arrive, next_stage, padded, range_start, whole_ranges
 from spec_ops.backends.triton.launch import launch, num_sms
-from spec_ops.backends.triton.mla_hopper_combine import LOG2E, barrier, range_start
 from spec_ops.backends.triton.workspace import arrival_counters
 
 BLOCK_N = 128
@@ -39,18 +39,6 @@ MIN_ROWS = 65  # one tile of 64 rows leaves a warpgroup idle
 # Barriers `full` (TMA has written) and `free` (both warpgroups have read): of the queries' two buffers, then of the keys' and
 # values' `STAGES` buffers in turn.
 KEYS, VALUES = gl.constexpr(2), gl.constexpr(3)
-
-
-@gluon.jit
-def _arrive(bar):
-    barrier()  # every warp has read before one thread says so
-    mbarrier.arrive(bar)
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    around = stage + 1 == STAGES
-    return gl.where(around, 0, stage + 1), phase ^ around.to(gl.int32)
 
 
 @gluon.jit
@@ -132,7 +120,7 @@ def _load(
                 values = VALUES + 2 * stage
                 mbarrier.wait(free.index(values), phase ^ 1)
                 _load_block(v_rows, v_smem.index(stage), full.index(values), this0, this1, key, kv_head, PAGE, D, BOX)
-                stage, phase = _next(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
             position = until
         begin = end
         b += 1
@@ -150,21 +138,19 @@ def _logits(q, k, BLOCK_N: gl.constexpr):
 def _turns(
     turns, start, q, k_smem, v_smem, full, free, order, acc, p, m, l, stage, phase, v_stage, issued,
     seq_len, query, words, qk_scale, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    WARPGROUP: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """Weights of `turns` blocks from key `start` on, and the outputs of the blocks one before, whose values are there."""
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     for turn in range(turns):
         mbarrier.wait(full.index(KEYS + 2 * stage), phase)
-        if TAKE_TURNS:
-            mbarrier.wait(order.index(WARPGROUP), (issued & 1) ^ (1 - WARPGROUP))
+        mbarrier.wait(order.index(WARPGROUP), (issued & 1) ^ (1 - WARPGROUP))
         s_token = _logits(q, k_smem.index(stage), BLOCK_N)
         o_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
-        if TAKE_TURNS:
-            mbarrier.arrive(order.index(1 - WARPGROUP))
-            issued += 1
+        mbarrier.arrive(order.index(1 - WARPGROUP))
+        issued += 1
         s = warpgroup_mma_wait(1, [s_token])
-        _arrive(free.index(KEYS + 2 * stage))
+        arrive(free.index(KEYS + 2 * stage))
         if MASKED:
             s = visible(s, start + turn * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN)
         weights, m, shrink = softmax_step(s, m, qk_scale)
@@ -173,11 +159,11 @@ def _turns(
         # the softmax that they are to overlap with.
         mbarrier.wait(full.index(VALUES + 2 * stage), phase)
         acc, p = warpgroup_mma_wait(0, [o_token, p])  # the operand must stay where it is until then
-        _arrive(free.index(VALUES + 2 * v_stage))
+        arrive(free.index(VALUES + 2 * v_stage))
         acc = scale_rows(acc, shrink)
         p = gl.convert_layout(weights.to(q.dtype), p.type.layout)
         v_stage = stage
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
     return acc, p, m, l, stage, phase, v_stage, issued
 
 
@@ -187,7 +173,7 @@ def _attend(
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
     index, total, ranges, position, stop, length, b, begin, hm,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, MASK_LEN: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, WARPGROUP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 rows and all blocks of each of its program's tiles."""
     D: gl.constexpr = v_smem.shape[2]
@@ -235,7 +221,7 @@ def _attend(
             mbarrier.wait(full.index(segments & 1), (segments >> 1) & 1)
             mbarrier.wait(full.index(KEYS + 2 * stage), phase)
             s = warpgroup_mma_wait(0, [_logits(q, k_smem.index(stage), BLOCK_N)])
-            _arrive(free.index(KEYS + 2 * stage))
+            arrive(free.index(KEYS + 2 * stage))
             if (first + 1) * BLOCK_N > all_seen:
                 s = visible(s, first * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN)
             m = gl.full([64], float("-inf"), gl.float32, s_row)
@@ -245,29 +231,29 @@ def _attend(
             p = gl.convert_layout(weights.to(q.dtype), p_layout)
             mbarrier.wait(full.index(VALUES + 2 * stage), phase)
             v_stage = stage
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
             acc, p, m, l, stage, phase, v_stage, issued = _turns(
                 seen - first - 1, (first + 1) * BLOCK_N, q, k_smem, v_smem, full, free, order, acc, p, m, l,
                 stage, phase, v_stage, issued, seq_len, query, words, qk_scale,
-                Q_LEN, MASK_LEN, STAGES, False, WARPGROUP, TAKE_TURNS,
+                Q_LEN, MASK_LEN, STAGES, False, WARPGROUP,
             )  # fmt: skip
             acc, p, m, l, stage, phase, v_stage, issued = _turns(
                 last - seen, seen * BLOCK_N, q, k_smem, v_smem, full, free, order, acc, p, m, l,
                 stage, phase, v_stage, issued, seq_len, query, words, qk_scale,
-                Q_LEN, MASK_LEN, STAGES, True, WARPGROUP, TAKE_TURNS,
+                Q_LEN, MASK_LEN, STAGES, True, WARPGROUP,
             )  # fmt: skip
-            _arrive(free.index(segments & 1))
+            arrive(free.index(segments & 1))
             segments += 1
 
             if last * BLOCK_N > seq_len:
                 _clear_rows(v_smem.index(v_stage), seq_len - (last - 1) * BLOCK_N, WARPGROUP, BLOCK_N, D)
-                _arrive(cleared.index(0))
+                arrive(cleared.index(0))
                 mbarrier.wait(cleared.index(0), ends & 1)
                 ends += 1
             o_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, [o_token, p])
-            _arrive(free.index(VALUES + 2 * v_stage))
+            arrive(free.index(VALUES + 2 * v_stage))
 
             is_whole = (first == 0) & (until == end)
             # A range has at most two unfinished tiles: the one it begins in (slot 0) and the one it ends in (slot 1).
@@ -290,11 +276,6 @@ def _attend(
     )  # fmt: skip
 
 
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
 @gluon.jit(do_not_specialize=["bs", "ranges", "min_blocks", "table_stride", "mask_stride"])
 def gqa_hopper_attention(
     q_rows, k_rows, v_rows, out, block_tables, seq_lens, tree_mask, sinks,
@@ -302,7 +283,7 @@ def gqa_hopper_attention(
     qk_scale, v_scale, bs, ranges, min_blocks, table_stride, mask_stride,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, D: gl.constexpr,
     PAGE: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr, BS: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, BOX: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    STAGES: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN, KV_HEADS * GROUP, D]`, 64 rows by 64; caches `[tokens, KV_HEADS * D]`, `BOX` by 64."""
     HM: gl.constexpr = KV_HEADS * ROW_BLOCKS
@@ -353,7 +334,7 @@ def gqa_hopper_attention(
     stop = range_start(index + 1, total, gl.maximum(ranges, 1))
     if index >= ranges:
         stop = position
-    ends = gl.associative_scan(counts, 0, _add)
+    ends = gl.associative_scan(counts, 0, add)
     b = gl.sum(((ends <= position) & (ids < bs)).to(gl.int32), 0)
     begin = gl.sum(gl.where(ids < b, counts, 0), 0)
 
@@ -368,13 +349,13 @@ def gqa_hopper_attention(
                 q_smem, k_smem, v_smem, full, free, cleared, order,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, total, ranges, position, stop, length, b, begin, hm,
-                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, TAKE_TURNS, 0,
+                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, 0,
             )),
             (_attend, (
                 q_smem, k_smem, v_smem, full, free, cleared, order,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, total, ranges, position, stop, length, b, begin, hm,
-                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, TAKE_TURNS, 1,
+                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, 1,
             )),
             (_load, (
                 q_rows, k_rows, v_rows, q_smem, k_smem, v_smem, full, free,
@@ -423,7 +404,7 @@ def supports(arch: int, q, k_cache, v_cache, window_left: int, softcap: float) -
 
 def mha(
     q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
-    sinks, softcap, k_scale, v_scale, max_seq_len, block_n=BLOCK_N, stages=5, min_blocks=1, take_turns=True,
+    sinks, softcap, k_scale, v_scale, max_seq_len, block_n=BLOCK_N, stages=5, min_blocks=1,
 ):  # fmt: skip
     """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so."""
     bs, q_len, heads, dim = q.shape
@@ -459,7 +440,7 @@ def mha(
         block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
         Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, D=dim, PAGE=page_size,
         MASK_LEN=mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
-        BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box, TAKE_TURNS=take_turns,
+        BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box,
         num_warps=4,
         # With one range no tile is split, and nobody waits for another program.
         launch_cooperative_grid=ranges > 1,

@@ -1,7 +1,6 @@
 """From accumulators to results for `gqa_hopper.py`: whole tiles, partial results, and their combination, in Gluon.
 
 A tile is here the 64 query rows of one warpgroup: the two warpgroups of a program announce, await and combine by themselves.
-What does not depend on the shape of a tile is `mla_hopper_combine.py`'s.
 """
 
 from __future__ import annotations
@@ -9,24 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from spec_ops.backends.triton.mla_hopper_combine import await_all, barrier, denominator, exp_shift, range_of, range_start
-
-
-@gluon.jit
-def whole_ranges(counts, total, ranges):
-    """`schedule.whole_ranges`. Where it gives a length, `range_start` and `range_of` need only `total = ranges * length`."""
-    share = gl.maximum(gl.cdiv(total, ranges), 1)
-    fewest = (counts + share) // (share + 1)
-    needed = (counts + share - 1) // share
-    fits = gl.sum(needed, 0) <= ranges
-    length = gl.where(fits, share, gl.where(gl.sum(fewest, 0) <= ranges, share + 1, 0))
-    return length, gl.where(fits, needed, fewest)
-
-
-@gluon.jit
-def padded(count, length):
-    """`count` blocks of a request, rounded up to whole ranges of `length` (0: as they are)."""
-    return gl.where(length > 0, gl.cdiv(count, gl.maximum(length, 1)) * length, count)
+from spec_ops.backends.triton.hopper import await_all, barrier, denominator, exp_shift, range_of, range_start
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from spec_ops.backends.triton.mla_hopper_combine import exp_shift
+from spec_ops.backends.triton.hopper import exp_shift
 
 
 @gluon.jit

@@ -29,16 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from spec_ops.backends.triton.hopper import LOG2E, add, exp_shift, opaque_zero, range_start
 from spec_ops.backends.triton.launch import launch, num_sms
-from spec_ops.backends.triton.mla_hopper_combine import (
-    LOG2E,
-    O_LAYOUT,
-    O_ROW,
-    combine_unfinished,
-    exp_shift,
-    finish,
-    range_start,
-)
+from spec_ops.backends.triton.mla_hopper_combine import O_LAYOUT, O_ROW, combine_unfinished, finish
 from spec_ops.backends.triton.workspace import arrival_counters
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # logits
@@ -80,16 +73,6 @@ def _zero_rows(v, valid):
         x = chunk.load(layout)
         chunk.store(gl.where(gl.expand_dims(row < valid, 1), x, gl.zeros_like(x)))
     fence_async_shared()
-
-
-@gluon.jit
-def opaque_zero():
-    """A zero that the compiler cannot see through.
-
-    Without it the descriptors of all wgmma operands are computed once, before the loops, a hundred registers spill, and the
-    kernel takes 1.5 times as long.
-    """
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -345,11 +328,6 @@ def _attend(
     )  # fmt: skip
 
 
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
 @gluon.jit(do_not_specialize=["bs", "ranges", "min_blocks", "table_stride", "mask_stride"])
 def mla_hopper_attention(
     q_rows, kv_half, kv_rest, out, block_tables, seq_lens, tree_mask, sinks,
@@ -389,7 +367,7 @@ def mla_hopper_attention(
     stop = range_start(index + 1, total, gl.maximum(ranges, 1))
     if index >= ranges:
         stop = position
-    ends = gl.associative_scan(counts, 0, _add)
+    ends = gl.associative_scan(counts, 0, add)
     b = gl.sum(((ends <= position) & (ids < bs)).to(gl.int32), 0)
     begin = gl.sum(gl.where(ids < b, counts, 0), 0)
 

@@ -1,9 +1,7 @@
 """From accumulators to results for `mla_hopper.py`: whole tiles, partial results, and their combination, in Gluon.
 
-Gluon twins of what `schedule.py` and `attention.py` do in Triton, which Gluon cannot call: layouts are explicit here. Ranges
-are exactly equal here, and counters return to zero, so these kernels have counters of their own. A tile is 64 query rows by
-512 columns. Each of the two warpgroups writes 256 columns, announces them and waits by itself: a tile's counter counts two
-arrivals per program.
+A tile is 64 query rows by 512 columns. Each of the two warpgroups writes 256 columns, announces them and waits by itself: a
+tile's counter counts two arrivals per program. Ranges are exactly equal here: whole ones were no faster (`docs/decisions.md`).
 """
 
 from __future__ import annotations
@@ -11,41 +9,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LOG2E = gl.constexpr(1.4426950408889634)
+from spec_ops.backends.triton.hopper import await_all, barrier, denominator, exp_shift, range_of, range_start
 
 O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # a warpgroup's accumulator
 O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
 O_COLUMN = gl.constexpr(gl.SliceLayout(0, O_LAYOUT.value))
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
-
-
-@gluon.jit
-def range_start(index, total, ranges):
-    return (index.to(gl.int64) * total // ranges).to(gl.int32)
-
-
-@gluon.jit
-def range_of(block, total, ranges):
-    return (((block.to(gl.int64) + 1) * ranges - 1) // total).to(gl.int32)
-
-
-@gluon.jit
-def exp_shift(m):
-    """What to subtract before exp2: a row that has seen nothing yet has no maximum."""
-    return gl.where(m == float("-inf"), 0.0, m)
-
-
-@gluon.jit
-def denominator(m, l, sinks, head, in_use, HAS_SINKS: gl.constexpr):
-    if HAS_SINKS:
-        sink = gl.load(sinks + head, mask=in_use, other=0.0) * LOG2E
-        top = exp_shift(gl.maximum(m, sink))  # -inf: saw nothing, and a sink that takes nothing
-        shrink = gl.exp2(m - top)
-        total = l * shrink + gl.exp2(sink - top)
-        return shrink / gl.where(total > 0, total, 1.0)
-    else:
-        return 1.0 / gl.where(l > 0, l, 1.0)
 
 
 @gluon.jit
@@ -124,16 +92,6 @@ def _combine(
         column = column0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, merged))
         o = out + gl.expand_dims(row * 512, 1) + gl.expand_dims(column, 0)
         gl.store(o, result, mask=gl.expand_dims(row < rows, 1))
-
-
-@gluon.jit
-def await_all(counter, expected):
-    """Wait until `expected` have arrived (low half of the counter); the last to leave (high half) clears it."""
-    value = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    while (value & 0xFFFF) < expected:
-        value = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    if gl.atomic_add(counter, 0x10000, sem="relaxed", scope="gpu") >> 16 == expected - 1:
-        gl.store(counter, 0)
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 Same contract and division of work as `attention.py` (see `schedule.py`); what differs is the inside of a program. With few rows
 the loads of the KV cache take longer than all else, so that it matters how much of it is under way. `wgmma` multiplies at least
 64 rows, and queries padded to them (`mla_hopper.py`) take the shared memory and the time that loads need. So the operands
-change places: the rows of a product are keys, or output columns, and the queries are its 16 or 32 columns.
+change places: the rows of a product are keys, or output columns, and the queries are its 16 columns.
 
 - `S^T [64 keys, N] = K Q^T`: both from shared memory,
 - softmax down the columns; the weights go to shared memory, where the second operand of `wgmma` has to be,
@@ -27,27 +27,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.triton.gqa_hopper_combine import padded, whole_ranges
+from spec_ops.backends.triton.hopper import (
+    LOG2E,
+    add,
+    arrive,
+    exp_shift,
+    next_stage,
+    opaque_zero,
+    padded,
+    range_start,
+    whole_ranges,
+)
 from spec_ops.backends.triton.launch import launch, num_sms
-from spec_ops.backends.triton.mla_hopper import opaque_zero
-from spec_ops.backends.triton.mla_hopper_combine import LOG2E, barrier, exp_shift, range_start
 from spec_ops.backends.triton.mla_hopper_few_combine import combine_unfinished, finish
 from spec_ops.backends.triton.workspace import arrival_counters
 
-MAX_ROWS = 16  # of a request: with more, `mla_hopper.py` serves it (0: always)
+MAX_ROWS = 16  # of a request: with more, `mla_hopper.py` serves it
+PARTS = 6  # of the ring: two blocks. 5 take up to 7% longer, 8 up to 3% longer.
 PART_BYTES = gl.constexpr(64 * 192 * 2)
-
-
-@gluon.jit
-def _arrive(bar):
-    barrier()  # every warp has read before one thread says so
-    mbarrier.arrive(bar)
-
-
-@gluon.jit
-def _next(stage, phase, PARTS: gl.constexpr):
-    around = stage + 1 == PARTS
-    return gl.where(around, 0, stage + 1), phase ^ around.to(gl.int32)
 
 
 @gluon.jit
@@ -118,7 +115,7 @@ def _load(
                     for c in gl.static_range(3):
                         column = (3 * p + c) * 64
                         tma.async_copy_global_to_shared(kv_rows, [slot, column], bar, kv_smem.index(stage * 3 + c))
-                    stage, phase = _next(stage, phase, PARTS)
+                    stage, phase = next_stage(stage, phase, PARTS)
                 # Later requests' queries come after their first block, since their place may still be in use. That block can
                 # always be loaded: what stands in its way are blocks whose queries are there.
                 if (k == first) & (segments > 0):
@@ -184,8 +181,8 @@ def _attend(
 
             for k in range(first, last):
                 start = k * 64
-                stage1, phase1 = _next(stage, phase, PARTS)
-                stage2, phase2 = _next(stage1, phase1, PARTS)
+                stage1, phase1 = next_stage(stage, phase, PARTS)
+                stage2, phase2 = next_stage(stage1, phase1, PARTS)
                 mbarrier.wait(full.index(stage), phase)
                 s = _logits(zero, q_smem, kv_smem, stage, 0)
                 mbarrier.wait(full.index(stage1), phase1)
@@ -197,7 +194,7 @@ def _attend(
                     s = _visible(s, start, seq_len, query, words, Q_LEN, MASK_LEN)
                 m_new = gl.maximum(m, gl.max(s, 0) * qk_scale)
                 if k + 1 == last:
-                    _arrive(q_free)
+                    arrive(q_free)
                 shift = exp_shift(m_new)
                 p = gl.exp2(s * qk_scale - gl.expand_dims(shift, 0))
                 p_smem.store(p.to(p_smem.dtype))
@@ -215,10 +212,10 @@ def _attend(
                     v = kv_smem.index(part * 3 + c % 3).permute((1, 0))
                     tokens += (warpgroup_mma(v, p_smem, acc[c] * shrink, is_async=True),)  # type: ignore[assignment]
                 acc = warpgroup_mma_wait(0, tokens)
-                _arrive(free.index(stage))
-                _arrive(free.index(stage1))
-                _arrive(free.index(stage2))
-                stage, phase = _next(stage2, phase2, PARTS)
+                arrive(free.index(stage))
+                arrive(free.index(stage1))
+                arrive(free.index(stage2))
+                stage, phase = next_stage(stage2, phase2, PARTS)
             segments += 1
 
             is_whole = (first == 0) & (until == end)
@@ -253,11 +250,6 @@ def _attend(
         partial_acc, partial_ml, counters, out, sinks, v_scale, index, total, ranges, range_begin, stop,
         first_b, first_begin, first_end, last_b, last_begin, last_end, N, ROWS, HEADS, HAS_SINKS,
     )  # fmt: skip
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit(do_not_specialize=["bs", "ranges", "min_blocks", "table_stride", "mask_stride"])
@@ -299,7 +291,7 @@ def mla_hopper_few_attention(
     stop = range_start(index + 1, total, gl.maximum(ranges, 1))
     if index >= ranges:
         stop = position
-    ends = gl.associative_scan(counts, 0, _add)
+    ends = gl.associative_scan(counts, 0, add)
     b = gl.sum(((ends <= position) & (ids < bs)).to(gl.int32), 0)
     begin = gl.sum(gl.where(ids < b, counts, 0), 0)
 
@@ -343,9 +335,9 @@ def preferred(q: torch.Tensor) -> bool:
 
 def mla(
     q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, kv_scale, max_seq_len, parts=None, min_blocks=1,
+    window_left, sinks, softcap, kv_scale, max_seq_len, parts=PARTS, min_blocks=1,
 ):  # fmt: skip
-    """mla_draft_decode, mla_target_verify, mla_draft_extend of at most 32 rows, where `mla_hopper.supports` says so."""
+    """mla_draft_decode, mla_target_verify, mla_draft_extend of up to `MAX_ROWS` rows, where `mla_hopper.supports` says so."""
     bs, q_len, heads, dim = q.shape
     out = q.new_empty(bs, q_len, heads, 512)
     if out.numel() == 0:
@@ -353,25 +345,24 @@ def mla(
     q = q.contiguous()
     tree_mask = tree_mask.contiguous() if tree_mask is not None else None
     rows = q_len * heads
-    n = 16 if rows <= 16 else 32
     ranges = num_sms(q.device)
     whole = ranges // bs * bs
     if whole * 16 >= ranges * 15:
         ranges = whole  # equal lengths then begin where a range begins
     slots = ranges * 2
-    partial = torch.empty(slots * n * (512 + 2), dtype=torch.float32, device=q.device)
+    partial = torch.empty(slots * MAX_ROWS * (512 + 2), dtype=torch.float32, device=q.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     tokens = kv_cache.shape[0] * kv_cache.shape[1]
     launch(
         mla_hopper_few_attention, (ranges,),
-        TensorDescriptor(q, [bs * rows, dim], [dim, 1], [n, 64], layout),
+        TensorDescriptor(q, [bs * rows, dim], [dim, 1], [MAX_ROWS, 64], layout),
         TensorDescriptor(kv_cache, [tokens, dim], [kv_cache.stride(1), 1], [64, 64], layout),
         out, block_tables, seq_lens, tree_mask, sinks,
-        partial, partial[slots * n * 512 :], arrival_counters(q.device, bs, "mla_hopper_few"),
+        partial, partial[slots * MAX_ROWS * 512 :], arrival_counters(q.device, bs, "mla_hopper_few"),
         scale * kv_scale * LOG2E.value, kv_scale, bs, ranges, min_blocks,
         block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
         Q_LEN=q_len, HEADS=heads, PAGE=kv_cache.shape[1], MASK_LEN=mask_len if tree_mask is not None else 0,
-        HAS_SINKS=sinks is not None, BS=max(32, triton.next_power_of_2(bs)), N=n, PARTS=parts or (8 if n == 16 else 7),
+        HAS_SINKS=sinks is not None, BS=max(32, triton.next_power_of_2(bs)), N=MAX_ROWS, PARTS=parts,
         num_warps=4,
         # With one range no tile is split, and nobody waits for another program.
         launch_cooperative_grid=ranges > 1,

@@ -1,7 +1,7 @@
 """From accumulators to results for `mla_hopper_few.py`: whole tiles, partial results, and their combination, in Gluon.
 
-A tile is here all rows of a request, up to 16 or 32, by 512 columns, transposed: `[512, N]`. One warpgroup of a program has all
-of it, so a program announces once. What does not depend on the shape of a tile is `mla_hopper_combine.py`'s.
+A tile is here all rows of a request, up to 16, by 512 columns, transposed: `[512, N]`. One warpgroup of a program has all of
+it, so a program announces once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from spec_ops.backends.triton.mla_hopper_combine import await_all, barrier, denominator, exp_shift, range_of, range_start
+from spec_ops.backends.triton.hopper import await_all, barrier, denominator, exp_shift, range_of, range_start
 
 
 @gluon.jit

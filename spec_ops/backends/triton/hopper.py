@@ -1,0 +1,101 @@
+"""What the Gluon kernels for Hopper (`gqa_hopper.py`, `mla_hopper.py`, `mla_hopper_few.py`) share.
+
+The division of work is Triton's in `schedule.py`, which Gluon cannot call: layouts are explicit here. Counters return to zero,
+so these kernels have counters of their own.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
+
+
+@gluon.jit
+def add(a, b):
+    """For `gl.associative_scan`."""
+    return a + b
+
+
+@gluon.jit
+def opaque_zero():
+    """A zero that the compiler cannot see through.
+
+    Without it the descriptors of all wgmma operands are computed once, before the loops, a hundred registers spill, and the
+    kernel takes 1.5 times as long.
+    """
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive(bar):
+    """At an mbarrier, for all threads of this warpgroup."""
+    barrier()  # every warp has read before one thread says so
+    mbarrier.arrive(bar)
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The next buffer of a ring, and the parity of its mbarriers' phase."""
+    around = stage + 1 == STAGES
+    return gl.where(around, 0, stage + 1), phase ^ around.to(gl.int32)
+
+
+@gluon.jit
+def range_start(index, total, ranges):
+    return (index.to(gl.int64) * total // ranges).to(gl.int32)
+
+
+@gluon.jit
+def range_of(block, total, ranges):
+    return (((block.to(gl.int64) + 1) * ranges - 1) // total).to(gl.int32)
+
+
+@gluon.jit
+def whole_ranges(counts, total, ranges):
+    """`schedule.whole_ranges`. Where it gives a length, `range_start` and `range_of` need only `total = ranges * length`."""
+    share = gl.maximum(gl.cdiv(total, ranges), 1)
+    fewest = (counts + share) // (share + 1)
+    needed = (counts + share - 1) // share
+    fits = gl.sum(needed, 0) <= ranges
+    length = gl.where(fits, share, gl.where(gl.sum(fewest, 0) <= ranges, share + 1, 0))
+    return length, gl.where(fits, needed, fewest)
+
+
+@gluon.jit
+def padded(count, length):
+    """`count` blocks of a request, rounded up to whole ranges of `length` (0: as they are)."""
+    return gl.where(length > 0, gl.cdiv(count, gl.maximum(length, 1)) * length, count)
+
+
+@gluon.jit
+def exp_shift(m):
+    """What to subtract before exp2: a row that has seen nothing yet has no maximum."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def denominator(m, l, sinks, head, in_use, HAS_SINKS: gl.constexpr):
+    """What to multiply a row's sums by; the sink takes its share."""
+    if HAS_SINKS:
+        sink = gl.load(sinks + head, mask=in_use, other=0.0) * LOG2E
+        top = exp_shift(gl.maximum(m, sink))  # -inf: saw nothing, and a sink that takes nothing
+        shrink = gl.exp2(m - top)
+        total = l * shrink + gl.exp2(sink - top)
+        return shrink / gl.where(total > 0, total, 1.0)
+    else:
+        return 1.0 / gl.where(l > 0, l, 1.0)
+
+
+@gluon.jit
+def await_all(counter, expected):
+    """Wait until `expected` have arrived (low half of the counter); the last to leave (high half) clears it."""
+    value = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    while (value & 0xFFFF) < expected:
+        value = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+    if gl.atomic_add(counter, 0x10000, sem="relaxed", scope="gpu") >> 16 == expected - 1:
+        gl.store(counter, 0)

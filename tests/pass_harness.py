@@ -51,15 +51,23 @@ def compile_interpreted(
     return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False), reports
 
 
-def capture(fn: Callable, *args: Any) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """The functional graph that passes see of `fn(*args)`, and its inputs in its order."""
+def capture(fn: Callable, *args: Any, write_back: bool = False) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """The functional graph that passes see of `fn(*args)`, and its inputs in its order.
+
+    Its last nodes copy new contents to inputs that `fn` mutates if `write_back`, as for Inductor; else they are outputs.
+    """
     graphs, inputs = [], []
 
     def compiler(module: fx.GraphModule, _: list[Any]) -> Callable:
         graphs.append(module)
         return make_boxed_func(lambda *args: fx.Interpreter(module).run(*args))
 
-    lower = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, decompositions=select_decomp_table)
+    lower = aot_autograd(
+        fw_compiler=compiler,
+        inference_compiler=compiler,
+        decompositions=select_decomp_table,
+        keep_inference_input_mutations=write_back,
+    )
 
     def backend(module: fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable:
         inputs.extend(example_inputs)

@@ -135,7 +135,7 @@ def append_kv(
     Args:
         k_cache, v_cache: `[num_pages, page_size, num_kv_heads, head_dim]`, float32/bfloat16/float16/float8_e4m3fn, any strides
             whose last is 1 (layer views of a pool are fine). Mutated.
-            They must not share memory (the same tensor twice is refused; views of one storage cannot be seen while tracing).
+            They must not overlap (the same tensor twice is refused; other overlaps cannot be seen while tracing).
         k, v: `[n, num_kv_heads, head_dim]`, dtype of the caches, or any of the three float dtypes for fp8 caches.
         slots: `[n]` int32 or int64; negative: the row is dropped. Valid slots must differ from one another.
         k_scale, v_scale: required for fp8 caches: stored = round_to_e4m3(clamp(value / scale, -448, 448)).
@@ -199,7 +199,7 @@ def move_kv(caches: torch.Tensor | Sequence[torch.Tensor], src_slots: torch.Tens
 
     Args:
         caches: one cache or several (all layers, K and V), each `[num_pages, page_size, ...]` with the same number of slots.
-            No two may share memory.
+            No two may overlap.
         src_slots, dst_slots: `[n]` int32 or int64; a row is dropped where either is negative; valid destinations differ.
 
     Raises:

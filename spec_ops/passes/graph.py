@@ -7,6 +7,7 @@ changes. Two uses of one node see the same contents, so value identity is node i
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ INDEX_OPS: dict[Any, str] = {
     draft_kv_indices_steps_op: "draft_kv_indices_steps",
 }
 
+AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+
 # Where tracing notes the arguments of a custom op as eager mode would pass them. Inductor keeps the inputs' strides to those;
 # a call without the note may get inputs of any strides.
 EAGER = "eager_input_vals"
@@ -36,8 +39,17 @@ def op_of(node: fx.Node) -> Any:
     """The operator of ours that `node` calls, also inside `auto_functionalized_v2`; None if it calls none."""
     if node.op != "call_function":
         return None
-    target = node.args[0] if node.target is torch.ops.higher_order.auto_functionalized_v2 else node.target
+    target = node.args[0] if node.target is AUTO_FUNCTIONALIZED else node.target
     return target if getattr(target, "namespace", None) == "spec_ops" else None
+
+
+def mutated_input(node: Any) -> fx.Node | None:
+    """The input of the graph that `node` is, as it is or after earlier mutations; None if it is made in the graph."""
+    while node.target is operator.getitem and op_of(node.args[0]) is not None and node.args[0].target is AUTO_FUNCTIONALIZED:
+        call, place = node.args
+        bases = call.kwargs["_all_bases"]
+        node = bases[place - (len(call.args[0]._schema.returns) or 1)]  # the op's results come first; None if it has none
+    return node if node.op == "placeholder" else None
 
 
 def calls(graph: fx.Graph, *targets: Any) -> Iterator[fx.Node]:

@@ -28,12 +28,11 @@ from spec_ops.backends.registry import device_arch
 from spec_ops.ops._validate import FP8_DTYPES
 from spec_ops.ops.kv_cache import append_kv_lowered, append_kv_op, append_mla_kv_lowered, append_mla_kv_op
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import calls, value
+from spec_ops.passes.graph import AUTO_FUNCTIONALIZED, calls, mutated_input, value
 from spec_ops.passes.row_scatter import register_lowerings
 from spec_ops.passes.rows import RESHAPES, is_pointwise
 
 aten = torch.ops.aten
-AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 
 LOWERED = {append_kv_op: append_kv_lowered, append_mla_kv_op: append_mla_kv_lowered}
 _ROWS = {append_kv_op: ("k", "v"), append_mla_kv_op: ("c_kv", "k_rope")}
@@ -84,7 +83,7 @@ def _obstacle(node: fx.Node, op: Any, context: PassContext) -> str | None:
     arch = context.arch if context.arch is not None else device_arch(cache.device)
     if cache.dtype in FP8_DTYPES and (arch is None or arch < E4M3_ARCH):
         return f"Triton does not convert to {cache.dtype} on sm_{arch}"
-    if not all(map(_is_input, pools)):
+    if any(mutated_input(pool) is None for pool in pools):
         return "the cache is made in this graph"
     if len(set(bases)) < len(bases):
         return "both caches are views of one tensor, so Inductor would write them one after the other"
@@ -100,15 +99,6 @@ def _obstacle(node: fx.Node, op: Any, context: PassContext) -> str | None:
         if slots.nbytes < inductor_config.score_fusion_memory_threshold:
             return f"Inductor fuses no kernels that share as little as {slots.nbytes} bytes of slots"
     return None
-
-
-def _is_input(node: Any) -> bool:
-    """Whether `node` is an input of the graph, as it is or after earlier mutations."""
-    while node.target is operator.getitem and node.args[0].target is AUTO_FUNCTIONALIZED:
-        call, place = node.args
-        bases = call.kwargs["_all_bases"]
-        node = bases[place - (len(call.args[0]._schema.returns) or 1)]  # the op's results come first; None if it has none
-    return node.op == "placeholder"
 
 
 def _is_computed(node: Any) -> bool:

@@ -34,12 +34,13 @@ from spec_ops.passes.share_op_inputs import ShareOpInputs
 from spec_ops.passes.split_argmax import SplitArgmax
 from spec_ops.passes.use_decode_for_extend import UseDecodeForExtend
 from spec_ops.passes.whole_concatenations import WholeConcatenations
+from spec_ops.passes.write_in_place import WriteInPlace, refuse_misplaced_views
 
 logger = logging.getLogger("spec_ops.passes")
 
 # The order matters: a ragged extend becomes a draft extend before kernels are chosen, inputs are dropped by what the chosen
-# kernel reads, fusion sees only what is still needed, and rows are selected last, when no index input ties an attention call to
-# all its rows.
+# kernel reads, fusion sees only what is still needed, and rows are selected when no index input ties an attention call to all
+# its rows. After the last one the graph is no longer functional.
 PASSES: tuple[GraphPass, ...] = (
     UseDecodeForExtend(),
     SelectBackends(),
@@ -53,6 +54,7 @@ PASSES: tuple[GraphPass, ...] = (
     SplitArgmax(),
     ShareOpInputs(),
     WholeConcatenations(),
+    WriteInPlace(),
 )
 
 
@@ -86,6 +88,7 @@ class PassManager(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if not any(op_of(node) for node in graph.nodes):
             return
+        refuse_misplaced_views(graph)
         report = GraphReport(before=count_nodes(graph))
         for graph_pass in self.passes:
             result = PassResult(graph_pass.name)

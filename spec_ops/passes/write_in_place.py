@@ -1,0 +1,179 @@
+"""Write caches that are views of one pool in place.
+
+    _, k1, v1 = auto_functionalized_v2(append_kv, bases=[k, v])        ->        append_kv(k, v, ...)
+
+A pool `[num_pages, 2, page_size, heads, dim]` (vLLM, FlashInfer), or one for all layers, whose views a compiled function takes
+is several inputs of one storage. Where one op writes two of them Inductor writes the first in place; the others it clones,
+writes and copies back, a whole cache each (torch 2.11 to 2.15: `reinplace.py` asks for the storage, not whether they overlap).
+Here the op is called on the inputs themselves if nothing could tell the difference: they do not overlap, and nobody reads the
+old contents afterwards. It is the last pass, since the others rely on values that never change.
+
+Interleaved views (`pool.unbind(1)`) never get here: AOTAutograd cannot tell that they do not overlap and makes one input of
+them. That is written in place, but then no input counts as static, parameters neither, and the report says so.
+
+`refuse_misplaced_views` is no pass: what torch gets wrong about such inputs is an error, whichever passes are on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import fx
+from torch.torch_version import TorchVersion
+
+from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.graph import AUTO_FUNCTIONALIZED, EAGER, calls, insert, mutated_input, op_of, source_line, value
+
+aten = torch.ops.aten
+
+STORAGE_OFFSETS_ARE_RIGHT = TorchVersion(torch.__version__) >= "2.13"
+
+
+class WriteInPlace(GraphPass):
+    name = "write_in_place"
+
+    def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
+        for node in calls(graph, AUTO_FUNCTIONALIZED):
+            bases: list[fx.Node] = node.kwargs["_all_bases"]  # type: ignore[assignment]
+            if (op := op_of(node)) is None:
+                continue
+            name = op._schema.name.removeprefix("spec_ops::")
+            if any(map(_is_merged, bases)):
+                result.refuse(
+                    node,
+                    f"{name}: its caches are interleaved views, which torch merges into one input of the graph and then counts "
+                    "no input as static, so that CUDA graphs are off or copy them: pass the pool, take the views of it inside",
+                )
+            if len(set(map(_storage, bases))) == len(bases):
+                continue
+            if (reason := _obstacle(graph, node, bases)) is not None:
+                result.refuse(node, f"{name}: {reason}, so Inductor copies all but one of its caches")
+                continue
+            _call_directly(graph, node, bases)
+            result.did(node, f"{name} writes {len(bases)} caches of one storage in place")
+
+
+def refuse_misplaced_views(graph: fx.Graph) -> None:
+    """Raise where torch would have one of our ops write at a wrong address.
+
+    The cache is a view, taken in the compiled function, of an input that does not begin where its storage does. Torch notes
+    where the view lies in the storage; before 2.13 Inductor counts that from the input, and a slice is counted so in every
+    release up to 2.15 (`try_use_slice` in auto_functionalize.py).
+
+    Raises:
+        ValueError: naming op, argument and line.
+    """
+    for node in calls(graph, AUTO_FUNCTIONALIZED):
+        if (op := op_of(node)) is None:
+            continue
+        bases: Any = node.kwargs["_all_bases"]
+        for name, index, view in _views(node):
+            given = mutated_input(bases[index])
+            offset = 0 if given is None else value(given).storage_offset()
+            if not offset or view is None or (view[0] is aten.as_strided.default and STORAGE_OFFSETS_ARE_RIGHT):
+                continue
+            raise ValueError(
+                f"{op._schema.name.removeprefix('spec_ops::')}: `{name}` must be an input of the compiled function or a view "
+                f"of one that begins where its storage does, got a view of an input at element {offset} of its storage, "
+                f"which torch {torch.__version__} would write at a wrong address; take all views inside the compiled function "
+                f"or all of them outside [{source_line(node)}]"
+            )
+
+
+def _views(node: fx.Node) -> Iterator[tuple[str, int, tuple[Any, tuple] | None]]:
+    """Of every tensor that the op writes: the argument, the place of its base, and the call that makes it of the base (None if
+    it is the base)."""
+    from torch._higher_order_ops import auto_functionalize as torch_side
+
+    names, types = torch_side.get_mutable_args(op_of(node))
+    infos = torch_side.read_view_information_from_args(names, types, dict(node.kwargs), node.kwargs["_all_bases"])  # type: ignore[arg-type]
+    for name, found in infos.items():
+        for info in found if isinstance(found, list) else [found]:
+            view: tuple[Any, tuple] | None = None
+            if isinstance(info, torch_side.AsStridedViewInfo):
+                view = aten.as_strided.default, (info.size, info.stride, info.storage_offset)
+            elif isinstance(info, torch_side.SliceViewInfo):
+                view = aten.slice.Tensor, (info.dim, info.start, info.end)
+            yield name, info.base_index, view
+
+
+def _storage(node: fx.Node) -> int:
+    return value(node).untyped_storage()._cdata
+
+
+def _overlap(a: fx.Node, b: fx.Node) -> bool:
+    from torch._C._dynamo.guards import compute_overlapping_tensors
+
+    return _storage(a) == _storage(b) and bool(compute_overlapping_tensors([value(a), value(b)]))
+
+
+def _epilogue(base: fx.Node) -> fx.Node | None:
+    """The copy at the graph's end that says that an input is mutated."""
+    return next((user for user in base.users if user.target is aten.copy_.default and user.args[0] is base), None)
+
+
+def _is_merged(base: fx.Node) -> bool:
+    """Whether `base` is an input that AOTAutograd made of several that may overlap."""
+    from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, ViewBaseAOTInput
+
+    given = mutated_input(base)
+    return given is not None and isinstance(given.meta.get("desc"), (SyntheticBaseAOTInput, ViewBaseAOTInput))
+
+
+def _obstacle(graph: fx.Graph, node: fx.Node, bases: list[fx.Node]) -> str | None:
+    """Why the op at `node` cannot be called on `bases` themselves; None if it can."""
+    if not all(base.op == "placeholder" and _epilogue(base) for base in bases):
+        return "not all its caches are inputs that it mutates"
+    if not all(isinstance(n, int) for base in bases for n in (*value(base).shape, *value(base).stride())):
+        return "its sizes are not known while compiling"
+    if any(_overlap(a, b) for a, b in combinations(bases, 2)):
+        return "its caches overlap"
+    storages = set(map(_storage, bases))
+    views = [n for n in graph.nodes if isinstance(value(n), torch.Tensor) and _storage(n) in storages]
+    for base in bases:
+        end = _epilogue(base)
+        for view in views:
+            for user in view.users:
+                # What comes after the epilogue reads the new contents anyway.
+                if node < user < end and not _is_epilogue(user) and _overlap(base, view):
+                    return f"what its caches held is read afterwards ({source_line(user)})"
+    return None
+
+
+def _is_epilogue(node: fx.Node) -> bool:
+    return node.target is aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
+
+
+def _call_directly(graph: fx.Graph, node: fx.Node, bases: list[fx.Node]) -> None:
+    op = op_of(node)
+    written: dict[str, list[fx.Node]] = {}
+    for name, index, view in _views(node):
+        made = bases[index] if view is None else insert(graph, node, view[0], (bases[index], *view[1]))
+        written.setdefault(name, []).append(made)
+    args: dict[str, Any] = {}
+    for argument in op._schema.arguments:
+        name = argument.name
+        if name not in written:
+            args[name] = node.kwargs[name]
+        else:
+            args[name] = written[name][0] if f"_{name}_base_index" in node.kwargs else written[name]
+    call = insert(graph, node, op, tuple(args.values()))
+    if (eager := node.meta.get(EAGER)) is not None:
+        kept = [eager[1].get(name, value) for name, value in zip(args, call.meta[EAGER][0], strict=True)]
+        call.meta[EAGER] = (tuple(kept), {})
+    results = len(op._schema.returns) or 1  # come first; None if it has none
+    for user in list(node.users):
+        place: Any = user.args[1]
+        assert user.target is operator.getitem
+        assert place >= results, f"{op} returns nothing"
+        user.replace_all_uses_with(bases[place - results])
+        graph.erase_node(user)
+    graph.erase_node(node)
+    for base in bases:
+        end = _epilogue(base)
+        if end is not None and end.args[1] is base:
+            graph.erase_node(end)

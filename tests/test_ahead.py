@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import os
 import pkgutil
+import subprocess
 
 import pytest
 from typer.testing import CliRunner
@@ -72,6 +73,28 @@ def test_spills_are_reported():
     assert scarce.registers <= 32
     assert scarce.spill_bytes > 0
     assert scarce.loop_spills > 0
+
+
+def test_a_disassembler_that_does_not_know_the_architecture(monkeypatch):
+    """Triton 3.6's says this of sm_103. Any other failure is an error."""
+    variant = dataclasses.replace(WASTEFUL, options={"maxnreg": 32})
+    run = subprocess.run
+
+    def failing(message: str):
+        def disassemble(command, **kwargs):
+            if "nvdisasm" not in command[0]:
+                return run(command, **kwargs)
+            return subprocess.CompletedProcess(command, 1, "", message)
+
+        return disassemble
+
+    monkeypatch.setattr(subprocess, "run", failing("nvdisasm fatal   : Cannot decode architecture 'SM103a'"))
+    used = ahead.compile_ahead(variant, 90)
+    assert used.spill_bytes > 0
+    assert used.loop_spills is None
+    monkeypatch.setattr(subprocess, "run", failing("nvdisasm fatal   : Could not open input file"))
+    with pytest.raises(subprocess.CalledProcessError):
+        ahead.compile_ahead(variant, 90)
 
 
 def test_shared_memory_is_reported():

@@ -103,7 +103,7 @@ def verdict(used: Resources, shape: ShapeClass, config: Config, bs: int) -> str:
     """
     if used.shared_bytes > (limit := SHARED.get(shape.arch, 99) * 1024):
         return f"too much shared memory: {used.shared_bytes} bytes of {limit}"
-    if shape.hot and used.spill_bytes and (bs <= CHECKED_BATCH or used.loop_spills):
+    if shape.hot and used.spill_bytes and (bs <= CHECKED_BATCH or used.loop_spills != 0):
         return f"spills: {used.spill_bytes} bytes for {bs} requests"
     if shape.arch in SHARED_LIMIT and (n := resident_blocks(used, config.num_warps, shape.arch)) < config.programs:
         return f"too many programs: {n} fit on a multiprocessor"

@@ -59,12 +59,12 @@ class Variant:
 
 class Resources(NamedTuple):
     """Registers per thread; shared memory per block; bytes of spilled registers (stack frame) per thread; how many instructions
-    of innermost loops access such bytes."""
+    of innermost loops access such bytes, None if Triton's disassembler does not know the architecture (3.6's not sm_103)."""
 
     registers: int
     shared_bytes: int
     spill_bytes: int
-    loop_spills: int
+    loop_spills: int | None
 
 
 def resident_blocks(used: Resources, num_warps: int, arch: int) -> int:
@@ -153,10 +153,15 @@ def cubin_resources(cubin: bytes, shared: int) -> Resources:
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         used = {name: int(amount) for name, amount in re.findall(r"(REG|STACK):(\d+)", report)}
-        loop_spills = 0
+        loop_spills: int | None = 0
         if used["STACK"]:
             command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-            loop_spills = _loop_spills(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            read = subprocess.run(command, capture_output=True, text=True)
+            if "Cannot decode architecture" in read.stderr:
+                loop_spills = None
+            else:
+                read.check_returncode()
+                loop_spills = _loop_spills(read.stdout)
     return Resources(used["REG"], shared, used["STACK"], loop_spills)
 
 

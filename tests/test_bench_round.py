@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from spec_ops import cli
 from spec_ops.bench import round_profile
 from spec_ops.bench.round import CompiledRound, RoundCase, floor_bytes
-from spec_ops.bench.round_profile import Kernel, breakdown, idle, kind_of
+from spec_ops.bench.round_profile import Kernel, breakdown, idle, kind_of, small_kernels
 from spec_ops.bench.round_report import above_floor, judge_auto
 from spec_ops.bench.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES
 from spec_ops.passes import explain, report
@@ -169,6 +169,20 @@ def test_where_the_time_goes():
     assert breakdown(kernels, 2, 3.0) == expected
 
 
+def test_small_kernels_by_name():
+    """Per round; without the numbers by which Inductor tells kernels apart."""
+    times = [
+        ("triton_poi_add_7", 1.0),
+        ("rope_append_kv_kernel", 9.0),
+        ("triton_poi_add_12", 2.0),
+        ("nvjet_x", 5.0),
+    ]
+    kernels = [Kernel(name, 0.0, duration) for name, duration in 2 * times]
+    found = small_kernels(kernels, 2)
+    assert found == {"rope_append_kv_kernel": [1, 9], "triton_poi_add": [2, 3]}
+    assert list(found) == ["rope_append_kv_kernel", "triton_poi_add"]
+
+
 def test_idle_stretches_of_overlapping_kernels():
     kernels = [Kernel("a", 0.0, 10.0), Kernel("b", 2.0, 3.0), Kernel("c", 12.0, 1.0), Kernel("d", 13.0, 1.0)]
     assert idle(kernels) == [(10.0, 2.0)]
@@ -263,6 +277,7 @@ def test_one_layer_rounds(tmp_path):
         assert min(row["matmul_ms"], row["attention_ms"], row["other_ms"]) > 0
         parts = row["matmul_ms"] + row["attention_ms"] + row["other_ms"] + row["gaps_ms"]
         assert parts == pytest.approx(row["ms"], abs=0.01)
+        assert sum(us for _, us in row["small_kernels"].values()) == pytest.approx(row["other_ms"] * 1e3, abs=5)
         assert row["compile_cold_s"] > row["compile_warm_s"] > 0
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from spec_ops.bench.round_naive import NaiveRound
-from spec_ops.bench.round_profile import Profile, breakdown, plot, profile
+from spec_ops.bench.round_profile import Profile, breakdown, plot, profile, small_kernels
 from spec_ops.bench.shapes import SHAPES, Shape
 from spec_ops.bench.timing import median_ms
 from spec_ops.decoding import Generator, SpeculationConfig
@@ -242,6 +242,7 @@ class CompiledRound:
                 found = profile(self.step, PROFILED)
                 kernels = [kernel for one in found.rounds for kernel in one]
                 row |= found.counts | breakdown(kernels, PROFILED, milliseconds)
+                row["small_kernels"] = small_kernels(kernels, PROFILED)
             yield row
             if case.timeline is not None and context == case.contexts[0]:
                 self._draw(case.timeline, found, row)

@@ -59,6 +59,21 @@ def breakdown(kernels: Sequence[Kernel], rounds: int, milliseconds: float) -> di
     return {kind: round(value, 3) for kind, value in spent.items()}
 
 
+def small_kernels(kernels: Sequence[Kernel], rounds: int) -> dict[str, list[float]]:
+    """Launches and microseconds a round of each kernel that is neither product nor attention, by name, the longest first.
+
+    Kernels of Inductor's that differ in their number alone count as one.
+    """
+    found: dict[str, list[float]] = {}
+    for kernel in kernels:
+        if kernel.kind == "other":
+            sums = found.setdefault(re.sub(r"_\d+$", "", kernel.name)[:100], [0.0, 0.0])
+            sums[0] += 1 / rounds
+            sums[1] += kernel.duration / rounds
+    ordered = sorted(found.items(), key=lambda item: -item[1][1])
+    return {name: [round(value, 2) for value in sums] for name, sums in ordered}
+
+
 def profile(step: Callable[[], object], rounds: int = 5) -> Profile:
     """`rounds` calls of `step` on CUDA under the profiler."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]

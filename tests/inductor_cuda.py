@@ -39,6 +39,17 @@ CUDA = torch.device("cuda", 0)
 ARCH = 90
 
 
+def copied(args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`args` in new storages; those that were of one storage are so again."""
+    storages = {arg.untyped_storage()._cdata: arg.untyped_storage().clone() for arg in args}
+    return [
+        torch.empty(0, dtype=arg.dtype).set_(
+            storages[arg.untyped_storage()._cdata], arg.storage_offset(), arg.size(), arg.stride()
+        )
+        for arg in args
+    ]
+
+
 def cuda_graph(fn: Callable, *args: torch.Tensor) -> fx.GraphModule:
     """The functional graph that passes see of `fn` on CUDA tensors like `args`, which lie on the CPU."""
     return _capture(fn, *args)[0]
@@ -48,7 +59,7 @@ def _capture(fn: Callable, *args: torch.Tensor) -> tuple[fx.GraphModule, list[in
     """The graph, and which of `args` each of its inputs is."""
     graphs: list[fx.GraphModule] = []
     order: list[int] = []
-    copies = [arg.clone(memory_format=torch.preserve_format) for arg in args]
+    copies = copied(args)
 
     def compiler(module: fx.GraphModule, _: Sequence[Any]) -> Callable:
         graphs.append(module)
@@ -73,10 +84,13 @@ def _capture(fn: Callable, *args: torch.Tensor) -> tuple[fx.GraphModule, list[in
 
 def _on_cuda(module: fx.GraphModule) -> fx.GraphModule:
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    storages: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
+        key, count = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes() // tensor.element_size()
         with mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=CUDA)
+            whole = storages.setdefault(key, torch.empty(count, dtype=tensor.dtype, device=CUDA))
+            return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     inputs = []
     for node in module.graph.nodes:

@@ -169,6 +169,6 @@ class Uncached(CustomGraphPass):
 
 
 def cache_copies(code: str, cache: torch.Tensor) -> list[str]:
-    """Lines of generated code that allocate a tensor of a KV cache's shape, or clone one."""
-    shape = ", ".join(map(str, cache.shape))
-    return [line for line in code.splitlines() if re.search(rf"empty_strided\w*\(\({shape}\)|clone\(", line)]
+    """Lines of generated code that allocate a tensor of a KV cache's shape or as large as its storage, or clone one."""
+    shape, storage = ", ".join(map(str, cache.shape)), cache.untyped_storage().nbytes() // cache.element_size()
+    return [line for line in code.splitlines() if re.search(rf"empty_strided\w*\(\(({shape}|{storage}, )\)|clone\(", line)]

@@ -224,7 +224,6 @@ def test_generated_code_copies_no_cache(fn):
     for one, other in zip(want, got, strict=True):
         torch.testing.assert_close(one, other)
     assert not cache_copies(code, got[0])
-    assert f"empty_strided_cpu(({2 * got[0].numel()}, )" not in code  # as torch clones a storage
 
 
 def view_of_input(k_pool, v_pool, x, slots):

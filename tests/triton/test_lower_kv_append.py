@@ -9,7 +9,8 @@ import torch
 
 import spec_ops
 from tests.append_models import DIM, FP8, KV_HEADS, PAGE_SIZE, PAGES, as_bytes, gqa, inputs, mla, partial, rotate_half
-from tests.inductor_cuda import generate, launches, run_interpreted
+from tests.inductor_cuda import copied, generate, launches, run_interpreted
+from tests.pass_harness import cache_copies
 
 DROPPED, NONE = [7, -1, 0, -1, 11], [-1] * 5
 
@@ -63,6 +64,20 @@ def test_layers_of_one_pool(tmp_path):
         return gqa()(qkv, cos, sin, slots, k_pool[:, 1], v_pool[:, 2])
 
     check(fn, [*args[:4], *pools], tmp_path)
+
+
+def test_views_of_one_pool(tmp_path):
+    """They are inputs of one storage: both are written in place, by the one kernel that computes their rows."""
+    args = inputs(slots=DROPPED)
+    args[4:] = torch.stack(args[4:]).unbind(0)
+    generated = generate(gqa(), *args)
+    assert len(launches(generated.code)) == 2
+    assert not cache_copies(generated.code, args[-1])
+    expected, got = copied(args), copied(args)
+    want = gqa()(*expected)
+    (out,) = run_interpreted(generated, got, tmp_path)
+    assert torch.equal(out, want)
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
 
 
 def test_rows_computed_from_the_caches_that_they_go_to(tmp_path):

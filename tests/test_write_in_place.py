@@ -170,7 +170,7 @@ def test_overlap():
     module = capture(compaction, *one_pool(), *rows())
     first, second = placeholders(module)
     second.meta["val"] = first.meta["val"]
-    check(module, 0, f"move_kv: its caches overlap{COPIED}")
+    check(module, 0, f"move_kv: its caches may overlap{COPIED}")
 
 
 def test_sizes_that_are_not_known():
@@ -180,7 +180,7 @@ def test_sizes_that_are_not_known():
         pool = torch.empty(2, shapes.create_unbacked_symint(), *CACHE[1:])
         for node, view in zip(placeholders(module), pool.unbind(0), strict=True):
             node.meta["val"] = view
-    check(module, 0, f"move_kv: its sizes are not known while compiling{COPIED}")
+    check(module, 0, f"move_kv: its caches may overlap{COPIED}")
 
 
 def test_interleaved_views_are_reported():
@@ -255,9 +255,7 @@ def test_views_at_a_wrong_address_are_refused(fn, make, right, monkeypatch):
     if right and fn is not slice_of_input:
         no_passes(graph)
         return
-    message = (
-        r"append_kv: `v_cache` must be an input .* got a view of an input at element \d+ of its .* \[\S+test_write.+:\d+\]"
-    )
+    message = r"append_kv: `v_cache` must be .* an input that begins at element \d+ of .* \[\S+test_write\w+\.py:\d+\]"
     with pytest.raises(ValueError, match=message):
         no_passes(graph)
 

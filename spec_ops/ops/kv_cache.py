@@ -31,6 +31,14 @@ def check_cache(check: Checker, arg: str, cache, rank: int) -> None:
             check.fail(arg, "writable: not an expanded tensor", f"strides {cache.stride()}")
 
 
+def check_place(op: str, **caches) -> None:
+    """For fakes: Inductor forgets a symbolic offset of a tensor that an op mutates, which then writes at 0 (2.11 to 2.15)."""
+    for arg, cache in caches.items():
+        if isinstance(offset := cache.storage_offset(), torch.SymInt):
+            cure = "torch._dynamo.mark_static(pool), dynamic=False, or a storage of its own"
+            Checker(op).fail(arg, f"at a place of its storage that is known while compiling ({cure})", f"offset {offset}")
+
+
 def _check_append_kv(k_cache, v_cache, k, v, slots) -> None:
     check = Checker("append_kv")
     check_cache(check, "k_cache", k_cache, 4)
@@ -46,6 +54,7 @@ def _check_append_kv(k_cache, v_cache, k, v, slots) -> None:
 
 def _append_kv_fake(k_cache, v_cache, k, v, slots, *_others) -> None:
     _check_append_kv(k_cache, v_cache, k, v, slots)
+    check_place("append_kv", k_cache=k_cache, v_cache=v_cache)
 
 
 def _check_append_mla_kv(kv_cache, c_kv, k_rope, slots) -> None:
@@ -62,6 +71,11 @@ def _check_append_mla_kv(kv_cache, c_kv, k_rope, slots) -> None:
 
 def _append_mla_kv_fake(kv_cache, c_kv, k_rope, slots, *_others) -> None:
     _check_append_mla_kv(kv_cache, c_kv, k_rope, slots)
+    check_place("append_mla_kv", kv_cache=kv_cache)
+
+
+def _move_kv_fake(caches, *_slots) -> None:
+    check_place("move_kv", **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
 
 
 def _no_output(*_args) -> None:
@@ -114,7 +128,7 @@ append_mla_kv_by_op = define_op(
 move_kv_op = define_op(
     "move_kv(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots) -> ()",
     reference.move_kv,
-    _no_output,
+    _move_kv_fake,
     cuda="spec_ops.backends.triton.kv_cache:move_kv",
 )
 
@@ -142,7 +156,8 @@ def append_kv(
         backend: `"auto"` is our own kernel (the reference on CPU); a named one, such as `"flashinfer-page"`, is used or raises.
 
     Raises:
-        TypeError, ValueError: naming the argument, before anything is written. IndexError on CPU for a slot past the end.
+        TypeError, ValueError: naming the argument, before anything is written; compiled, also for a view of a cache whose place
+            in its storage is symbolic, see `check_place`. IndexError on CPU for a slot past the end.
         BackendError: the named backend cannot write this.
 
     Source: FlashInfer `append_paged_kv_cache`, SGLang `set_kv_buffer`.

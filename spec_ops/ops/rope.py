@@ -9,7 +9,7 @@ import torch
 
 from spec_ops.ops._library import define_op, fakes_check
 from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
-from spec_ops.ops.kv_cache import check_cache
+from spec_ops.ops.kv_cache import check_cache, check_place
 from spec_ops.ops.reference import rope as reference
 
 
@@ -34,6 +34,7 @@ def _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots) -> None:
 
 def _rope_append_kv_fake(q, k, v, cos, sin, k_cache, v_cache, slots, *_scales):
     _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots)
+    check_place("rope_append_kv", k_cache=k_cache, v_cache=v_cache)
     return q.new_empty(q.shape)
 
 

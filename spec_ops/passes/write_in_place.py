@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.torch_version import TorchVersion
 
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
@@ -58,11 +59,11 @@ class WriteInPlace(GraphPass):
 
 
 def refuse_misplaced_views(graph: fx.Graph) -> None:
-    """Raise where torch would have one of our ops write at a wrong address.
+    """Raise where torch would have one of our ops write at a wrong address: into a view that is taken in the compiled function.
 
-    The cache is a view, taken in the compiled function, of an input that does not begin where its storage does. Torch notes
-    where the view lies in the storage; before 2.13 Inductor counts that from the input, and a slice is counted so in every
-    release up to 2.15 (`try_use_slice` in auto_functionalize.py).
+    Torch notes where the view lies in the storage, for `as_strided`. Before 2.13 Inductor counts that from the input, which
+    need not begin where its storage does. A slice is counted so in every release up to 2.15 (`try_use_slice` in
+    auto_functionalize.py). Symbolic places, wrong as well, are refused by the ops' fakes.
 
     Raises:
         ValueError: naming op, argument and line.
@@ -72,16 +73,22 @@ def refuse_misplaced_views(graph: fx.Graph) -> None:
             continue
         bases: Any = node.kwargs["_all_bases"]
         for name, index, view in _views(node):
-            given = mutated_input(bases[index])
-            offset = 0 if given is None else value(given).storage_offset()
-            if not offset or view is None or (view[0] is aten.as_strided.default and STORAGE_OFFSETS_ARE_RIGHT):
+            if view is None or (reason := _misplaced(bases[index], view[0])) is None:
                 continue
             raise ValueError(
-                f"{op._schema.name.removeprefix('spec_ops::')}: `{name}` must be an input of the compiled function or a view "
-                f"of one that begins where its storage does, got a view of an input at element {offset} of its storage, "
-                f"which torch {torch.__version__} would write at a wrong address; take all views inside the compiled function "
-                f"or all of them outside [{source_line(node)}]"
+                f"{op._schema.name.removeprefix('spec_ops::')}: `{name}` must be a whole input of the compiled function or a "
+                f"view that torch {torch.__version__} places rightly, got one that it would write at a wrong address: a view "
+                f"taken inside, {reason} [{source_line(node)}]"
             )
+
+
+def _misplaced(base: fx.Node, view: Any) -> str | None:
+    """Why a view of `base` is put at a wrong address, and the cure; None if it is not."""
+    given = mutated_input(base)
+    offset = 0 if given is None else value(given).storage_offset()
+    if (view is aten.as_strided.default and STORAGE_OFFSETS_ARE_RIGHT) or statically_known_true(offset == 0):
+        return None
+    return f"of an input that begins at element {offset} of its storage (take all views inside the function or all outside)"
 
 
 def _views(node: fx.Node) -> Iterator[tuple[str, int, tuple[Any, tuple] | None]]:
@@ -106,9 +113,13 @@ def _storage(node: fx.Node) -> int:
 
 
 def _overlap(a: fx.Node, b: fx.Node) -> bool:
+    """Whether the two may have memory in common."""
     from torch._C._dynamo.guards import compute_overlapping_tensors
 
-    return _storage(a) == _storage(b) and bool(compute_overlapping_tensors([value(a), value(b)]))
+    if _storage(a) != _storage(b):
+        return False
+    sizes = (n for fake in (value(a), value(b)) for n in (*fake.shape, *fake.stride(), fake.storage_offset()))
+    return not all(isinstance(n, int) for n in sizes) or bool(compute_overlapping_tensors([value(a), value(b)]))
 
 
 def _epilogue(base: fx.Node) -> fx.Node | None:
@@ -128,10 +139,8 @@ def _obstacle(graph: fx.Graph, node: fx.Node, bases: list[fx.Node]) -> str | Non
     """Why the op at `node` cannot be called on `bases` themselves; None if it can."""
     if not all(base.op == "placeholder" and _epilogue(base) for base in bases):
         return "not all its caches are inputs that it mutates"
-    if not all(isinstance(n, int) for base in bases for n in (*value(base).shape, *value(base).stride())):
-        return "its sizes are not known while compiling"
     if any(_overlap(a, b) for a, b in combinations(bases, 2)):
-        return "its caches overlap"
+        return "its caches may overlap"
     storages = set(map(_storage, bases))
     views = [n for n in graph.nodes if isinstance(value(n), torch.Tensor) and _storage(n) in storages]
     for base in bases:

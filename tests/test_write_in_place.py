@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import spec_ops
 from spec_ops.ops.kv_cache import append_kv_lowered, append_kv_op, move_kv_op
+from spec_ops.ops.rope import rope_append_kv_op
 from spec_ops.passes import PassManager, write_in_place
 from spec_ops.passes.graph import AUTO_FUNCTIONALIZED
 from spec_ops.passes.write_in_place import STORAGE_OFFSETS_ARE_RIGHT, WriteInPlace
@@ -79,13 +80,22 @@ def capture(fn: Callable, *args: torch.Tensor) -> fx.GraphModule:
     return pass_harness.capture(fn, *args, write_back=True)[0]
 
 
+def rotated(k_cache, v_cache, x, slots):
+    """An op that also returns something."""
+    angle = x[:, 0, : DIM // 2]
+    q = spec_ops.rope_append_kv(x * 2, x, x + 1, angle.cos(), angle.sin(), k_cache, v_cache, slots)
+    return q + spec_ops.rope_append_kv(q, x + 2, x, angle.cos(), angle.sin(), k_cache, v_cache, slots + 1)
+
+
 def check(module: fx.GraphModule, matches: int, refused: str = "") -> None:
     result = run_pass(WriteInPlace(), module)
     assert result.matches == matches == len(result.done), texts(result.refused)
     assert texts(result.refused) == refused
 
 
-@pytest.mark.parametrize(("fn", "op", "calls"), [(steps, append_kv_op, 2), (compaction, move_kv_op, 1)])
+@pytest.mark.parametrize(
+    ("fn", "op", "calls"), [(steps, append_kv_op, 2), (compaction, move_kv_op, 1), (rotated, rope_append_kv_op, 2)]
+)
 def test_ops_are_called_on_the_inputs(fn, op, calls):
     module = capture(fn, *one_pool(), *rows())
     check(module, calls)
@@ -198,7 +208,7 @@ def test_off_switch(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [one_pool, interleaved, own])
-@pytest.mark.parametrize("fn", [steps, compaction])
+@pytest.mark.parametrize("fn", [steps, compaction, rotated])
 def test_same_results_with_and_without(fn: Callable, make: Callable):
     outcomes = []
     for on in (False, True):
@@ -212,10 +222,10 @@ def test_same_results_with_and_without(fn: Callable, make: Callable):
     assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
 
-@pytest.mark.parametrize("fn", [steps, pytest.param(layers, marks=pytest.mark.skipif(
+@pytest.mark.parametrize("fn", [steps, rotated, pytest.param(layers, marks=pytest.mark.skipif(
     not STORAGE_OFFSETS_ARE_RIGHT, reason="refused"))])  # fmt: skip
 def test_generated_code_copies_no_cache(fn):
-    make = one_pool if fn is steps else pools_of_layers
+    make = pools_of_layers if fn is layers else one_pool
     want, got = make(), make()
     out = fn(*want, *rows())
     with torch._inductor.config.patch(post_grad_custom_post_pass=Uncached()):

@@ -16,7 +16,6 @@ them. That is written in place, but then no input counts as static, parameters n
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
@@ -167,19 +166,17 @@ def _call_directly(graph: fx.Graph, node: fx.Node, bases: list[fx.Node]) -> None
     for argument in op._schema.arguments:
         name = argument.name
         if name not in written:
-            args[name] = node.kwargs[name]
+            args[name] = node.kwargs.get(name, argument.default_value)
         else:
             args[name] = written[name][0] if f"_{name}_base_index" in node.kwargs else written[name]
-    call = insert(graph, node, op, tuple(args.values()))
+    (result,) = value(node)[:1]  # None if the op returns nothing; no op of ours returns more than one
+    call = insert(graph, node, op, tuple(args.values()), result=result)
     if (eager := node.meta.get(EAGER)) is not None:
-        kept = [eager[1].get(name, value) for name, value in zip(args, call.meta[EAGER][0], strict=True)]
+        kept = [eager[1].get(name, fake) for name, fake in zip(args, call.meta[EAGER][0], strict=True)]
         call.meta[EAGER] = (tuple(kept), {})
-    results = len(op._schema.returns) or 1  # come first; None if it has none
     for user in list(node.users):
         place: Any = user.args[1]
-        assert user.target is operator.getitem
-        assert place >= results, f"{op} returns nothing"
-        user.replace_all_uses_with(bases[place - results])
+        user.replace_all_uses_with(call if place == 0 else bases[place - 1])
         graph.erase_node(user)
     graph.erase_node(node)
     for base in bases:

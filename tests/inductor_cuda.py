@@ -39,15 +39,15 @@ CUDA = torch.device("cuda", 0)
 ARCH = 90
 
 
-def copied(args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`args` in new storages; those that were of one storage are so again."""
-    storages = {arg.untyped_storage()._cdata: arg.untyped_storage().clone() for arg in args}
-    return [
-        torch.empty(0, dtype=arg.dtype).set_(
-            storages[arg.untyped_storage()._cdata], arg.storage_offset(), arg.size(), arg.stride()
-        )
-        for arg in args
-    ]
+def copied(args: Sequence[torch.Tensor], device: str = "cpu") -> list[torch.Tensor]:
+    """`args` in new storages on `device`; those that were of one storage are so again."""
+    wholes: dict[int, torch.Tensor] = {}
+    for arg in args:
+        storage = arg.untyped_storage()
+        if storage._cdata not in wholes:
+            flat = torch.empty(0, dtype=arg.dtype).set_(storage, 0, (storage.nbytes() // arg.element_size(),))
+            wholes[storage._cdata] = flat.to(device, copy=True)
+    return [wholes[arg.untyped_storage()._cdata].as_strided(arg.size(), arg.stride(), arg.storage_offset()) for arg in args]
 
 
 def cuda_graph(fn: Callable, *args: torch.Tensor) -> fx.GraphModule:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.exc import TorchRuntimeError
 
 import spec_ops
 
@@ -308,7 +309,7 @@ def test_views_of_symbolic_place_are_refused(op):
     pool, x, slots = torch.randn(2, PAGES, PAGE_SIZE, HEADS, V_DIM), torch.randn(3, HEADS, V_DIM), torch.tensor([0, 4, 8])
     argument = {"append_mla_kv": "kv_cache", "move_kv": r"caches\[1\]"}.get(op, "v_cache")
     torch._dynamo.reset()
-    with pytest.raises(Exception, match=rf"{op}: `{argument}` must be at a place .*mark_static.* got offset .*s\d+"):
+    with pytest.raises(TorchRuntimeError, match=rf"{op}: `{argument}` must be at a place .*mark_static.* got offset .*s\d+"):
         torch.compile(fn, backend="aot_eager", dynamic=True, fullgraph=True)(pool.clone(), x, slots)
     torch._dynamo.reset()
     compiled = torch.compile(fn, dynamic=True, fullgraph=True)

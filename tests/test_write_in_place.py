@@ -14,10 +14,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import spec_ops
 from spec_ops.ops.kv_cache import append_kv_lowered, append_kv_op, move_kv_op
 from spec_ops.ops.rope import rope_append_kv_op
-from spec_ops.passes import PassManager, write_in_place
+from spec_ops.passes import PassManager, enabled, write_in_place
 from spec_ops.passes.graph import AUTO_FUNCTIONALIZED
+from spec_ops.passes.report import cuda_graphs
 from spec_ops.passes.write_in_place import STORAGE_OFFSETS_ARE_RIGHT, WriteInPlace
 from tests import pass_harness
+from tests.inductor_cuda import copied
 from tests.pass_harness import Uncached, cache_copies, compile_interpreted, run_pass, switched_off, targets, texts
 
 PAGES, PAGE_SIZE, HEADS, DIM = 3, 4, 2, 8
@@ -112,6 +114,18 @@ def test_what_lower_kv_append_makes():
     assert targets(module).count(append_kv_lowered) == 2
 
 
+def test_a_direct_call_counts_as_work():
+    """The only one of a graph, which returns nothing."""
+
+    def fn(k_cache, v_cache, x, slots):
+        spec_ops.move_kv([k_cache, v_cache], slots, slots)
+
+    module = capture(fn, *one_pool(), *rows())
+    check(module, 1)
+    assert targets(module) == [move_kv_op]
+    assert cuda_graphs(module.graph) == 1
+
+
 def test_report_names_the_line():
     module = capture(steps, *one_pool(), *rows())
     result = run_pass(WriteInPlace(), module)
@@ -145,7 +159,7 @@ def placeholders(module: fx.GraphModule) -> list[fx.Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder" and n.meta["val"].dim() == 4]
 
 
-def first_append(module: fx.GraphModule) -> fx.Node:
+def first_write(module: fx.GraphModule) -> fx.Node:
     return next(node for node in module.graph.nodes if node.target is AUTO_FUNCTIONALIZED)
 
 
@@ -153,12 +167,12 @@ def first_append(module: fx.GraphModule) -> fx.Node:
 def test_old_contents_read_afterwards(place):
     """By a view of the cache; a read before the append does not matter."""
     module = capture(compaction, *one_pool(), *rows())
-    cache, append = placeholders(module)[place], first_append(module)
+    cache, write = placeholders(module)[place], first_write(module)
     for where, matches in (("before", 1), ("after", 0)):
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         output = graph.graph_copy(module.graph, copies)
-        at = copies[append]
+        at = copies[write]
         with graph.inserting_before(at) if where == "before" else graph.inserting_after(at):
             view = graph.call_function(torch.ops.aten.select.int, (copies[cache], 0, 1))
             view.meta["val"] = cache.meta["val"].select(0, 1)
@@ -271,19 +285,29 @@ def test_views_at_a_wrong_address_are_refused(fn, make, right, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lowered", [True, False])
 @pytest.mark.parametrize("make", [one_pool, interleaved, own])
-def test_on_cuda(make):
-    """`append_kv` and what `lower_kv_append` makes of it; the values come from a product."""
-    want, got = ([tensor.cuda() for tensor in make()] for _ in range(2))
-    x, slots = (tensor.cuda() for tensor in rows())
+def test_on_cuda(make, lowered):
+    """`append_kv`, and what `lower_kv_append` makes of it."""
+
+    def moved() -> list[torch.Tensor]:
+        caches = copied(make(), "cuda")
+        shared = caches[0].untyped_storage().data_ptr() == caches[1].untyped_storage().data_ptr()
+        assert shared == (make is not own)
+        return caches
 
     def fn(k_cache, v_cache, x, slots):
         spec_ops.append_kv(k_cache, v_cache, x * 2, x + 1, slots)
-        spec_ops.append_kv(k_cache, v_cache, x, x, slots + 1)
+        spec_ops.append_kv(k_cache, v_cache, x * 3, x, slots + 1)
         return x + k_cache[0, 0]
 
+    want, got, reports = moved(), moved(), []
+    x, slots = (tensor.cuda() for tensor in rows())
     out = fn(*want, x, slots)
-    result, (code,) = run_and_get_code(spec_ops.compile(fn, mode="default"), *got, x, slots)
+    torch._dynamo.reset()
+    with enabled({"lower_kv_append": lowered}, listener=reports.append):
+        result, (code,) = run_and_get_code(torch.compile(fn, fullgraph=True), *got, x, slots)
+    assert [report.matches("write_in_place") for report in reports] == [2 if make is one_pool else 0]
     torch.testing.assert_close(result, out)
     for one, other in zip(want, got, strict=True):
         assert torch.equal(one, other)

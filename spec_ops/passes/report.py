@@ -120,7 +120,7 @@ def cuda_graphs(graph: fx.Graph) -> int:
             continue
         if plans_on_host(node) or is_host_copy(node) or is_item(node):
             inside = False
-        elif not inside and isinstance(value(node), (torch.Tensor, tuple, list)):
+        elif not inside and (op_of(node) is not None or isinstance(value(node), (torch.Tensor, tuple, list))):
             runs, inside = runs + 1, True
     return runs
 

@@ -2,14 +2,15 @@
 
     _, k1, v1 = auto_functionalized_v2(append_kv, bases=[k, v])        ->        append_kv(k, v, ...)
 
-A pool `[num_pages, 2, page_size, heads, dim]` (vLLM, FlashInfer), or one for all layers, whose views a compiled function takes
-is several inputs of one storage. Where one op writes two of them Inductor writes the first in place; the others it clones,
-writes and copies back, a whole cache each (torch 2.11 to 2.15: `reinplace.py` asks for the storage, not whether they overlap).
-Here the op is called on the inputs themselves if nothing could tell the difference: they do not overlap, and nobody reads the
-old contents afterwards. It is the last pass, since the others rely on values that never change.
+A pool `[2, num_pages, page_size, heads, dim]`, or one for all layers, whose views a compiled function takes is several inputs
+of one storage. Where one op writes two of them Inductor writes the first in place; the others it clones, writes and copies
+back, a whole cache each (torch 2.11 to 2.15: `reinplace.py` asks for the storage, not whether they overlap). Here the op is
+called on the inputs themselves if nothing could tell the difference: they do not overlap, and nobody reads the old contents
+afterwards. It is the last pass, since the others rely on values that never change.
 
-Interleaved views (`pool.unbind(1)`) never get here: AOTAutograd cannot tell that they do not overlap and makes one input of
-them. That is written in place, but then no input counts as static, parameters neither, and the report says so.
+Interleaved views (`[num_pages, 2, ...]`, as vLLM and FlashInfer have it) never get here: AOTAutograd cannot tell that they do
+not overlap and makes one input of them. That is written in place, but then no input counts as static, parameters neither, and
+the report says so.
 
 `refuse_misplaced_views` is no pass: what torch gets wrong about such inputs is an error, whichever passes are on.
 """

@@ -26,22 +26,21 @@ import spec_ops.backends.triton
 
 SOURCES = Path(spec_ops.backends.triton.__file__).parent
 TOOLS = ("memcheck", "racecheck")
-HOPPER = "mla_hopper_attention"
-
-# All in this one kernel, by the text of the two lines, with what orders them (offsets and barriers: `docs/decisions.md`).
+# By kernel and the text of the two lines: what orders them (offsets and barriers: `docs/decisions.md`).
 _WARPGROUP = (
     "128 threads access shared memory, meet at their warpgroup's named barrier (bar.sync 2, 128), and one of them arrives at "
     "the mbarrier that the other warpgroup waits on"
 )
 _PARTITIONS = "Triton's hand-over of arguments to the partitions: all warps meet at bar.sync 1 between the two"
-_ENTRY, _START = "def mla_hopper_attention(", "gl.warp_specialize("
-ORDERED: dict[frozenset[str], str] = {
-    frozenset({"sums.store(l)", "l = sums.load(S_ROW)"}): _WARPGROUP,
-    frozenset({"sums.store(l)", "l = l + sums.load(S_ROW)"}): _WARPGROUP,
-    frozenset({"odd_max.store(m)", "m = odd_max.load(S_ROW)"}): _WARPGROUP,
-    frozenset({_ENTRY}): _PARTITIONS,
-    frozenset({_ENTRY, _START}): _PARTITIONS,
+WARP_SPECIALIZED = ("gqa_hopper_attention", "mla_hopper_attention", "mla_hopper_few_attention")
+ORDERED: dict[tuple[str, frozenset[str]], str] = {
+    ("mla_hopper_attention", frozenset({"sums.store(l)", "l = sums.load(S_ROW)"})): _WARPGROUP,
+    ("mla_hopper_attention", frozenset({"sums.store(l)", "l = l + sums.load(S_ROW)"})): _WARPGROUP,
+    ("mla_hopper_attention", frozenset({"odd_max.store(m)", "m = odd_max.load(S_ROW)"})): _WARPGROUP,
 }
+for _kernel in WARP_SPECIALIZED:
+    for _other in (f"def {_kernel}(", "gl.warp_specialize("):
+        ORDERED[_kernel, frozenset({f"def {_kernel}(", _other})] = _PARTITIONS
 
 
 class Hazard(NamedTuple):
@@ -54,9 +53,7 @@ class Hazard(NamedTuple):
 
     def reason(self) -> str | None:
         """What orders the accesses; None for a hazard that nobody has explained."""
-        if self.kernel != HOPPER:
-            return None
-        return ORDERED.get(frozenset({source_line(self.first), source_line(self.second)}))
+        return ORDERED.get((self.kernel, frozenset({source_line(self.first), source_line(self.second)})))
 
 
 def source_line(place: str) -> str:

@@ -22,14 +22,14 @@ def test_every_kernel_has_a_case():
     assert len({case.name for case in cases}) == len(cases)
 
 
-def place(text: str, which: int = 0) -> str:
+def place(text: str, kernel: str = "mla_hopper_attention") -> str:
     """`mla_hopper.py:line` of the line that reads so."""
-    lines = (sanitize.SOURCES / "mla_hopper.py").read_text().splitlines()
-    found = [number for number, line in enumerate(lines, 1) if line.strip() == text]
-    return f"mla_hopper.py:{found[which]}"
+    file = f"{kernel.removesuffix('_attention')}.py"
+    lines = (sanitize.SOURCES / file).read_text().splitlines()
+    return f"{file}:{[line.strip() for line in lines].index(text) + 1}"
 
 
-def report(*places: str, kernel: str = sanitize.HOPPER) -> str:
+def report(*places: str, kernel: str = "mla_hopper_attention") -> str:
     """A report of racecheck 2025.3: the first place, and each of the others with it."""
     lines = [f"========= Error: Race reported between Write access at {kernel}+0x74d0 in {places[0]}"]
     lines += [f"=========     and Read access at {kernel}+0x1f6f0 in {other} [1920 hazards]" for other in places[1:]]
@@ -41,20 +41,23 @@ def log(*reports: str) -> str:
     return "\n".join(["========= COMPUTE-SANITIZER", *reports, summary])
 
 
-@pytest.mark.parametrize("pair", sanitize.ORDERED, ids=lambda pair: " / ".join(sorted(pair)))
-def test_explained_hazards_name_lines_of_the_kernel(pair):
+@pytest.mark.parametrize(
+    ("kernel", "pair"), sanitize.ORDERED, ids=lambda part: part if isinstance(part, str) else " / ".join(sorted(part))
+)
+def test_explained_hazards_name_lines_of_the_kernel(kernel, pair):
     first, second = (list(pair) * 2)[:2]
-    (hazard,) = sanitize.hazards(log(report(place(first), place(second))))
+    (hazard,) = sanitize.hazards(log(report(place(first, kernel), place(second, kernel), kernel=kernel)))
     assert hazard.count == 1920
-    assert hazard.reason() == sanitize.ORDERED[pair]
+    assert hazard.reason() == sanitize.ORDERED[kernel, pair]
 
 
 def test_other_hazards_are_not_explained():
     store, load, entry = place("odd_max.store(m)"), place("m = odd_max.load(S_ROW)"), place("def mla_hopper_attention(")
     unrelated = place("even_max.store(m_even)")
-    text = log(report(store, load, unrelated), report(store, load, kernel="other_attention"), report(entry, load))
+    elsewhere = report(store, load, kernel="gqa_hopper_attention")
+    text = log(report(store, load, unrelated), elsewhere, report(entry, load), report(entry, entry, kernel="other_attention"))
     found = list(sanitize.hazards(text))
-    assert [bool(hazard.reason()) for hazard in found] == [True, False, False, False]
+    assert [bool(hazard.reason()) for hazard in found] == [True, False, False, False, False]
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,24 @@ if sys.stdin.readline().strip() == "measure":
     print(json.dumps({{"done": True}}), flush=True)
 """
 
+# The worker itself, on a case that never compiles.
+SLOW = """
+import sys, threading, time
+from spec_ops.bench import round_worker
+def compile_forever(case):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    time.sleep(60)
+round_worker.CompiledRound = compile_forever
+round_worker.program()
+"""
+
 
 def fake_run(tmp_path, sizes, **options) -> tuple[dict, list[str]]:
     log = tmp_path / "log"
     cases = [replace(CASE, batch_size=size) for size in sizes]
     command = (sys.executable, "-c", FAKE.format(log=str(log)))
-    found = {case.batch_size: results for case, results in run(cases, command=command, **options)}
+    settings = {"limit": 60.0, "command": command} | options
+    found = {case.batch_size: results for case, results in run(cases, **settings)}
     return found, log.read_text().splitlines()
 
 
@@ -71,6 +83,18 @@ def test_a_process_that_dies_is_a_failed_note(tmp_path):
     assert note.failed
     assert "exit code 1; out of luck" in note.reason
     assert found[1][0]["compile_warm_s"] == 1.0
+
+
+def test_a_case_that_does_not_compile_in_time_says_where_it_was():
+    told: list[str] = []
+    command = (sys.executable, "-c", SLOW)
+    (case, (note,)), *rest = run([CASE], jobs=1, memory=float("inf"), warm=False, limit=2.0, tell=told.append, command=command)
+    assert not rest
+    assert case == CASE
+    assert note.failed
+    assert "took too long" in note.reason
+    assert "compile_forever" in note.reason
+    assert any(line.startswith("not compiled: ") and "compile_forever" in line for line in told)
 
 
 def test_groups_fit_into_the_device():

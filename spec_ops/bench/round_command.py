@@ -33,6 +33,7 @@ def bench_round(
         float | None, typer.Option(min=1, help="Tokens a round for tokens/s; default three quarters of the longest path.")
     ] = None,
     compile_times: Annotated[bool, typer.Option("--compile-times", help="Compile again in a second process: warm.")] = False,
+    compile_limit: Annotated[float, typer.Option(min=0, help="Seconds; a case that takes longer is stopped.")] = 900,
     jobs: Annotated[int, typer.Option(min=1, help="Cases that compile side by side; measured one at a time.")] = 6,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 50,
     bandwidth: Annotated[float | None, typer.Option(min=1, help="Copy bytes a second for the floor; default measured.")] = None,
@@ -74,7 +75,7 @@ def bench_round(
     for name in model:
         console.print(f"{name}: {SHAPES[name].about}", soft_wrap=True)
     report = round_runner.Report(json, append, {"bandwidth": copy_rate, "jobs": jobs})
-    rows, notes = round_runner.measure(console, cases, memory, jobs, compile_times, timeline, report)
+    rows, notes = round_runner.measure(console, cases, memory, jobs, compile_times, compile_limit, timeline, report)
     round_runner.show(console, rows, notes)
     if any(note.failed for note in notes):
         console.print("[red]some rounds failed[/red]")

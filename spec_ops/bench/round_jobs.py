@@ -90,9 +90,14 @@ class _Worker:
         return answer
 
     def _tail(self) -> str:
+        """The exit code and the end of the log; of a process that ran into its limit, where it was."""
         code = self.process.wait()
         self.log.seek(0)
-        return f"exit code {code}; " + " | ".join(self.log.read().strip().splitlines()[-5:])
+        lines = self.log.read().strip().splitlines()
+        threads = [i for i, line in enumerate(lines) if "(most recent call first)" in line]
+        if any(line.startswith("Timeout (") for line in lines) and threads:
+            lines = ["took too long", *lines[threads[-1] + 1 :][:4]]  # the main thread is the last
+        return f"exit code {code}; " + " | ".join(line.strip() for line in lines[-5:])
 
     def compiled(self) -> float | None:
         """Waits for the compilation: its seconds, None if there was none or it failed."""
@@ -119,6 +124,7 @@ def run(
     jobs: int,
     memory: float,
     warm: bool,
+    limit: float,
     tell: Callable[[str], None] = lambda _: None,
     command: Sequence[str] = WORKER,
 ) -> Iterator[tuple[RoundCase, list[Result]]]:
@@ -127,7 +133,9 @@ def run(
     Args:
         jobs: cases that compile at once. memory: bytes of the device that they may share.
         warm: compile every case again in a second process that finds what the first left in the cache directories.
-        tell: what happens now, for a progress display. command: of the worker process.
+        limit: seconds in which a case must have compiled; past them it becomes a note.
+        tell: what happens now, for a progress display.
+        command: of the worker process; `limit` follows.
 
     `compile_cold_s` of a row is the first call in a fresh process with empty cache directories, `compile_warm_s` in the second
     process, None without `warm`. Both are measured with `jobs` processes side by side on the machine's processors.
@@ -140,25 +148,31 @@ def run(
             def start(threads: int = threads) -> list[_Worker]:
                 workers = []
                 for case, cache in zip(group, caches, strict=True):  # noqa: B023  used before the next group
-                    workers.append(_Worker(case, cache, threads, command))
+                    workers.append(_Worker(case, cache, threads, [*command, str(limit)]))
                     stack.callback(workers[-1].stop)
                 return workers
 
             tell(f"compiling {len(group)} side by side: {'; '.join(map(str, group))}")
             workers = start()
-            cold = [worker.compiled() for worker in workers]
+            cold = []
+            for worker in workers:
+                cold.append(seconds := worker.compiled())
+                if seconds is not None:
+                    tell(f"compiled in {seconds:.0f} s: {worker.case}")
+                elif worker.note:
+                    tell(f"not compiled: {worker.case}: {worker.note.reason}")
             measured: list[list[Result]] = []
             for worker in workers:
                 tell(f"measuring {worker.case}")
                 found: list[Result] = [] if worker.note else list(worker.rows())
                 measured.append([*found, worker.note] if worker.note else found)
                 worker.stop()
-            seconds: list[float | None] = [None] * len(group)
+            second_time: list[float | None] = [None] * len(group)
             if warm:
                 tell(f"compiling {len(group)} again")
                 again = start()
-                seconds = [worker.compiled() for worker in again]
-            for case, results, first, second in zip(group, measured, cold, seconds, strict=True):
+                second_time = [worker.compiled() for worker in again]
+            for case, results, first, second in zip(group, measured, cold, second_time, strict=True):
                 times = {"compile_cold_s": _tenths(first), "compile_warm_s": _tenths(second)}
                 yield case, [r if isinstance(r, Note) else r | times for r in results]
 

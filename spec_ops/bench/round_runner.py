@@ -96,6 +96,7 @@ def measure(
     memory: float,
     jobs: int,
     warm: bool,
+    limit: float,
     timeline: Path | None,
     report: Report,
 ) -> tuple[list[dict[str, Any]], list[Note]]:
@@ -109,7 +110,7 @@ def measure(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("rounds", total=len(cases))
         for case, results in run(
-            cases, jobs=jobs, memory=memory, warm=warm, tell=lambda text: console.print(text, soft_wrap=True)
+            cases, jobs=jobs, memory=memory, warm=warm, limit=limit, tell=lambda text: console.print(text, soft_wrap=True)
         ):
             notes += [result for result in results if isinstance(result, Note)]
             found[case] = [result for result in results if not isinstance(result, Note)]

@@ -3,10 +3,13 @@
 `{"compile_s": ...}` once the round is compiled and recorded; then, told "measure", a `{"row": ...}` per context and
 `{"done": true}`. `{"error": reason, "failed": ...}` instead if something is wrong; `failed` is false for a refusal that the
 backends announce.
+
+The argument: in how many seconds the first answer must come. Past them it writes to stderr where it is, and exits.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -31,6 +34,7 @@ def main(questions: TextIO, answers: TextIO) -> None:
             made = AssistedRound(case)
         else:
             made = CompiledRound(case)
+        faulthandler.cancel_dump_traceback_later()
         answer(compile_s=made.compile_s)
         if questions.readline().strip() != "measure":
             return
@@ -59,7 +63,12 @@ def _announced(error: BaseException | None) -> bool:
     return False
 
 
-if __name__ == "__main__":
+def program() -> None:
+    faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not come between the answers
     main(sys.stdin, channel)
+
+
+if __name__ == "__main__":
+    program()

@@ -106,6 +106,12 @@ def test_groups_fit_into_the_device():
     assert [len(group) for group in groups(cases[:2] * 3, 2, 1e15)] == [2, 2, 2]
 
 
+def test_side_by_side_less_than_all_of_the_memory_is_used(tmp_path):
+    need = CASE.memory_bytes()
+    _, log = fake_run(tmp_path, [1, 2], jobs=2, memory=2.1 * need, warm=False)
+    assert log == ["2 cold", "2 measured", "1 cold", "1 measured"]
+
+
 def test_contexts_that_do_not_fit_are_noted():
     kept, notes = fitting([RoundCase("llama-8b", 32, (1024, 32768, 24576)), RoundCase("llama-8b", 32, (10**6,))], 142e9)
     assert [case.contexts for case in kept] == [(1024, 24576)]

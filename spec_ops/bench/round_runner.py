@@ -77,8 +77,8 @@ class Report:
     def write(self, cases: Sequence[RoundCase], rows: Sequence[dict[str, Any]], notes: Sequence[Note]) -> None:
         if self.path is None:
             return
-        earlier, new = self.earlier, {_identity(row) for row in rows}
-        rows = [*(row for row in earlier["rows"] if _identity(row) not in new), *rows]
+        earlier, new = self.earlier, {_identity(row): row for row in rows}
+        rows = [*(new.pop(_identity(row), row) for row in earlier["rows"]), *new.values()]
         shapes = earlier["shapes"] | {case.shape.label: case.shape.about for case in cases}
         told = [*earlier["notes"], *(vars(note) for note in notes)]
         more = {"earlier_runs": earlier["earlier_runs"], "shapes": shapes, "auto": judge_auto(rows), "notes": told}

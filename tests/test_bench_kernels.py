@@ -500,7 +500,7 @@ def test_graph_replays_rotate_and_find_unwritten_results():
 def test_quick_run(tmp_path, heads):
     path, picture = tmp_path / "rows.json", tmp_path / "roofline.png"
     options = ["--quick", "--heads", heads, "--case", "2x2048", "--case", "4x512-4096", "--backend", "reference", "--backend",
-               "torch-sdpa", "--out", str(path), "--plot", str(picture)]  # fmt: skip
+               "torch-sdpa", "--jobs", "2", "--out", str(path), "--plot", str(picture)]  # fmt: skip
     result = CliRunner().invoke(cli.app, ["bench", "kernels", *options])
     assert result.exit_code == 0, result.output + repr(result.exception)
     figures = json.loads(path.read_text())

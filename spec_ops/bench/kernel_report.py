@@ -19,6 +19,7 @@ from rich.table import Table
 
 from spec_ops.bench import roofline
 from spec_ops.bench.kernel_cases import Case
+from spec_ops.bench.kernel_warmup import warm_up
 from spec_ops.bench.kernels import Note, measure
 from spec_ops.bench.timing import Ceilings, measure_ceilings
 from spec_ops.results import environment, write_rows
@@ -110,6 +111,7 @@ def run(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     page_size: int,
+    jobs: int,
     copy_rate: float | None,
     matmul_rate: float | None,
     min_ms: float,
@@ -117,7 +119,10 @@ def run(
     out: Path | None,
     plot: Path | None,
 ) -> bool:
-    """Measure all cases, show the tables and write the files, also when interrupted. True if nothing was wrong or failed."""
+    """Measure all cases, show the tables and write the files, also when interrupted. True if nothing was wrong or failed.
+
+    `jobs`: processes that compile the kernels first; 0: each is compiled when its turn comes. They count for the time budget.
+    """
     deadline = math.inf if time_budget is None else time.monotonic() + time_budget
     ceilings = measure_ceilings(device, copy_rate, matmul_rate)
     console.print(f"copy {ceilings.copy / 1e12:.3g} TB/s, bf16 matrix product {ceilings.matmul / 1e12:.4g} TFLOP/s")
@@ -127,6 +132,12 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console) as progress, torch.no_grad():
+            if jobs:
+                compiling = progress.add_task("compiling", total=None)
+                warm_up(
+                    cases, backends, jobs, device=device, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size,
+                    tick=lambda done, total, _: progress.update(compiling, completed=done, total=total),
+                )  # fmt: skip
             task = progress.add_task("measuring", total=total)
             for result in measure(
                 cases,

@@ -85,20 +85,25 @@ def test_a_call_says_why_it_was_refused():
     assert "nonsense" in call_once(SMALL, "nonsense", **TYPES)
 
 
-def test_the_command_compiles_first(monkeypatch, tmp_path):
-    asked: list[tuple] = []
+def test_the_command_compiles_first(monkeypatch):
+    asked: list[Any] = []
 
     def noted(cases, backends, jobs, *, tick, **types):
         asked.append((len(cases), list(backends), jobs))
         tick(1, 1, "")
 
+    def measured(cases, backends, **options):
+        asked.append("measured")
+        return iter(())
+
     monkeypatch.setattr(kernel_report, "warm_up", noted)
-    tiny = ["--device", "cpu", "--kind", "gqa", "--heads", "4/2:16", "--case", "1x64", "--q-len", "1", "--dtype", "float32"]
-    tiny += ["--backend", "reference", "--copy-rate", "1e10", "--matmul-rate", "1e11"]
+    monkeypatch.setattr(kernel_report, "measure", measured)
+    tiny = ["--device", "cpu", "--heads", "4/2:16", "--case", "1x64", "--q-len", "1", "--backend", "reference"]
+    tiny += ["--copy-rate", "1e10", "--matmul-rate", "1e11"]
     for options in ([], ["--jobs", "3"]):
         result = CliRunner().invoke(cli.app, ["bench", "kernels", *tiny, *options])
         assert result.exit_code == 0, result.output
-    assert asked == [(1, ["reference"], 3)]  # nothing is compiled for a CPU unless asked for
+    assert asked == ["measured", (1, ["reference"], 3), "measured"]  # nothing is compiled for a CPU unless asked for
 
 
 @pytest.mark.gpu

@@ -368,7 +368,7 @@ def bench_kernels(
     page_size: Annotated[int, typer.Option(min=1, max=128)] = 64,
     quick: Annotated[bool, typer.Option("--quick", help="Two batches, q_len 1 and 16, less time for each.")] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile first; default one per processor on CUDA, 0 elsewhere.")
+        int | None, typer.Option(min=0, help="Processes that compile first; default on CUDA one per processor, 16 at most.")
     ] = None,
     time_budget: Annotated[float | None, typer.Option(min=0, help="Seconds; what is there by then is written.")] = None,
     copy_rate: Annotated[float | None, typer.Option(min=1, help="Bytes a second, read and written; default measured.")] = None,
@@ -394,7 +394,8 @@ def bench_kernels(
         dtype=torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype,
         kv_dtype=kv_dtype,
         page_size=page_size,
-        jobs=(os.cpu_count() or 1 if place.type == "cuda" else 0) if jobs is None else jobs,
+        # Each process takes half a gigabyte of the device.
+        jobs=(min(os.cpu_count() or 1, 16) if place.type == "cuda" else 0) if jobs is None else jobs,
         copy_rate=copy_rate,
         matmul_rate=matmul_rate,
         min_ms=5.0 if quick else 20.0,

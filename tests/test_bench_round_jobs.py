@@ -16,6 +16,7 @@ from spec_ops.bench import round_worker
 from spec_ops.bench.kernels import Note
 from spec_ops.bench.round import RoundCase
 from spec_ops.bench.round_jobs import fitting, groups, run
+from spec_ops.bench.round_runner import Report
 
 CASE = RoundCase("tiny", 1, (40,), device="cpu", dtype="float32", compiled=False, repeats=2)
 
@@ -41,7 +42,7 @@ if sys.stdin.readline().strip() == "measure":
     print(json.dumps({{"done": True}}), flush=True)
 """
 
-# The worker itself, on a case that never compiles.
+# The worker itself, on a case that never compiles. Of its two threads the main one is what is told.
 SLOW = """
 import sys, threading, time
 from spec_ops.bench import round_worker
@@ -184,3 +185,13 @@ def test_bad_options_are_named(args, named):
     result = bench_round(*args)
     assert result.exit_code == 2
     assert named in result.output
+
+
+def test_a_row_measured_again_keeps_its_place(tmp_path):
+    path, settings = tmp_path / "round.json", {"bandwidth": 1.0, "jobs": 1}
+    cases = [replace(CASE, batch_size=size) for size in (1, 2, 4)]
+    first, second, third = (case.row(40, 3.0, (0, 0)) for case in cases)
+    Report(path, False, settings).write(cases[:2], [first, second], [])
+    again = first | {"ms": 2.0}
+    Report(path, True, settings).write(cases, [third, again], [])
+    assert json.loads(path.read_text())["rows"] == [again, second, third]

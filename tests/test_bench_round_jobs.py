@@ -195,3 +195,12 @@ def test_a_row_measured_again_keeps_its_place(tmp_path):
     again = first | {"ms": 2.0}
     Report(path, True, settings).write(cases, [third, again], [])
     assert json.loads(path.read_text())["rows"] == [again, second, third]
+
+
+def test_a_case_done_again_loses_its_old_note(tmp_path):
+    path, settings = tmp_path / "round.json", {"bandwidth": 1.0, "jobs": 1}
+    one, two = (replace(CASE, batch_size=size) for size in (1, 2))
+    missing, broken = (Note("auto", str(case), "no module", failed=True) for case in (one, two))
+    Report(path, False, settings).write([one, two], [], [missing, broken])
+    Report(path, True, settings).write([one], [one.row(40, 3.0, (0, 0))], [])
+    assert [note["case"] for note in json.loads(path.read_text())["notes"]] == [str(two)]

@@ -9,12 +9,15 @@ import sys
 import textwrap
 import uuid
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes import pad_mm
+from torch._subclasses import FakeTensorMode
 
 import spec_ops
 from spec_ops.backends import Backend, registry
@@ -85,6 +88,29 @@ def test_install_appends_and_undoes():
         torch._dynamo.reset()
         torch.compile(step)(*arguments(6))
         assert counters["inductor"]["spec_ops_select_backends"] == 1
+
+
+def pads() -> bool:
+    """Whether Inductor would consider padding the 4 rows of a round's product to 8."""
+    with FakeTensorMode(), mock.patch.object(pad_mm, "has_triton", return_value=True):
+        x, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((4, 512), (512, 256)))
+        return pad_mm.can_pad(x, weight, torch.ops.aten.mm)
+
+
+def test_products_are_not_padded_where_our_passes_run():
+    assert pads()
+    with enabled():
+        assert not pads()
+        with inductor_config.patch(shape_padding=True):  # as `spec_ops.compile(..., options=...)` does
+            assert pads()
+    first, second = install(), install()
+    assert not pads()
+    first()
+    assert not pads()
+    second()
+    assert pads()
+    second()
+    assert pads()
 
 
 def test_enabled_is_scoped_and_restores_after_an_error():

@@ -75,12 +75,14 @@ class Report:
             self.earlier = {**self.earlier, **found, "earlier_runs": [*found.get("earlier_runs", []), found["environment"]]}
 
     def write(self, cases: Sequence[RoundCase], rows: Sequence[dict[str, Any]], notes: Sequence[Note]) -> None:
+        """`cases` are those done so far, `rows` and `notes` what came of them; earlier ones of the same cases go."""
         if self.path is None:
             return
         earlier, new = self.earlier, {_identity(row): row for row in rows}
         rows = [*(new.pop(_identity(row), row) for row in earlier["rows"]), *new.values()]
         shapes = earlier["shapes"] | {case.shape.label: case.shape.about for case in cases}
-        told = [*earlier["notes"], *(vars(note) for note in notes)]
+        again = {str(case) for case in cases}
+        told = [*(note for note in earlier["notes"] if note["case"] not in again), *(vars(note) for note in notes)]
         more = {"earlier_runs": earlier["earlier_runs"], "shapes": shapes, "auto": judge_auto(rows), "notes": told}
         write_rows(self.path, rows, **self.settings, **more)
 
@@ -115,7 +117,7 @@ def measure(
             notes += [result for result in results if isinstance(result, Note)]
             found[case] = [result for result in results if not isinstance(result, Note)]
             rows = [row for one in cases for row in found.get(one, [])]
-            report.write(cases, rows, notes)
+            report.write(list(found), rows, notes)
             progress.advance(task)
     return rows, notes
 

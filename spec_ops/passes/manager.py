@@ -1,7 +1,10 @@
 """Runs the passes inside Inductor: order, switches, counters, cache key.
 
 Inductor calls `PassManager` on every post-grad graph (`post_grad_custom_pre_pass`). Whatever the user installed there runs
-first and stays.
+first and stays. Where our passes run, Inductor does not pad the sizes of matrix products (`shape_padding`): it would decide
+before us by timing each product, also the memory-bound ones of a round on GPUs that its table of peak rates lacks (H200,
+Blackwell), where it then takes their peak for a thousandth. Compilations side by side decide differently, and padded products
+are no longer recognized: a round of 289 kernels became one of 350 (`docs/decisions.md`).
 """
 
 from __future__ import annotations
@@ -162,22 +165,30 @@ def enabled(
     _assemble_as_inductor_does()
     manager = PassManager(switches, arch, listener)
     others = [part for part in _installed() if not isinstance(part, PassManager)]
-    with inductor_config.patch(post_grad_custom_pre_pass=_slot([*others, manager])):
+    with inductor_config.patch(post_grad_custom_pre_pass=_slot([*others, manager]), shape_padding=False):
         yield manager
+
+
+_padding_without_us: list[bool] = []  # Inductor's setting before the first `install`, while any is in force
 
 
 def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
     """Run our passes in every later Inductor compilation of this process; returns the function that undoes it.
 
     Plain `torch.compile(model, mode="reduce-overhead")` then has them. Passes that the user installed stay, before ours; a pass
-    added to the slot afterwards stays too, also when ours is taken out.
+    added to the slot afterwards stays too, also when ours is taken out. Inductor's `shape_padding` is off meanwhile.
     """
     _assemble_as_inductor_does()
     manager = PassManager(switches)
+    if not _padding_without_us:
+        _padding_without_us.append(inductor_config.shape_padding)
+    inductor_config.shape_padding = False
     inductor_config.post_grad_custom_pre_pass = _slot([*_installed(), manager])
 
     def uninstall() -> None:
         inductor_config.post_grad_custom_pre_pass = _slot([part for part in _installed() if part is not manager])
+        if _padding_without_us and not any(isinstance(part, PassManager) for part in _installed()):
+            inductor_config.shape_padding = _padding_without_us.pop()
 
     return uninstall
 

@@ -323,8 +323,8 @@ def bench_ahead(
 ) -> None:
     """Compile every Triton kernel ahead of time, without a GPU: registers, shared memory and spills on each architecture.
 
-    Exit code 1 if a hot kernel spills, one needs more shared memory than the architecture has, or fewer blocks fit on
-    a multiprocessor than the launch counts on."""
+    Exit code 1 if a hot kernel spills or its wgmma are serialized, one needs more shared memory than the architecture
+    has, or fewer blocks fit on a multiprocessor than the launch counts on."""
     from spec_ops.backends.triton.ahead import ARCHS, SHARED_LIMIT, compile_ahead, resident_blocks, variants
 
     if unknown := sorted(set(arch) - set(ARCHS)):
@@ -341,10 +341,11 @@ def bench_ahead(
                 cells.append("")
                 continue
             used = compile_ahead(variant, a)
-            bad = (variant.hot and used.spill_bytes > 0) or used.shared_bytes > SHARED_LIMIT[a]
+            bad = (variant.hot and (used.spill_bytes > 0 or used.serialized)) or used.shared_bytes > SHARED_LIMIT[a]
             bad |= resident_blocks(used, variant.num_warps, a) < variant.programs
             failed |= bad
-            cells.append(("[red]" if bad else "") + " / ".join(map(str, used)))
+            figures = " / ".join(map(str, used[:4])) + (", wgmma serialized" if used.serialized else "")
+            cells.append(("[red]" if bad else "") + figures)
         table.add_row(variant.name + ("" if variant.hot else " (not hot)"), *cells)
     console.print(table)
     if failed:

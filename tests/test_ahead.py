@@ -75,6 +75,28 @@ def test_spills_are_reported():
     assert scarce.loop_spills > 0
 
 
+def assembly(*products: str) -> str:
+    return "".join(f"        /*{16 * i:04x}*/   HGMMA.64x64x16.F32.BF16 R24, {text} ;\n" for i, text in enumerate(products))
+
+
+@pytest.mark.parametrize(
+    ("products", "serialized"),
+    [
+        (["gdesc[UR16], RZ, !UPT", "gdesc[UR20], R24", "gdesc[UR24], R24", "gdesc[UR28], R24, gsb0"] * 2, False),
+        (["gdesc[UR16], RZ, !UPT, gsb0", "gdesc[UR20], R24, gsb0", "gdesc[UR24], R24, gsb0"], True),
+        ([], False),
+    ],
+)
+def test_serialized_products_are_recognized(monkeypatch, products, serialized):
+    """`gsb0` ends a group, which a wait is for."""
+    monkeypatch.setattr(ahead, "_assembly", lambda path: assembly(*products))
+    binary = ahead.compiled(WASTEFUL, 90)
+    used = ahead.cubin_resources(binary.asm["cubin"], binary.metadata.shared, wgmma=True)
+    assert used.serialized is serialized
+    monkeypatch.setattr(ahead, "_assembly", lambda path: pytest.fail("disassembled for nothing"))
+    assert not ahead.cubin_resources(binary.asm["cubin"], binary.metadata.shared).serialized
+
+
 def test_a_disassembler_that_does_not_know_the_architecture(monkeypatch):
     """Triton 3.6's says this of sm_103. Any other failure is an error."""
     variant = dataclasses.replace(WASTEFUL, options={"maxnreg": 32})
@@ -145,3 +167,10 @@ def test_cli_prints_the_table(monkeypatch):
         monkeypatch.setattr(ahead, "variants", lambda scarce=scarce: [scarce])
         assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90"]).exit_code == code
     assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "80"]).exit_code == 2
+    slow = ahead.Resources(64, 0, 0, 0, serialized=True)
+    monkeypatch.setattr(ahead, "compile_ahead", lambda variant, arch: slow)
+    for hot, code in ((True, 1), (False, 0)):
+        monkeypatch.setattr(ahead, "variants", lambda hot=hot: [dataclasses.replace(WASTEFUL, hot=hot)])
+        shown = CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90"])
+        assert shown.exit_code == code
+        assert "wgmma serialized" in shown.output

@@ -206,6 +206,7 @@ def test_binaries_of_a_class():
         ("split/gqa/128/16", 64, LEAN._replace(spill_bytes=8, loop_spills=None), "spills: 8 bytes for 64 requests"),
         ("split/mla/any/more", 1, LEAN._replace(spill_bytes=8), ""),  # not hot
         ("split/gqa/128/16", 1, LEAN._replace(shared_bytes=120000), "too many programs: 1 fit"),
+        ("split/gqa/128/64", 1, LEAN._replace(serialized=True), "each wgmma waits"),
         ("ragged/gqa/128/64", 1, LEAN._replace(shared_bytes=240000), "too much shared memory: 240000 bytes of 232448"),
     ],
 )

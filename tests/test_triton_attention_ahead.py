@@ -26,6 +26,18 @@ def test_programs_are_resident_at_once(variant, arch):
     assert ahead.resident_blocks(used, variant.num_warps, arch) >= variant.programs
 
 
+WGMMA = [
+    v for v in VARIANTS if 90 in v.archs and ("D128, 16" in v.name or v.name.startswith("ragged attention, GQA 32/8 D128 "))
+]
+
+
+@pytest.mark.parametrize("variant", WGMMA, ids=lambda variant: variant.name)
+def test_wgmma_run_side_by_side(variant):
+    """On Hopper; what `opaque_zeros` is for."""
+    assert "wgmma.mma_async" in ahead.compiled(variant, 90).asm["ptx"]
+    assert not ahead.compile_ahead(variant, 90).serialized
+
+
 def test_every_architecture_has_every_shape():
     everywhere = [v for v in VARIANTS if not v.name.startswith("Hopper")]
     names = {v.name.split(" on sm_")[0] for v in everywhere}

@@ -105,6 +105,8 @@ def verdict(used: Resources, shape: ShapeClass, config: Config, bs: int) -> str:
         return f"too much shared memory: {used.shared_bytes} bytes of {limit}"
     if shape.hot and used.spill_bytes and (bs <= CHECKED_BATCH or used.loop_spills != 0):
         return f"spills: {used.spill_bytes} bytes for {bs} requests"
+    if used.serialized:
+        return "each wgmma waits for the one before"
     if shape.arch in SHARED_LIMIT and (n := resident_blocks(used, config.num_warps, shape.arch)) < config.programs:
         return f"too many programs: {n} fit on a multiprocessor"
     return ""
@@ -117,7 +119,7 @@ def compile_candidate(shape: ShapeClass, config: Config) -> Outcome:
         kernel, arguments, options = launch_of(shape.entry.kernel, case, config)
         try:
             binary = kernel.warmup(grid=(1,), **arguments, **options)
-            found.append(cubin_resources(binary.asm["cubin"], binary.metadata.shared))
+            found.append(cubin_resources(binary.asm["cubin"], binary.metadata.shared, "wgmma.mma_async" in binary.asm["ptx"]))
         except Exception as error:  # of the compiler, about this candidate alone
             return Outcome(None, f"does not compile: {type(error).__name__}: {error}")
         if reason := verdict(found[-1], shape, config, case.batch.bs):

@@ -58,13 +58,22 @@ class Variant:
 
 
 class Resources(NamedTuple):
-    """Registers per thread; shared memory per block; bytes of spilled registers (stack frame) per thread; how many instructions
-    of innermost loops access such bytes, None if Triton's disassembler does not know the architecture (3.6's not sm_103)."""
+    """What a kernel takes, and what keeps it from being fast.
+
+    Attributes:
+        registers: per thread. shared_bytes: per block.
+        spill_bytes: of registers (stack frame), per thread.
+        loop_spills: how many instructions of innermost loops access such bytes; None if Triton's disassembler does not know
+            the architecture (3.6's not sm_103).
+        serialized: whether each `wgmma` waits for the one before (sm_90). ptxas does that to a whole kernel where it cannot
+            tell that nothing else touches their registers, and says so only in its log.
+    """
 
     registers: int
     shared_bytes: int
     spill_bytes: int
     loop_spills: int | None
+    serialized: bool = False
 
 
 def resident_blocks(used: Resources, num_warps: int, arch: int) -> int:
@@ -99,7 +108,7 @@ def compile_ahead(variant: Variant, arch: int) -> Resources:
         ValueError: the signature and the constants do not cover the kernel's arguments; the kernel is an interpreted one.
     """
     binary = compiled(variant, arch)
-    return cubin_resources(binary.asm["cubin"], binary.metadata.shared)
+    return cubin_resources(binary.asm["cubin"], binary.metadata.shared, "wgmma.mma_async" in binary.asm["ptx"])
 
 
 def compiled(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
@@ -144,8 +153,8 @@ def _source_class(kernel) -> type:
     return ASTSource
 
 
-def cubin_resources(cubin: bytes, shared: int) -> Resources:
-    """What a binary takes whose launch asks for `shared` bytes of shared memory."""
+def cubin_resources(cubin: bytes, shared: int, wgmma: bool = False) -> Resources:
+    """What a binary takes whose launch asks for `shared` bytes of shared memory; `wgmma`: whether it may have some."""
     # Not its SHARED: triton's shared memory is dynamic, which the binary does not know of.
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -153,16 +162,24 @@ def cubin_resources(cubin: bytes, shared: int) -> Resources:
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         used = {name: int(amount) for name, amount in re.findall(r"(REG|STACK):(\d+)", report)}
-        loop_spills: int | None = 0
-        if used["STACK"]:
-            command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-            read = subprocess.run(command, capture_output=True, text=True)
-            if "Cannot decode architecture" in read.stderr:
-                loop_spills = None
-            else:
-                read.check_returncode()
-                loop_spills = _loop_spills(read.stdout)
-    return Resources(used["REG"], shared, used["STACK"], loop_spills)
+        assembly = _assembly(file.name) if used["STACK"] or wgmma else ""
+    loop_spills = None if assembly is None else _loop_spills(assembly)
+    return Resources(used["REG"], shared, used["STACK"], loop_spills, _serialized(assembly or ""))
+
+
+def _assembly(path: str) -> str | None:
+    """`nvdisasm`'s output, None if it does not know the architecture."""
+    read = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", path], capture_output=True, text=True)
+    if "Cannot decode architecture" in read.stderr:
+        return None
+    read.check_returncode()
+    return read.stdout
+
+
+def _serialized(assembly: str) -> bool:
+    """Whether most `wgmma` end a group of their own: a group is the products over all of the inner dimension, 16 at a time."""
+    products = re.findall(r"\bHGMMA\b[^;]*", assembly)
+    return 2 * sum("gsb0" in product for product in products) > len(products)
 
 
 def _loop_spills(assembly: str) -> int:

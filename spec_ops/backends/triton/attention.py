@@ -13,6 +13,7 @@ from spec_ops.backends.triton.schedule import arrive, await_all, kv_blocks, pick
 from spec_ops.backends.triton.visibility import visible
 
 LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -100,6 +101,21 @@ def _softmax_step(
 
 
 @triton.jit
+def opaque_zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeros that the compiler cannot write a second time.
+
+    It would where a loop has no turns, into the loop's accumulator, and that code may come to stand between the loop's last
+    `wgmma` and the wait for it. ptxas then takes it for a write to an accumulator in use, and runs every `wgmma` of the kernel
+    by itself (its C7515): 615 us became 787. `ahead.Resources.serialized` tells.
+    """
+    zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if INTERPRETED or ROWS < 64:  # `wgmma` has 64 rows
+        return zeros
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [zeros], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def first_pages(table, first_key, last_key, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """`attend`'s `page`: the page id of a tile's first block, or one for each of its keys if pages are smaller.
 
@@ -131,7 +147,7 @@ def attend(
     dv = tl.arange(0, BLOCK_DV)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = opaque_zeros(BLOCK_M, BLOCK_DV)
     # Page ids are loaded one block ahead: a load whose address depends on a load of the same iteration would take
     # pipeline stages from the keys and values.
     if TMA:

@@ -46,7 +46,7 @@ MLA_FP8 = MLA_16._replace(label="MLA 16 heads fp8", kv_dtype=FP8)
 
 # (shape, queries, whether they are a tree)
 UNIFORM = [
-    *((shape, *queries) for shape in (GQA_128, GQA_64) for queries in ((1, False), (4, False), (16, True))),
+    *((shape, *queries) for shape in (GQA_128, GQA_64) for queries in ((1, False), (4, False), (16, False), (16, True))),
     (GQA_256, 1, False), (GQA_256, 4, False), (GQA_256, 16, True),
     (GQA_FP8, 1, False), (GQA_FP8, 16, True),
     *((shape, q_len, False) for shape in (MLA_128, MLA_16) for q_len in (1, 4)), (MLA_16, 16, True),

@@ -25,16 +25,24 @@ WIDTH = 130
 PARTS_ABOVE = ("+ matmul", "+ attention", "+ other", "+ gaps")  # the floor
 Row = dict[str, Any]
 
-# Shown of the kernels' results: heads, head_dim, batch, context, queries, mask; all of them are in the file.
+# Shown of the kernels' results: kind, heads, head_dim, batch, context, queries, mask; all of them are in the file.
 KERNELS = (
-    ("32/8", 128, 1, 4096, 4, "causal"),
-    ("32/8", 128, 1, 81920, 16, "tree"),
-    ("32/8", 128, 8, 8192, 4, "causal"),
-    ("32/8", 128, 64, 8192, 1, "causal"),
-    ("32/8", 128, 64, 8192, 16, "tree"),
-    ("32/8", 128, 32, "log-uniform 512-65536", 4, "causal"),
-    ("64/8", 64, 8, 81920, 4, "causal"),
-    ("64/8", 64, 64, 8192, 16, "tree"),
+    ("gqa", "32/8", 128, 1, 4096, 4, "causal"),
+    ("gqa", "32/8", 128, 1, 81920, 16, "tree"),
+    ("gqa", "32/8", 128, 8, 8192, 4, "causal"),
+    ("gqa", "32/8", 128, 64, 8192, 1, "causal"),
+    ("gqa", "32/8", 128, 64, 8192, 16, "tree"),
+    ("gqa", "32/8", 128, 32, "log-uniform 512-65536", 4, "causal"),
+    ("gqa", "64/8", 64, 8, 81920, 4, "causal"),
+    ("gqa", "64/8", 64, 64, 8192, 16, "tree"),
+    ("mla", "128", 576, 1, 81920, 1, "causal"),
+    ("mla", "128", 576, 8, 8192, 1, "causal"),
+    ("mla", "128", 576, 8, 81920, 4, "causal"),
+    ("mla", "128", 576, 64, 8192, 16, "tree"),
+    ("mla", "16", 576, 1, 81920, 1, "causal"),
+    ("mla", "16", 576, 8, 8192, 4, "causal"),
+    ("mla", "16", 576, 64, 8192, 1, "causal"),
+    ("mla", "16", 576, 32, "log-uniform 512-65536", 4, "causal"),
 )
 
 
@@ -86,42 +94,56 @@ def accept(results: Path) -> str:
 
 
 def _kernel_cases(results: Path) -> dict[tuple, dict[str, Row]]:
-    """GQA cases of the H200 kernel results by backend; a case of unequal lengths has their range for its context."""
+    """Cases of the H200 kernel results by backend; a case of unequal lengths has their range for its context."""
     cases: dict[tuple, dict[str, Row]] = {}
     for row in load("h200-kernels", results)["rows"]:
-        if row["kind"] == "gqa" and row["dtype"] == "bfloat16":
+        if row["dtype"] == "bfloat16":
             context = row["context"] if row["lengths"] == "equal" else row["lengths"]
-            case = (row["heads"], row["head_dim"], row["bs"], context, row["q_len"], row["mask"])
+            case = (row["kind"], row["heads"], row["head_dim"], row["bs"], context, row["q_len"], row["mask"])
             cases.setdefault(case, {})[row["backend"]] = row
     return cases
 
 
 def kernels(results: Path) -> str:
     cases, lines = _kernel_cases(results), []
+    names = ("flashinfer-xqa", "flashinfer-fa2", "flashinfer-fa3")
     for case in KERNELS:
-        heads, head_dim, bs, context, q_len, mask = case
-        ours, xqa = cases[case]["triton"], cases[case]["flashinfer-xqa"]
+        kind, heads, head_dim, bs, context, q_len, mask = case
+        found = cases[case]
         lengths = str(context).removeprefix("log-uniform ").replace("-", " to ")
-        times = [short(ours["floor_us"]), short(ours["us"]), short(xqa["us"])]
-        lines.append([f"{heads}, {head_dim}", f"{bs}, {lengths}", f"{q_len}{', tree' * (mask == 'tree')}", *times])
-    both = [found for found in cases.values() if {"triton", "flashinfer-xqa"} <= found.keys()]
-    ratios = [found["flashinfer-xqa"]["us"] / found["triton"]["us"] for found in both]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        layer = f"{heads}, {head_dim}" if kind == "gqa" else f"MLA {heads}"
+        times = [short(found["triton"]["floor_us"]), *(short(found[n]["us"]) if n in found else "" for n in ("triton", *names))]
+        lines.append([layer, f"{bs}, {lengths}", f"{q_len}{', tree' * (mask == 'tree')}", *times])
+    told = []
+    for kind in ("gqa", "mla"):
+        both = [found for case, found in cases.items() if case[0] == kind and "triton" in found and {*names} & found.keys()]
+        ratios = [min(found[n]["us"] for n in names if n in found) / found["triton"]["us"] for found in both]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        told.append(f"{mean:.2f} times as fast over {len(both)} {kind.upper()} cases ({min(ratios):.2f} to {max(ratios):.1f})")
     everything = [row for row in load("h200-kernels", results)["rows"] if row["backend"] == "triton"]
     worst = max(row["error"] / row["reference_error"] for row in everything if row["reference_error"])
     copy = load("h200-kernels", results)["ceilings"]["copy"] / 1e12
-    intro = "Attention on one H200, bf16, pages of 64, CUDA-graph replay over rotating buffers, next to FlashInfer's xqa in one"
+    intro = (
+        "Attention on one H200, bf16, pages of 64, CUDA-graph replay over rotating buffers, next to FlashInfer's kernels in one"
+    )
     intro += " run (`python -m spec_ops bench kernels`, `benchmarks/results/h200-kernels.json`); microseconds, floor at"
-    intro += f" {copy:.1f} TB/s:"
-    outro = f"Over the {len(both)} GQA cases of that file the Triton kernel is {mean:.2f} times as fast in the geometric mean"
-    outro += f" ({min(ratios):.2f} to {max(ratios):.1f}), its error at most {worst:.2f} times that of torch's own attention."
-    outro += " The xqa times hold two small launches of ours that make its inputs safe."
-    header = ("heads, head_dim", "batch, context", "queries", "floor", "Triton", "FlashInfer xqa")
+    intro += f" {copy:.1f} TB/s and the rate of large matrix products:"
+    outro = "Next to the fastest of FlashInfer's kernels in each case, the Triton kernels are in the geometric mean"
+    outro += (
+        f" {' and '.join(told)}; their error is at most {worst:.2f} times that of torch's own attention. fa2 and fa3 need a"
+    )
+    outro += (
+        " plan on the host before every call, which is left out here. The xqa times hold two small launches of ours that make"
+    )
+    outro += " its inputs safe."
+    header = ("heads, head_dim", "batch, context", "queries", "floor", "Triton", "FlashInfer xqa", "fa2", "fa3")
     return "\n\n".join((paragraph(intro), table(header, lines), paragraph(outro)))
 
 
 def limits(results: Path) -> str:
-    ours = {case: found["triton"] for case, found in _kernel_cases(results).items() if "triton" in found}
+    ours = {
+        case[1:]: found["triton"] for case, found in _kernel_cases(results).items() if case[0] == "gqa" and "triton" in found
+    }
     one = [row for (_, _, bs, context, _, _), row in ours.items() if (bs, context) == (1, 4096)]
     busy = [row for (_, dim, _, context, q, _), row in ours.items() if (dim, q) == (64, 16) and context != 4096]
     text = (

@@ -140,7 +140,12 @@ def test_measured_times_decide(table):
     assert select_backend(GQA, 120).reasons["flashinfer-xqa"] == "ranks after triton"
     table(times(triton=1.0, flashinfer_xqa=1.1))
     assert select_backend(GQA, 90).backend.name == "triton"
-    assert "takes 1.10 times as long as triton" in select_backend(GQA, 90).reasons["flashinfer-xqa"]
+    reason = select_backend(GQA, 90).reasons["flashinfer-xqa"]
+    assert "takes 1.10 times as long as triton" in reason
+    assert "though" not in reason
+    table(dataclasses.replace(times(triton=1.0, flashinfer_xqa=1.1), worst={"triton": 1.18, "flashinfer-xqa": 1.6}))
+    reason = select_backend(GQA, 90).reasons["flashinfer-xqa"]
+    assert reason.endswith("though triton takes up to 1.18 times as long as the fastest in one of them")
 
 
 def test_what_cannot_run_is_not_chosen_for_its_time(table):

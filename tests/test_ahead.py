@@ -7,6 +7,7 @@ import importlib
 import os
 import pkgutil
 import subprocess
+import types
 
 import pytest
 from typer.testing import CliRunner
@@ -90,11 +91,11 @@ def assembly(*products: str) -> str:
 def test_serialized_products_are_recognized(monkeypatch, products, serialized):
     """`gsb0` ends a group, which a wait is for."""
     monkeypatch.setattr(ahead, "_assembly", lambda path: assembly(*products))
-    binary = ahead.compiled(WASTEFUL, 90)
-    used = ahead.cubin_resources(binary.asm["cubin"], binary.metadata.shared, wgmma=True)
-    assert used.serialized is serialized
+    plain = ahead.compiled(WASTEFUL, 90)
+    asm = {"cubin": plain.asm["cubin"], "ptx": "wgmma.mma_async"}
+    assert ahead.resources(types.SimpleNamespace(asm=asm, metadata=plain.metadata)).serialized is serialized
     monkeypatch.setattr(ahead, "_assembly", lambda path: pytest.fail("disassembled for nothing"))
-    assert not ahead.cubin_resources(binary.asm["cubin"], binary.metadata.shared).serialized
+    assert not ahead.resources(plain).serialized
 
 
 def test_a_disassembler_that_does_not_know_the_architecture(monkeypatch):

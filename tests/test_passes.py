@@ -109,8 +109,14 @@ def test_products_are_not_padded_where_our_passes_run():
     assert not pads()
     second()
     assert pads()
-    second()
+    with enabled():
+        inside = install()
+    assert pads()  # what was installed inside is out with the block
+    inside()
     assert pads()
+    with inductor_config.patch(shape_padding=False):
+        second()  # out already: what the user has set since stays
+        assert not pads()
 
 
 def test_enabled_is_scoped_and_restores_after_an_error():

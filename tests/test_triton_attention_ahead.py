@@ -38,8 +38,13 @@ WGMMA = [
 @pytest.mark.parametrize("variant", WGMMA, ids=lambda variant: variant.name)
 def test_wgmma_run_side_by_side(variant):
     """On Hopper; what `opaque_zeros` is for."""
-    assert "wgmma.mma_async" in ahead.compiled(variant, 90).asm["ptx"]
-    assert not ahead.compile_ahead(variant, 90).serialized
+    kernel = ahead.compiled(variant, 90)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert not ahead.resources(kernel).serialized
+
+
+def test_both_masks_and_the_ragged_kernel_are_looked_at():
+    assert all(any(what in v.name for v in WGMMA) for what in ("16 causal", "16 tree", "ragged"))
 
 
 def test_every_architecture_has_every_shape():

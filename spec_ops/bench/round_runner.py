@@ -75,13 +75,13 @@ class Report:
             self.earlier = {**self.earlier, **found, "earlier_runs": [*found.get("earlier_runs", []), found["environment"]]}
 
     def write(self, cases: Sequence[RoundCase], rows: Sequence[dict[str, Any]], notes: Sequence[Note]) -> None:
-        """`cases` are those done so far, `rows` and `notes` what came of them; earlier ones of the same cases go."""
+        """`cases` are those done so far, `rows` and `notes` what is new; earlier ones of the same cases go."""
         if self.path is None:
             return
         earlier, new = self.earlier, {_identity(row): row for row in rows}
         rows = [*(new.pop(_identity(row), row) for row in earlier["rows"]), *new.values()]
         shapes = earlier["shapes"] | {case.shape.label: case.shape.about for case in cases}
-        again = {str(case) for case in cases}
+        again = {str(case) for case in cases} | {note.case for note in notes}
         told = [*(note for note in earlier["notes"] if note["case"] not in again), *(vars(note) for note in notes)]
         more = {"earlier_runs": earlier["earlier_runs"], "shapes": shapes, "auto": judge_auto(rows), "notes": told}
         write_rows(self.path, rows, **self.settings, **more)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from spec_ops.backends.triton import steps
-from spec_ops.backends.triton.ahead import SHARED_LIMIT, Resources, cubin_resources, resident_blocks
+from spec_ops.backends.triton.ahead import SHARED_LIMIT, Resources, resident_blocks, resources
 from spec_ops.backends.triton.launch import Launch, recorded
 from spec_ops.backends.triton.tuning import SHARED, Config
 from spec_ops.bench.kernel_cases import Case
@@ -118,8 +118,7 @@ def compile_candidate(shape: ShapeClass, config: Config) -> Outcome:
     for case in variants(shape.cases()):
         kernel, arguments, options = launch_of(shape.entry.kernel, case, config)
         try:
-            binary = kernel.warmup(grid=(1,), **arguments, **options)
-            found.append(cubin_resources(binary.asm["cubin"], binary.metadata.shared, "wgmma.mma_async" in binary.asm["ptx"]))
+            found.append(resources(kernel.warmup(grid=(1,), **arguments, **options)))
         except Exception as error:  # of the compiler, about this candidate alone
             return Outcome(None, f"does not compile: {type(error).__name__}: {error}")
         if reason := verdict(found[-1], shape, config, case.batch.bs):

@@ -87,6 +87,9 @@ class PassManager(CustomGraphPass):
         self.passes = tuple(p for p in PASSES if switches.get(p.name, True))
         self.context = PassContext(arch)
         self.listener = listener
+        ours = [part for part in _installed() if isinstance(part, PassManager)]
+        # Inductor's setting without our passes, for whoever takes the last of them out.
+        self.shape_padding: bool = ours[0].shape_padding if ours else inductor_config.shape_padding
 
     def __call__(self, graph: fx.Graph) -> None:
         if not any(op_of(node) for node in graph.nodes):
@@ -169,9 +172,6 @@ def enabled(
         yield manager
 
 
-_padding_without_us: list[bool] = []  # Inductor's setting before the first `install`, while any is in force
-
-
 def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
     """Run our passes in every later Inductor compilation of this process; returns the function that undoes it.
 
@@ -180,15 +180,14 @@ def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
     """
     _assemble_as_inductor_does()
     manager = PassManager(switches)
-    if not _padding_without_us:
-        _padding_without_us.append(inductor_config.shape_padding)
     inductor_config.shape_padding = False
     inductor_config.post_grad_custom_pre_pass = _slot([*_installed(), manager])
 
     def uninstall() -> None:
+        found = manager in _installed()
         inductor_config.post_grad_custom_pre_pass = _slot([part for part in _installed() if part is not manager])
-        if _padding_without_us and not any(isinstance(part, PassManager) for part in _installed()):
-            inductor_config.shape_padding = _padding_without_us.pop()
+        if found and not any(isinstance(part, PassManager) for part in _installed()):
+            inductor_config.shape_padding = manager.shape_padding
 
     return uninstall
 

@@ -107,8 +107,7 @@ def compile_ahead(variant: Variant, arch: int) -> Resources:
     Raises:
         ValueError: the signature and the constants do not cover the kernel's arguments; the kernel is an interpreted one.
     """
-    binary = compiled(variant, arch)
-    return cubin_resources(binary.asm["cubin"], binary.metadata.shared, "wgmma.mma_async" in binary.asm["ptx"])
+    return resources(compiled(variant, arch))
 
 
 def compiled(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
@@ -153,18 +152,18 @@ def _source_class(kernel) -> type:
     return ASTSource
 
 
-def cubin_resources(cubin: bytes, shared: int, wgmma: bool = False) -> Resources:
-    """What a binary takes whose launch asks for `shared` bytes of shared memory; `wgmma`: whether it may have some."""
-    # Not its SHARED: triton's shared memory is dynamic, which the binary does not know of.
+def resources(kernel: triton.compiler.CompiledKernel) -> Resources:
+    """What a compiled kernel takes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(kernel.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         used = {name: int(amount) for name, amount in re.findall(r"(REG|STACK):(\d+)", report)}
-        assembly = _assembly(file.name) if used["STACK"] or wgmma else ""
+        assembly = _assembly(file.name) if used["STACK"] or "wgmma.mma_async" in kernel.asm["ptx"] else ""
     loop_spills = None if assembly is None else _loop_spills(assembly)
-    return Resources(used["REG"], shared, used["STACK"], loop_spills, _serialized(assembly or ""))
+    # Not the binary's SHARED: triton's shared memory is dynamic, which the binary does not know of.
+    return Resources(used["REG"], kernel.metadata.shared, used["STACK"], loop_spills, _serialized(assembly or ""))
 
 
 def _assembly(path: str) -> str | None:

@@ -31,12 +31,42 @@ def denominator(m, l, sinks, head, in_use, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
+def _merged(
+    partial_acc, partial_ml, slots, ends_first, start, splits, row, column, HM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and output `[rows, columns]` over the partial results of `SPLITS` splits from `start` on.
+
+    Triton gives columns to the lanes of a warp and rows to warps, so that sums over splits stay in a thread. With splits in
+    front they went to warps, and a turn took 3.5 us. Loads have no masks: a split too many is the last one, with weight zero,
+    and rows behind the tile's hold what was there before, which is not stored.
+    """
+    i = tl.minimum(start + tl.arange(0, SPLITS), splits - 1)
+    slot = slots + (2 * i + tl.where(i == 0, ends_first, 0)) * HM
+    # .cg: partials come from other SMs, so L1 must not answer
+    ml = partial_ml + slot[None, :] * (2 * BLOCK_M) + row[:, None]
+    m = tl.load(ml, cache_modifier=".cg")
+    l = tl.load(ml + BLOCK_M, cache_modifier=".cg")
+    a_row = partial_acc + (slot[None, :] * BLOCK_M + row[:, None]) * BLOCK_DV
+    acc = tl.load(a_row[:, :, None] + column[None, None, :], cache_modifier=".cg")
+    there = (start + tl.arange(0, SPLITS) < splits)[None, :]
+    m = tl.where(there, m, float("-inf"))
+    top = tl.max(m, 1)
+    grow = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    # `where` and `abs` change no value: they keep products from fusing with the sum's first step between threads, after which
+    # copies of a result differ in the last bit and race into shared memory (triton-lang/triton#7264).
+    weighted = tl.where(there[:, :, None], acc * grow[:, :, None], 0.0)
+    return top, tl.sum(tl.abs(l * grow), 1), tl.sum(weighted, 1)
+
+
+@triton.jit
 def _combine(
     partial_acc, partial_ml, out, sinks, unit, units, splits, slots, ends_first, row0, rows, kv_head, v_scale,
     HM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr, PIECE: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Merge a tile's `splits` partial results, every `units`-th piece of `PIECE` numbers from `unit` on, `SPLITS` at a time.
+    """Merge a tile's partial results: of its pieces of `PIECE` numbers every `units`-th from `unit` on. There are at most
+    `SPLITS` splits or, with `MORE`, any number.
 
     Split `i` lies in slot `slots + (2 * i) * HM`, the first one `HM` further if the tile begins inside its range
     (`ends_first`).
@@ -47,30 +77,22 @@ def _combine(
     for piece in tl.range(unit, tl.cdiv(rows, ROWS) * PARTS, units):
         row = (piece // PARTS) * ROWS + tl.arange(0, ROWS)
         column = (piece % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
+        m, l, acc = _merged(
+            partial_acc, partial_ml, slots, ends_first, 0, splits, row, column, HM, BLOCK_M, BLOCK_DV, SPLITS
+        )  # fmt: skip
+        if MORE:
+            for start in tl.range(SPLITS, splits, SPLITS):
+                m_i, l_i, acc_i = _merged(
+                    partial_acc, partial_ml, slots, 0, start, splits, row, column, HM, BLOCK_M, BLOCK_DV, SPLITS
+                )  # fmt: skip
+                m_new = tl.maximum(m, m_i)
+                shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+                shrink = tl.exp2(m - shift)
+                grow = tl.exp2(m_i - shift)
+                acc = acc * shrink[:, None] + acc_i * grow[:, None]
+                l = l * shrink + l_i * grow
+                m = m_new
         live = row < rows
-        m = tl.full([ROWS], float("-inf"), tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in tl.range(0, splits, SPLITS):
-            i = start + tl.arange(0, SPLITS)
-            slot = (slots + (2 * i + tl.where(i == 0, ends_first, 0)) * HM).to(tl.int64)
-            there = (i < splits)[:, None] & live[None, :]
-            # .cg: partials come from other SMs, so L1 must not answer
-            ml = partial_ml + slot[:, None] * (2 * BLOCK_M) + row[None, :]
-            m_i = tl.load(ml, mask=there, other=float("-inf"), cache_modifier=".cg")
-            l_i = tl.load(ml + BLOCK_M, mask=there, other=0.0, cache_modifier=".cg")
-            a_row = partial_acc + (slot[:, None] * BLOCK_M + row[None, :]) * BLOCK_DV
-            a_i = tl.load(a_row[:, :, None] + column[None, None, :], mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-            m_new = tl.maximum(m, tl.max(m_i, 0))
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-            shrink = tl.exp2(m - shift)
-            grow = tl.exp2(m_i - shift[None, :])
-            # `where` and `abs` change no value: they keep products from fusing with the sum's first step between threads, after
-            # which copies of a result differ in the last bit and race into shared memory (triton-lang/triton#7264).
-            weighted = tl.where(there[:, :, None], a_i * grow[:, :, None], 0.0)
-            acc = acc * shrink[:, None] + tl.sum(weighted, 0)
-            l = l * shrink + tl.sum(tl.abs(l_i * grow), 0)
-            m = m_new
         head = kv_head * GROUP + (row0 + row) % GROUP
         result = acc * (denominator(m, l, sinks, head, live, HAS_SINKS) * v_scale)[:, None]
         o = out + ((row0 + row) // GROUP * (KV_HEADS * GROUP) + (row0 + row) % GROUP) * DV
@@ -250,6 +272,7 @@ def split_kv_attention_kernel(
     HM: tl.constexpr = KV_HEADS * ROW_BLOCKS
     ROWS: tl.constexpr = Q_LEN * GROUP
     SPAN: tl.constexpr = MASK_LEN + 1 if MASK_LEN > 0 else Q_LEN
+    TILE: tl.constexpr = triton.next_power_of_2(min(ROWS, BLOCK_M)) * BLOCK_DV
     pid = tl.program_id(0)
     index = pid // HM
     hm = pid % HM
@@ -287,14 +310,11 @@ def split_kv_attention_kernel(
     if index >= ranges:
         stop = position
     b = tl.sum(((ends <= position) & (request_ids < bs)).to(tl.int32), 0)
-    last_request = tl.sum(((ends < stop) & (request_ids < bs)).to(tl.int32), 0)
     range_begin = position
-    first_request = b
-    before_first = 0
-    before_last = 0
-    # Of the tile this range begins in and of the one it ends in: the first range that holds a part of it, and how many do.
-    holder_first, splits_first = index, 1
-    holder_last, splits_last = index, 1
+    # Of the tile this range begins in and of the one it ends in, if they are unfinished: request, what `arrive` returned, the
+    # first range that holds a part (times two, plus one if the tile begins inside that range), and how many ranges do.
+    first_request, before_first, holder_first, splits_first = 0, 0, 0, 1
+    last_request, before_last, holder_last, splits_last = 0, 0, 0, 1
 
     while position < stop:
         seq_len = tl.load(seq_lens + b)
@@ -346,12 +366,11 @@ def split_kv_attention_kernel(
             tl.store(partial_ml + slot * (2 * BLOCK_M) + local, m)
             tl.store(partial_ml + slot * (2 * BLOCK_M) + BLOCK_M + local, l)
             before = arrive(counters + b * HM + hm, splits)
+            holder = holder * 2 + (range_start(holder, total, ranges, ends, length) < begin).to(tl.int32)
             if position == range_begin:
-                before_first = before
-                holder_first, splits_first = holder, splits
+                first_request, before_first, holder_first, splits_first = b, before, holder, splits
             else:
-                before_last = before
-                holder_last, splits_last = holder, splits
+                last_request, before_last, holder_last, splits_last = b, before, holder, splits
         position = last
         b += 1
 
@@ -359,35 +378,26 @@ def split_kv_attention_kernel(
     rows_left = tl.minimum(ROWS - (hm % ROW_BLOCKS) * BLOCK_M, BLOCK_M)
     for side in tl.range(0, 2):
         b = first_request if side == 0 else last_request
-        end = pick(ends, b, BS)
-        begin = end - pick(counts, b, BS)
-        unfinished = (range_begin < stop) & ((begin < range_begin) | (end > stop))
-        if unfinished & ((side == 0) | (last_request != first_request)):
-            first_range = holder_first if side == 0 else holder_last
-            splits = splits_first if side == 0 else splits_last
-            before = before_first if side == 0 else before_last
+        splits = splits_first if side == 0 else splits_last
+        before = before_first if side == 0 else before_last
+        holder = holder_first if side == 0 else holder_last
+        if splits > 1:
+            first_range = holder // 2
             if COOPERATIVE:
                 await_all(counters + b * HM + hm, before, splits)
                 unit, units = index - first_range, splits
             else:
                 unit, units = tl.where((before & 0xFFFF) == splits - 1, 0, BLOCK_M * BLOCK_DV), 1
-            ends_first = (range_start(first_range, total, ranges, ends, length) < begin).to(tl.int32)
+            ends_first = holder % 2
             slots = first_range * 2 * HM + hm
             o = out + ((b * Q_LEN).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP) * DV
             row0 = (hm % ROW_BLOCKS) * BLOCK_M
-            # All splits at once, as many numbers of each as registers hold.
-            if splits <= 4:
-                _combine(
-                    partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
-                    v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 4, 256 * WARPS,
-                )  # fmt: skip
-            elif splits <= 16:
-                _combine(
-                    partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
-                    v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 16, 128 * WARPS,
-                )  # fmt: skip
-            else:
-                _combine(
-                    partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
-                    v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 64, 32 * WARPS,
-                )  # fmt: skip
+            # For up to 4, 16 and more splits: all at once and, as far as 32 registers a thread hold them, each share in
+            # one turn. With 64 registers kernels with 64 rows spill (Triton 3.7).
+            for few in tl.static_range(0, 6, 2):
+                if ((few == 0) | (splits > 2**few)) & ((few == 4) | (splits <= 4 * 2**few)):
+                    _combine(
+                        partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
+                        v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 4 * 2**few,
+                        max(min(256 * WARPS // 2**few, TILE // max(2**few, 2)), 32 * WARPS), few == 4,
+                    )  # fmt: skip

@@ -156,14 +156,18 @@ def ahead() -> Iterator[Variant]:
             # MLA has kernels of its own on Hopper (below) and on Blackwell (other backends').
             (launch,) = _launches(call)
             yield _variant(f"{name}{suffix}", launch, config, archs, hot=kind == "mha")
+        hopper = None
         if kind == "mha" and gqa_hopper.supports(90, args[0], args[1], args[2], window_left=-1, softcap=0.0):
-            (launch,) = _launches(functools.partial(gqa_hopper.mha, *args))
-            yield _variant(f"Hopper {name}", launch, HOPPER, (90,), hot=True)
+            hopper = gqa_hopper.mha
         if kind == "mla" and shape.kv_dtype == BF16:
-            few = mla_hopper_few.preferred(args[0])
-            (launch,) = _launches(functools.partial((mla_hopper_few if few else mla_hopper).mla, *args))
-            # The kernel for many rows keeps a few words on the stack outside of its loops, hence is not `hot`.
-            yield _variant(f"Hopper {name}", launch, HOPPER, (90,), hot=few)
+            hopper = (mla_hopper_few if mla_hopper_few.preferred(args[0]) else mla_hopper).mla
+        if hopper is not None:
+            (launch,) = _launches(functools.partial(hopper, *args))
+            for striped in (True, False) if "STRIPED" in launch.arguments else (None,):  # by the batch: hopper_combine.py
+                if striped is not None:
+                    launch.arguments["STRIPED"] = striped
+                suffix = ", many splits" if striped is False else ""
+                yield _variant(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=True)
     for shape in RAGGED:
         bs, most = 8, 512
         indptr = torch.empty(bs + 1, dtype=torch.int32, device="meta")

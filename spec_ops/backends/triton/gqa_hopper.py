@@ -27,9 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.triton.gqa_hopper_combine import combine_unfinished, finish
 from spec_ops.backends.triton.gqa_hopper_softmax import scale_rows, softmax_step, thread_sums, visible
 from spec_ops.backends.triton.hopper import LOG2E, add, arrive, next_stage, padded, range_start, whole_ranges
+from spec_ops.backends.triton.hopper_combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.launch import launch, num_sms
 from spec_ops.backends.triton.workspace import arrival_counters
 
@@ -173,7 +173,7 @@ def _attend(
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
     index, total, ranges, position, stop, length, b, begin, hm,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, MASK_LEN: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, WARPGROUP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 rows and all blocks of each of its program's tiles."""
     D: gl.constexpr = v_smem.shape[2]
@@ -260,7 +260,7 @@ def _attend(
             slot = (index * 2 + (position != range_begin).to(gl.int32)) * TILES + tile
             finish(
                 acc, m, gl.sum(l, 1), out, sinks, partial_acc, partial_ml, counters + b * TILES + tile,
-                b, row0, kv_head, is_whole, slot, v_scale, ROWS, GROUP, KV_HEADS, D, HAS_SINKS,
+                b, row0, kv_head, is_whole, slot, v_scale, ROWS, GROUP, KV_HEADS, D, HAS_SINKS, 0, STRIPED,
             )  # fmt: skip
             if position == range_begin:
                 first_end = end
@@ -272,7 +272,8 @@ def _attend(
         b += 1
     combine_unfinished(
         partial_acc, partial_ml, counters, out, sinks, v_scale, index, total, ranges, range_begin, stop, tile, row0, kv_head,
-        first_b, first_begin, first_end, last_b, last_begin, last_end, TILES, ROWS, GROUP, KV_HEADS, D, HAS_SINKS,
+        first_b, first_begin, first_end, last_b, last_begin, last_end, TILES, ROWS, GROUP, KV_HEADS, D, HAS_SINKS, 0, D,
+        STRIPED,
     )  # fmt: skip
 
 
@@ -283,7 +284,7 @@ def gqa_hopper_attention(
     qk_scale, v_scale, bs, ranges, min_blocks, table_stride, mask_stride,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, D: gl.constexpr,
     PAGE: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr, BS: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, BOX: gl.constexpr,
+    STAGES: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN, KV_HEADS * GROUP, D]`, 64 rows by 64; caches `[tokens, KV_HEADS * D]`, `BOX` by 64."""
     HM: gl.constexpr = KV_HEADS * ROW_BLOCKS
@@ -349,13 +350,13 @@ def gqa_hopper_attention(
                 q_smem, k_smem, v_smem, full, free, cleared, order,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, total, ranges, position, stop, length, b, begin, hm,
-                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, 0,
+                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, 0,
             )),
             (_attend, (
                 q_smem, k_smem, v_smem, full, free, cleared, order,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, total, ranges, position, stop, length, b, begin, hm,
-                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, 1,
+                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, 1,
             )),
             (_load, (
                 q_rows, k_rows, v_rows, q_smem, k_smem, v_smem, full, free,
@@ -440,7 +441,7 @@ def mha(
         block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
         Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, D=dim, PAGE=page_size,
         MASK_LEN=mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
-        BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box,
+        BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box, STRIPED=striped(ranges, bs),
         num_warps=4,
         # With one range no tile is split, and nobody waits for another program.
         launch_cooperative_grid=ranges > 1,

@@ -30,13 +30,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.triton.hopper import LOG2E, add, exp_shift, opaque_zero, range_start
+from spec_ops.backends.triton.hopper_combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.launch import launch, num_sms
-from spec_ops.backends.triton.mla_hopper_combine import O_LAYOUT, O_ROW, combine_unfinished, finish
 from spec_ops.backends.triton.workspace import arrival_counters
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # logits
 S_ROW = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
 S_COLUMN = gl.constexpr(gl.SliceLayout(0, S_LAYOUT.value))
+O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # a warpgroup's accumulator
+O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
 P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT.value, 2))
 ROW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -171,7 +173,7 @@ def _attend(
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
     index, total, ranges, position, stop, b, begin, hm, HM: gl.constexpr,
     ROWS: gl.constexpr, HEADS: gl.constexpr, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr,
-    ODD: gl.constexpr,
+    STRIPED: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: logits and weights of every other block, and half of the output columns of all blocks."""
     row0 = hm * 64
@@ -311,8 +313,8 @@ def _attend(
             # A range has at most two unfinished tiles: the one it begins in (slot 0) and the one it ends in (slot 1).
             slot = (index * 2 + (position != range_begin).to(gl.int32)) * HM + hm
             finish(
-                acc, m, l, out, sinks, partial_acc, partial_ml, counters,
-                b, row0, is_whole, slot, hm, HM, v_scale, ROWS, HEADS, HAS_SINKS, 256 if ODD else 0,
+                acc, m, l, out, sinks, partial_acc, partial_ml, counters + b * HM + hm,
+                b, row0, 0, is_whole, slot, v_scale, ROWS, HEADS, 1, 512, HAS_SINKS, 256 if ODD else 0, STRIPED,
             )  # fmt: skip
             if position == range_begin:
                 first_end = end
@@ -323,8 +325,9 @@ def _attend(
         begin = end
         b += 1
     combine_unfinished(
-        partial_acc, partial_ml, counters, out, sinks, v_scale, index, total, ranges, range_begin, stop, hm, HM,
-        first_b, first_begin, first_end, last_b, last_begin, last_end, ROWS, HEADS, HAS_SINKS, 256 if ODD else 0,
+        partial_acc, partial_ml, counters, out, sinks, v_scale, index, total, ranges, range_begin, stop, hm, row0, 0,
+        first_b, first_begin, first_end, last_b, last_begin, last_end, HM, ROWS, HEADS, 1, 512, HAS_SINKS,
+        256 if ODD else 0, 256, STRIPED,
     )  # fmt: skip
 
 
@@ -334,7 +337,7 @@ def mla_hopper_attention(
     partial_acc, partial_ml, counters,
     qk_scale, v_scale, bs, ranges, min_blocks, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr,
-    HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr,
+    HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, STRIPED: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in 64 x 256 and in 64 x 64."""
     ROWS: gl.constexpr = Q_LEN * HEADS
@@ -388,12 +391,14 @@ def mla_hopper_attention(
             (_attend, (
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, total, ranges, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS, False,
+                index, total, ranges, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
+                STRIPED, False,
             )),
             (_attend, (
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, total, ranges, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS, True,
+                index, total, ranges, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
+                STRIPED, True,
             )),
             (_load, (
                 q_rows, kv_half, kv_rest, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
@@ -459,7 +464,7 @@ def mla(
         block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
         MASK_LEN=mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
-        BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, num_warps=4,
+        BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, STRIPED=striped(ranges, bs), num_warps=4,
         # With one range no tile is split, and nobody waits for another program.
         launch_cooperative_grid=ranges > 1,
     )  # fmt: skip

@@ -200,7 +200,8 @@ def test_a_row_measured_again_keeps_its_place(tmp_path):
 def test_a_case_done_again_loses_its_old_note(tmp_path):
     path, settings = tmp_path / "round.json", {"bandwidth": 1.0, "jobs": 1}
     one, two = (replace(CASE, batch_size=size) for size in (1, 2))
-    missing, broken = (Note("auto", str(case), "no module", failed=True) for case in (one, two))
-    Report(path, False, settings).write([one, two], [], [missing, broken])
+    longer = replace(one, contexts=(10**6,))
+    notes = [Note("auto", str(case), "no module", failed=True) for case in (one, two, longer)]
+    Report(path, False, settings).write([one, two, longer], [], notes)
     Report(path, True, settings).write([one], [one.row(40, 3.0, (0, 0))], [])
-    assert [note["case"] for note in json.loads(path.read_text())["notes"]] == [str(two)]
+    assert [note["case"] for note in json.loads(path.read_text())["notes"]] == [str(two), str(longer)]

@@ -66,7 +66,8 @@ class RoundCase:
 
     def __str__(self) -> str:
         layers = f" {self.layers} layers" if self.layers else ""
-        shape = f"{self.model}{layers} batch {self.batch_size} S={self.steps}"
+        contexts = ", ".join(str(context) for context in self.contexts)
+        shape = f"{self.model}{layers} batch {self.batch_size} context {contexts} S={self.steps}"
         return f"{shape} {self.round} {self.backend}{'' if self.passes else ' without passes'}"
 
     @property

@@ -15,6 +15,7 @@ import spec_ops
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LENS = [0, 1, 0, 700]  # and two around a page's end: requests without keys, of one token, and one that many programs share
+ALONE = 2500  # a request that more programs share than one has partial results by strips for (`hopper_combine.py`)
 Q_LENS = [0, 1, 3, 40, 2, 5]  # of a ragged call
 SPLIT = ("split_kv_attention_kernel",)
 HOPPER = ("mla_hopper_attention",)
@@ -25,7 +26,7 @@ DETERMINISTIC = ("deterministic_attention_kernel", "deterministic_combine_kernel
 
 
 class Shape(NamedTuple):
-    """Heads, widths of keys and values, page size, queries (0: ragged) and whether they are a tree, cache, window."""
+    """Heads, widths of keys and values, page size, queries (0: ragged), whether a tree, cache, window, whether one request."""
 
     kind: str
     heads: int
@@ -37,11 +38,13 @@ class Shape(NamedTuple):
     tree: bool = False
     kv_dtype: torch.dtype = BF16
     window: int = -1
+    alone: bool = False
 
     def label(self) -> str:
         queries = f"{self.q_len}{' in a tree' if self.tree else ''}" if self.q_len else "ragged"
         cache = "" if self.kv_dtype == BF16 else ", fp8"
-        return f"{self.kind} {self.heads}/{self.kv_heads or 1} of {self.head_dim}, queries {queries}{cache}"
+        alone = ", one request" if self.alone else ""
+        return f"{self.kind} {self.heads}/{self.kv_heads or 1} of {self.head_dim}, queries {queries}{cache}{alone}"
 
 
 CASES = [
@@ -53,6 +56,7 @@ CASES = [
     (Shape("mha", 8, 2, 128, 128, 64, 4, kv_dtype=FP8), SPLIT),
     (Shape("mha", 16, 2, 64, 64, 64, 9), GQA_HOPPER),
     (Shape("mha", 16, 2, 64, 64, 128, 16, tree=True), GQA_HOPPER),
+    (Shape("mha", 16, 2, 64, 64, 64, 16, alone=True), GQA_HOPPER),
     (Shape("mha", 8, 2, 128, 128, 64, 0), RAGGED),
     (Shape("mha", 8, 2, 64, 64, 16, 0, window=20), RAGGED),
     (Shape("mla", 16, 0, 576, 512, 64, 1), HOPPER_FEW),
@@ -73,8 +77,8 @@ DETERMINISTIC_CASES = [
 
 def arguments(shape: Shape) -> dict[str, Any]:
     """Of the op, on CPU."""
-    kind, heads, kv_heads, head_dim, v_dim, page_size, q_len, tree, kv_dtype, window = shape
-    lens = [*LENS[:2], page_size - 1 + q_len, page_size + 1, *LENS[2:]]
+    kind, heads, kv_heads, head_dim, v_dim, page_size, q_len, tree, kv_dtype, window, alone = shape
+    lens = [ALONE] if alone else [*LENS[:2], page_size - 1 + q_len, page_size + 1, *LENS[2:]]
     live = [-(-length // page_size) for length in lens]
     tables = torch.full((len(lens), max(live)), 2**30, dtype=torch.int32)
     ids = iter(torch.randperm(sum(live)).tolist())

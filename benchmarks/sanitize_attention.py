@@ -54,6 +54,7 @@ CASES = [
     (Shape("mha", 8, 2, 256, 256, 32, 2), SPLIT),
     (Shape("mha", 8, 2, 192, 128, 1, 2), SPLIT),
     (Shape("mha", 8, 2, 128, 128, 64, 4, kv_dtype=FP8), SPLIT),
+    (Shape("mha", 8, 2, 128, 128, 64, 16, kv_dtype=FP8), SPLIT),
     (Shape("mha", 16, 2, 64, 64, 64, 9), GQA_HOPPER),
     (Shape("mha", 16, 2, 64, 64, 128, 16, tree=True), GQA_HOPPER),
     (Shape("mha", 16, 2, 64, 64, 64, 16, alone=True), GQA_HOPPER),

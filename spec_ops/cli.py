@@ -361,6 +361,7 @@ def bench_kernels(
     ] = None,
     q_len: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
     mask: Annotated[list[str] | None, typer.Option(help="causal or tree; may be repeated.")] = None,
+    window: Annotated[int, typer.Option(min=-1, help="Keys before a query's own that it sees; -1 for all.")] = -1,
     backend: Annotated[
         list[str] | None,
         typer.Option(help="May be repeated; default all that run here but reference; torch-flex compiles anew per case."),
@@ -383,7 +384,7 @@ def bench_kernels(
 
     place, kv_dtype = _device(device), _dtype(dtype, _DTYPES | {"float8_e4m3fn": torch.float8_e4m3fn})
     try:
-        cases = kernel_cases.select(kind, heads, case, q_len, mask, quick)
+        cases = kernel_cases.select(kind, heads, case, q_len, mask, quick, window)
         backends = kernels.check_backends(backend, place)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

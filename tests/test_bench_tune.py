@@ -47,7 +47,7 @@ def test_table_round_trips(tmp_path):
     assert (tmp_path / "t.json").read_text() == tuning.PATH.read_text()
     assert tuning.read(tmp_path / "t.json") == tuning.table()
     # Everything that an entry can hold, the options that no entry has now included.
-    odd = Entry("split", "gqa", None, 16, (90, 90), Config(16, 32, 2, 3, 1, 4, False, False), "some GPU, triton 3")
+    odd = Entry("split", "gqa", None, 16, (90, 90), Config(16, 32, 2, 3, 1, 4, False, False), "some GPU, triton 3", 1, 0)
     tune_table.write([odd], tmp_path / "odd.json")
     assert tuning.read(tmp_path / "odd.json") == (odd,)
 
@@ -61,11 +61,12 @@ def test_entry_is_chosen_where_it_says_and_fits(entry):
     fits = []
     for arch in (a for a in ARCHS if entry.arch[0] <= a <= entry.arch[1]):
         rows = entry.rows or 4096
-        found = tuning.lookup(tuning.table(), entry.kernel, entry.attention, arch, head_dim, rows)
+        item, window = entry.kv_bytes or 2, -1 if entry.window is None else entry.window
+        found = tuning.lookup(tuning.table(), entry.kernel, entry.attention, arch, head_dim, rows, item, window)
         assert found.class_name == entry.class_name
         if found == entry:
-            config = choose(arch, mla, head_dim, v_dim, 2, rows)
-            assert config == tuning.fitted(entry.config, arch, mla, head_dim, v_dim, 2)
+            config = choose(arch, mla, head_dim, v_dim, item, rows, *([window] if entry.kernel == "split" else []))
+            assert config == tuning.fitted(entry.config, arch, mla, head_dim, v_dim, item)
             fits.append(config == entry.config)
     assert any(fits)
 
@@ -81,16 +82,28 @@ def test_choices_measured_before_the_table_was_a_file():
     assert tuning.choose(90, True, 576, 512, 2, 17) == Config(64, 64, 8, 2, 1)
     assert tuning.choose(100, True, 576, 512, 2, 17) == Config(64, 32, 8, 2, 1)
     assert tuning.choose(120, True, 576, 512, 2, 64) == Config(16, 16, 8, 3, 1)
+    assert tuning.choose(90, False, 128, 128, 1, 4) == Config(16, 64, 2, 3, 4)
+    assert tuning.choose(90, True, 576, 512, 1, 64) == Config(32, 64, 8, 3, 1)
+    assert tuning.choose(90, False, 64, 64, 2, 128, 128) == Config(64, 32, 4, 4, 2)
+    assert tuning.choose(90, False, 64, 64, 2, 128, 129) == Config(64, 64, 4, 4, 2)
+    assert tuning.choose(90, False, 64, 64, 2, 128, 4096) == Config(128, 64, 4, 3, 2)
     assert tuning.choose_ragged(90, False, 128, 128, 2, 65) == Config(128, 64, 8, 3, 1)
     assert tuning.choose_ragged(86, False, 128, 128, 2, 64) == Config(64, 64, 4, 2, 1)  # 99 KiB of shared memory
     assert tuning.choose_ragged(90, False, 256, 256, 2, 16) == Config(64, 32, 4, 2, 1)
 
 
 def test_lookup_prefers_small_classes_then_few_architectures():
-    def entry(head_dim, rows, arch, block_n):
-        return Entry("split", "gqa", head_dim, rows, arch, Config(16, block_n, 1, 2, 1))
+    def entry(head_dim, rows, arch, block_n, kv_bytes=None, window=None):
+        return Entry("split", "gqa", head_dim, rows, arch, Config(16, block_n, 1, 2, 1), "", kv_bytes, window)
 
     entries = [entry(None, None, (0, 999), 16), entry(128, 16, (0, 119), 32), entry(128, 16, (90, 90), 64)]
+    # Those for some calls of a class come before those for all of it, whatever their architectures; windows before caches.
+    some = [*entries, entry(128, 16, (0, 119), 8, kv_bytes=1), entry(128, 16, (0, 119), 4, window=64)]
+    some += [entry(128, 16, (0, 119), 2, window=8)]
+    calls = ((2, -1), (1, -1), (2, 65), (2, 64), (2, 9), (2, 8), (1, 0), (1, 65))
+    chosen = [tuning.lookup(some, "split", "gqa", 90, 128, 16, *call).config.block_n for call in calls]
+    assert chosen == [64, 8, 64, 4, 4, 2, 2, 8]
+    assert tuning.lookup(some, "split", "gqa", 90, 128, 17, 1, 0).config.block_n == 16  # of a larger class
 
     def block_n(arch, head_dim, rows):
         return tuning.lookup(entries, "split", "gqa", arch, head_dim, rows).config.block_n
@@ -107,7 +120,10 @@ def test_lookup_prefers_small_classes_then_few_architectures():
 def test_classes_are_those_of_the_table():
     assert {str(s) for s in tune_shapes.classes(tuning.table(), 90)} == {
         *(f"split/gqa/{d}/{rows}" for d in (64, 128, "any") for rows in (16, 32, 64, "more")),
-        *(f"split/mla/any/{rows}" for rows in (16, "more")),
+        *(f"split/mla/any/{rows}" for rows in (16, "more", "more/fp8")),
+        *(f"split/gqa/{name}/fp8" for name in ("64/32", *(f"128/{n}" for n in (16, 64, "more")))),
+        *(f"split/gqa/any/{rows}/fp8" for rows in (16, 32, 64, "more")),
+        *(f"split/gqa/64/more/window-{n}" for n in (128, 1024)),
         *("ragged/gqa/128/64", "ragged/gqa/128/more", "ragged/gqa/any/more", "ragged/mla/any/16", "ragged/mla/any/more"),
     }
     assert "split/gqa/64/16" not in {str(s) for s in tune_shapes.classes(tuning.table(), 120)}
@@ -120,8 +136,8 @@ def test_cases_lie_in_their_class(shape):
     for case in shape.cases():
         assert case.q_len <= min(case.batch.lens())
         kernel, attention = shape.entry.kernel, shape.entry.attention
-        found = tuning.lookup(tuning.table(), kernel, attention, shape.arch, heads.head_dim, case.q_len * group)
-        assert found == shape.entry
+        call = shape.arch, heads.head_dim, case.q_len * group, shape.kv_dtype.itemsize, case.window
+        assert tuning.lookup(tuning.table(), kernel, attention, *call) == shape.entry
 
 
 @pytest.mark.parametrize("shape", EVERY, ids=lambda s: f"{s} on sm_{s.arch}")
@@ -130,7 +146,10 @@ def test_candidates_are_bounded_and_fit(shape):
     assert candidates[0] == shape.present
     assert 4 < len(candidates) == len(set(candidates)) <= MAX_CANDIDATES
     for config in candidates:
-        assert tuning.fitted(config, shape.arch, heads.kind == "mla", heads.head_dim, heads.v_head_dim, 2) == config
+        assert (
+            tuning.fitted(config, shape.arch, heads.kind == "mla", heads.head_dim, heads.v_head_dim, shape.kv_dtype.itemsize)
+            == config
+        )
         # The options that are not searched stay.
         assert (config.min_blocks, config.tma, config.cooperative) == (1, True, True)
     nearest = candidates[1:]
@@ -142,7 +161,7 @@ def test_select():
     shapes = tune_shapes.classes(tuning.table(), 90)
     assert tune_shapes.select(shapes, None) == shapes
     assert [str(s) for s in tune_shapes.select(shapes, ["split/mla", "split/gqa/64/16"])] == [
-        "split/gqa/64/16", "split/mla/any/16", "split/mla/any/more",
+        "split/gqa/64/16", "split/mla/any/16", "split/mla/any/more", "split/mla/any/more/fp8",
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"must name a class or begin one, as in \['split/gqa/64/16', .*got 'split/gqa/6'"):
         tune_shapes.select(shapes, ["split/gqa/6"])

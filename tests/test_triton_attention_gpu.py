@@ -49,9 +49,9 @@ def check_accuracy(case: Case) -> None:
     """Against float64, number by number; then the whole case's error at most 1.5 times that of torch's own attention.
 
     Fp8 caches have the same bound: e4m3 values are exact in both dtypes, so torch gets them as they are stored, and both apply
-    the scales outside. What one number may be off: weights are rounded once to the dtype (at most eps / 2 of each; in float16
-    half a subnormal step where they are tiny), and so is the result; float32 arithmetic as in `attend`, four times it because
-    tensor cores truncate where `attend` assumes rounding.
+    the scales outside. What one number may be off: weights are rounded once to the dtype (at most eps / 2 of each; in float16,
+    which fp8 caches take too, half a subnormal step where they are tiny), and so is the result; float32 arithmetic as in
+    `attend`, four times it because tensor cores truncate where `attend` assumes rounding.
     """
     a = case.arguments
     out = case.run(backend=BACKEND)
@@ -80,7 +80,8 @@ def check_accuracy(case: Case) -> None:
         exact = attend(mine, keys * k_scale, values * v_scale, seen, **how)
         weighted = attend(mine, keys * k_scale, (values * v_scale).abs(), seen, **how).out
         error = (got.cpu().double() - exact.out).abs()
-        tiny = length * 2.0**-25 * float(values.abs().max()) * v_scale if dtype == FP16 else 0.0
+        in_half = dtype == FP16 or any(x.dtype == FP8 for name, x in a.items() if name.endswith("cache"))
+        tiny = length * 2.0**-25 * float(values.abs().max()) * v_scale if in_half else 0.0
         allowed = 1.01 * eps / 2 * (weighted + exact.out.abs()) + 4 * exact.float32_error + tiny
         assert (error <= allowed).all(), f"request {b}: off by up to {error.max():.3g}"
 
@@ -139,6 +140,16 @@ def test_mla_heads(heads):
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_fp8_caches(kind, dtype, mode):
     check_accuracy(made(kind, mode, dtype=dtype, kv_dtype=FP8, page_size=64, heads=8))
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_queries_that_float16_cannot_hold(kind):
+    """With fp8 caches products are in float16: beyond its range queries count as its largest number, and nothing overflows."""
+    case = made(kind, "verify_chain", kv_dtype=FP8, page_size=64, heads=8, lens=[5, 200])
+    case.arguments["q"] = torch.where(case.arguments["q"] > 0, 3e38, 0.0).to(BF16)
+    out = case.run(backend=BACKEND)
+    assert out.isfinite().all()
+    assert torch.equal(out, case.but(q=case.arguments["q"].clamp(max=65000)).run(backend=BACKEND))
 
 
 @pytest.mark.parametrize("mode", ["draft_tree", "verify_tree", "extend"])
@@ -212,6 +223,10 @@ FAMILIES = {
     "D256": Family("mha", "verify_chain", 16, 8, 256, 256, 32, 2, range(5, 9)),
     "D192/128": Family("mha", "verify_tree", 8, 4, 192, 128, 64, 8, range(5, 9), mask_len=8),
     "fp8": Family("mha", "verify_chain", 32, 8, 128, 128, 64, 4, range(5, 9), kv_dtype=FP8),
+    "fp8 tree of 16": Family("mha", "verify_tree", 32, 8, 128, 128, 64, 16, range(5, 9), mask_len=16, kv_dtype=FP8),
+    "fp8 D256": Family("mha", "verify_chain", 16, 8, 256, 256, 32, 8, range(5, 9), kv_dtype=FP8),
+    "chain of 16, D64": Family("mha", "verify_chain", 64, 8, 64, 64, 64, 16, range(5, 9)),
+    "short window": Family("mha", "verify_tree", 64, 8, 64, 64, 64, 16, range(5, 9), mask_len=16, window_left=127, sinks=True),
     "fp8, heads first": Family(
         "mha", "draft_chain", 8, 2, 64, 64, 16, 1, range(5, 9), kv_dtype=FP8, dtype=FP16, heads_first=True
     ),

@@ -11,12 +11,25 @@ MAX_LOGITS = 2**25  # float64 logits held at once: 256 MB
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def visible_keys(length: int, q_len: int, words: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """`[q_len, length]` bool: causal, aligned to the end, or by the tree's words `[q_len]` over the last `q_len` keys."""
+def visible_keys(
+    length: int, q_len: int, words: torch.Tensor | None, device: torch.device, window_left: int = -1
+) -> torch.Tensor:
+    """`[q_len, length]` bool: causal, aligned to the end, or by the tree's words `[q_len]` over the last `q_len` keys.
+
+    With a window, only keys at most `window_left` positions before the query; a draft's position follows its depth.
+    """
     draft = torch.arange(length, device=device) - (length - q_len)  # draft position of each key; negative in the prefix
+    depth = torch.arange(q_len, device=device)
     if words is None:
-        return draft <= torch.arange(q_len, device=device)[:, None]
-    return (draft < 0) | (((words[:, None] >> draft.clamp(min=0)) & 1) == 1)
+        seen = draft <= depth[:, None]
+    else:
+        in_tree = (words[:, None] >> torch.arange(q_len, device=device)) & 1
+        seen = (draft < 0) | (in_tree[:, draft.clamp(min=0)] == 1)
+        depth = in_tree.sum(1) - 1
+    if window_left < 0:
+        return seen
+    position = torch.where(draft < 0, draft, depth[draft.clamp(min=0)])
+    return seen & (position >= depth[:, None] - window_left)
 
 
 def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:

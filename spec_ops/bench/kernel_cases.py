@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spec_ops.bench.accuracy import visible_keys
 from spec_ops.ops import attention
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 
@@ -78,9 +79,15 @@ class Case:
     batch: Batch
     q_len: int
     mask: str  # "causal" or "tree"
+    window: int = -1  # `window_left` of the ops: keys before a query's own that it sees; -1 for all
 
     def __str__(self) -> str:
-        return f"{self.heads.kind} {self.heads}:{self.heads.head_dim} {self.batch} q_len {self.q_len} {self.mask}"
+        window = f" window {self.window}" if self.window >= 0 else ""
+        return f"{self.heads.kind} {self.heads}:{self.heads.head_dim} {self.batch} q_len {self.q_len} {self.mask}{window}"
+
+    def tokens(self) -> int:
+        """Whose keys and values are read."""
+        return sum(n if self.window < 0 else min(n, self.window + self.q_len) for n in self.batch.lens())
 
     @property
     def op(self) -> str:
@@ -134,6 +141,7 @@ def select(
     q_lens: Sequence[int] | None,
     masks: Sequence[str] | None,
     quick: bool,
+    window: int = -1,
 ) -> list[Case]:
     """Every combination of the options given, the grid's own values standing in for the others.
 
@@ -157,7 +165,7 @@ def select(
         raise ValueError(f"--q-len must lie in [1, {longest}] (at most 64 and the shortest context), got {bad}")
     every = [b for batch in chosen_batches for b in ([batch, batch.equalized()] if batch.unequal else [batch])]
     return [
-        Case(head, batch, q_len, mask)
+        Case(head, batch, q_len, mask, window)
         for head, batch, q_len in itertools.product(
             dict.fromkeys(chosen_heads), dict.fromkeys(every), dict.fromkeys(chosen_q_lens)
         )
@@ -223,7 +231,7 @@ def pages_needed(case: Case, page_size: int) -> int:
 
 def num_sets(case: Case, itemsize: int, l2_bytes: int) -> int:
     """How many buffer sets to rotate among so that none is found in L2; one that is several times its size needs no second."""
-    kv_bytes = sum(case.batch.lens()) * case.heads.kv_row * itemsize
+    kv_bytes = case.tokens() * case.heads.kv_row * itemsize
     return min(max(1, math.ceil(ROTATE * l2_bytes / kv_bytes)), MAX_SETS)
 
 
@@ -272,6 +280,7 @@ class Problem:
             "seq_lens_cpu": self.seq_lens_cpu,
             "max_seq_len": max(self.lens),
             "scale": heads.scale,
+            "window_left": case.window,
             "backend": backend,
         }
         if heads.kind == "gqa":
@@ -283,15 +292,15 @@ class Problem:
         function = getattr(attention, case.op)
         return function(self.q[index], *pool.caches, *own, self.tables[index], self.seq_lens, **arguments)
 
+    def visible(self, b: int) -> torch.Tensor:
+        """`[q_len, length]` bool: which keys the queries of request `b` see."""
+        words = None if self.tree_mask is None else self.tree_mask[b]
+        return visible_keys(self.lens[b], self.case.q_len, words, self.pool.device, self.case.window)
+
     def work(self) -> Work:
         case, heads = self.case, self.case.heads
-        if self.tree_mask is None:
-            seen = len(self.lens) * case.q_len * (case.q_len + 1) // 2  # draft keys, over all queries
-        else:
-            bits = (self.tree_mask[..., None] >> torch.arange(case.q_len, device=self.tree_mask.device)) & 1
-            seen = int(bits.sum())
-        pairs = sum(case.q_len * (n - case.q_len) for n in self.lens) + seen
+        pairs = sum(int(self.visible(b).sum()) for b in range(len(self.lens)))
         item = self.pool.dtype.itemsize
-        kv = sum(self.lens) * heads.kv_row * self.pool.kv_dtype.itemsize
+        kv = case.tokens() * heads.kv_row * self.pool.kv_dtype.itemsize
         rows = len(self.lens) * case.q_len * heads.num_heads * (heads.head_dim + heads.v_head_dim)
         return Work(kv + rows * item, 2 * pairs * heads.num_heads * (heads.head_dim + heads.v_head_dim))

@@ -24,7 +24,7 @@ from spec_ops.bench.kernels import Note, measure
 from spec_ops.bench.timing import Ceilings, measure_ceilings
 from spec_ops.results import environment, write_rows
 
-CASE = ("kind", "heads", "head_dim", "bs", "context", "lengths", "q_len", "mask")
+CASE = ("kind", "heads", "head_dim", "bs", "context", "lengths", "q_len", "mask", "window")  # the last where there is one
 LOG_WIDTH = 240  # of tables that go to a file: rich would cut them to 80 columns
 
 
@@ -32,7 +32,7 @@ def by_case(rows: Sequence[dict[str, Any]]) -> dict[tuple, dict[str, dict[str, A
     """The rows of each case, keyed by backend."""
     cases: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in rows:
-        cases.setdefault(tuple(row[name] for name in CASE), {})[row["backend"]] = row
+        cases.setdefault(tuple(map(row.get, CASE)), {})[row["backend"]] = row
     return cases
 
 
@@ -49,7 +49,7 @@ def times_table(rows: Sequence[dict[str, Any]]) -> Table:
         wrong = [(r := found.get(name)) is not None and not r["correct"] for name in backends]
         cells = [f"[red]{cell} wrong[/red]" if bad else cell for cell, bad in zip(cells, wrong, strict=True)]
         heads = f"{row['heads']}:{row['head_dim']}"
-        shape = f"{row['bs']} x {context}"
+        shape = f"{row['bs']} x {context}" + (f", window {row['window']}" if "window" in row else "")
         table.add_row(row["kind"], heads, shape, str(row["q_len"]), row["mask"], f"{row['floor_us']:.1f}", *cells)
     return table
 
@@ -74,7 +74,7 @@ def summary_table(rows: Sequence[dict[str, Any]]) -> Table:
         spread = [
             row["us"] / twin["us"]
             for row in mine.values()
-            if row["lengths"] != "equal" and (twin := mine.get(tuple((row | {"lengths": "equal"})[name] for name in CASE)))
+            if row["lengths"] != "equal" and (twin := mine.get(tuple(map((row | {"lengths": "equal"}).get, CASE))))
         ]
         errors = [row["error"] / row["reference_error"] for row in mine.values() if row["error"] and row["reference_error"]]
         table.add_row(

@@ -34,7 +34,7 @@ from spec_ops.backends import (
     select_backend,
 )
 from spec_ops.backends.registry import device_arch
-from spec_ops.bench.accuracy import exact_attention, relative_error, torch_attention, visible_keys
+from spec_ops.bench.accuracy import exact_attention, relative_error, torch_attention
 from spec_ops.bench.kernel_cases import Case, Pool, Problem, num_sets, pages_needed
 from spec_ops.bench.timing import Ceilings, Timing, side_stream, time_calls
 
@@ -149,6 +149,7 @@ def _row(problem: Problem, expected: Expected, backend: str, timing: Timing, cei
         "lengths": f"log-uniform {batch.low}-{batch.high}" if batch.unequal else "equal",
         "q_len": case.q_len,
         "mask": case.mask,
+        **({"window": case.window} if case.window >= 0 else {}),
         "dtype": str(pool.kv_dtype).removeprefix("torch."),
         "page_size": pool.page_size,
         "backend": backend,
@@ -173,8 +174,7 @@ class Expected:
         exact, own = [], []
         for b in self.requests:
             q, (k, v) = problem.q[0][b], pool.rows(problem.tables[0][b], lens[b])
-            words = None if problem.tree_mask is None else problem.tree_mask[b]
-            inputs = (q, k, v, visible_keys(lens[b], case.q_len, words, q.device), case.heads.scale)
+            inputs = (q, k, v, problem.visible(b), case.heads.scale)
             exact.append(exact_attention(*inputs))
             own.append(torch_attention(*inputs))
         self.exact = torch.stack(exact)
@@ -223,6 +223,8 @@ def _dense(problem: Problem) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch
     """Per buffer set: queries, and contiguous copies of keys and values, as torch wants them: `[bs, heads, length, dim]`."""
     if problem.case.heads.kind == "mla":
         raise BackendError("torch's own attention is compared for GQA only")
+    if problem.case.window >= 0:
+        raise BackendError("torch's own attention is compared without a window only")
     for q, table in zip(problem.q, problem.tables, strict=True):
         yield q.transpose(1, 2), *(x.transpose(1, 2) for x in problem.pool.rows(table, max(problem.lens)))  # type: ignore[misc]
 

@@ -82,7 +82,8 @@ def summarize(paths: Sequence[Path], root: Path) -> dict[str, Any]:
         sources.append({"file": path.resolve().relative_to(root).as_posix()} | {k: about[k] for k in ("machine", "commit")})
         for row in found["rows"]:
             row = {**row, "arch": _arch(about["machine"])}
-            rows[tuple(row[name] for name in (*CASE, "arch", "dtype", "page_size", "backend"))] = row
+            if "window" not in row:  # a selection of its own: not every kernel has windows
+                rows[tuple(map(row.get, (*CASE, "arch", "dtype", "page_size", "backend")))] = row
     return {
         "about": "Times over those of the fastest backend in the same case. Made by python -m spec_ops.bench.ranking",
         "sources": sources,

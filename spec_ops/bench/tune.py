@@ -21,7 +21,7 @@ from spec_ops.bench.kernel_cases import Pool, Problem, num_sets, pages_needed
 from spec_ops.bench.kernels import MAX_ERROR_RATIO, Expected
 from spec_ops.bench.timing import side_stream, time_calls
 from spec_ops.bench.tune_compile import DTYPE, PAGE_SIZE, Outcome, call
-from spec_ops.bench.tune_shapes import KV_BYTES, ShapeClass
+from spec_ops.bench.tune_shapes import ShapeClass
 
 MIN_MS = 4.0  # of replays per candidate and case
 KEEP = 1.02  # an entry stays unless another config is faster by more than two runs of the same one differ
@@ -109,8 +109,9 @@ def measure_class(
     """
     place = torch.device(device)
     l2 = torch.cuda.get_device_properties(place).L2_cache_size if place.type == "cuda" else 0
-    cases = [(case, num_sets(case, KV_BYTES, l2)) for case in shape.cases()]
-    pool = Pool(shape.heads, max(pages_needed(c, PAGE_SIZE) * sets for c, sets in cases), PAGE_SIZE, DTYPE, DTYPE, place)
+    cases = [(case, num_sets(case, shape.kv_dtype.itemsize, l2)) for case in shape.cases()]
+    pages = max(pages_needed(c, PAGE_SIZE) * sets for c, sets in cases)
+    pool = Pool(shape.heads, pages, PAGE_SIZE, DTYPE, shape.kv_dtype, place)
     times: Times = {config: {} for config in configs}
     failures: dict[Config, str] = {}
     for case, sets in cases:
@@ -137,7 +138,7 @@ def measure_class(
 def _time(shape: ShapeClass, problem: Problem, expected: Expected, indptr: torch.Tensor, config: Config, repeats: int) -> float:
     def run(index: int) -> torch.Tensor:
         inputs = (problem.q[index], problem.pool.caches, problem.tables[index], problem.seq_lens, problem.tree_mask, indptr)
-        return call(shape.entry.kernel, problem.case, config, *inputs)
+        return call(shape.entry.kernel, problem.case, config, *inputs, problem.pool.kv_scale or 1.0)
 
     calls = [functools.partial(run, index) for index in range(len(problem.q))]
     with side_stream():

@@ -37,12 +37,13 @@ def call(
     seq_lens: torch.Tensor,
     tree_mask: torch.Tensor | None,
     q_indptr: torch.Tensor | None,
+    kv_scale: float = 1.0,
 ) -> torch.Tensor:
     """The launch function of `kernel` with `config`: what both the compiling and the measuring process run.
 
     Args:
         q: `[bs, q_len, heads, head_dim]`. caches: as `Pool.caches`. table: `[bs, pages]` int32. seq_lens: `[bs]` int32.
-        tree_mask: `[bs, q_len]` int64 or None. q_indptr: `[bs + 1]` int32, for the ragged kernel.
+        tree_mask: `[bs, q_len]` int64 or None. q_indptr: `[bs + 1]` int32, for the ragged kernel. kv_scale: of both caches.
 
     Returns:
         `[bs, q_len, heads, v_head_dim]`
@@ -53,7 +54,7 @@ def call(
     rows = q.flatten(0, 1) if kernel == "ragged" else q
     widths = (heads.v_head_dim,) if mla else ()
     queries = (q_indptr, case.q_len) if kernel == "ragged" else (tree_mask, 0 if tree_mask is None else case.q_len)
-    softmax = (heads.scale, -1, None, 0.0, *([1.0] if mla else [1.0, 1.0]), None)
+    softmax = (heads.scale, case.window, None, 0.0, *([kv_scale] if mla else [kv_scale, kv_scale]), None)
     out = getattr(steps, name)(rows, *caches, *widths, table, seq_lens, *queries, None, None, None, *softmax, config=config)
     return out.view(*q.shape[:-1], heads.v_head_dim)
 
@@ -63,7 +64,7 @@ def variants(cases: Sequence[Case]) -> list[Case]:
     return list({(case.batch.bs, case.q_len): case for case in cases}.values())
 
 
-def launch_of(kernel: str, case: Case, config: Config) -> Launch:
+def launch_of(kernel: str, case: Case, config: Config, kv_dtype: torch.dtype = DTYPE) -> Launch:
     """What `call` launches for the case on a GPU; nothing runs, and no memory is taken."""
     bs, heads = case.batch.bs, case.heads
     empty = functools.partial(torch.empty, device="meta")
@@ -75,7 +76,7 @@ def launch_of(kernel: str, case: Case, config: Config) -> Launch:
             case,
             config,
             empty(bs, case.q_len, heads.num_heads, heads.head_dim, dtype=DTYPE),
-            [empty(*rows, width, dtype=DTYPE) for width in widths],
+            [empty(*rows, width, dtype=kv_dtype) for width in widths],
             empty(bs, -(-case.batch.low // PAGE_SIZE), dtype=torch.int32),
             empty(bs, dtype=torch.int32),
             empty(bs, case.q_len, dtype=torch.int64) if case.mask == "tree" else None,
@@ -116,7 +117,7 @@ def compile_candidate(shape: ShapeClass, config: Config) -> Outcome:
     """Compiles every binary of the candidate for the current GPU, up to the first that refuses it."""
     found: list[Resources] = []
     for case in variants(shape.cases()):
-        kernel, arguments, options = launch_of(shape.entry.kernel, case, config)
+        kernel, arguments, options = launch_of(shape.entry.kernel, case, config, shape.kv_dtype)
         try:
             found.append(resources(kernel.warmup(grid=(1,), **arguments, **options)))
         except Exception as error:  # of the compiler, about this candidate alone

@@ -8,13 +8,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from spec_ops.backends.triton.steps import head_parts
 from spec_ops.backends.triton.tuning import Config, Entry, fitted, lookup
 from spec_ops.bench.kernel_cases import TREE_FROM, Batch, Case, Heads
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 
 MAX_CANDIDATES = 24
-KV_BYTES = 2  # bfloat16
 BATCHES = (Batch(1, 4096, 4096), Batch(8, 1024, 1024), Batch(8, 8192, 8192), Batch(64, 8192, 8192))
 RAGGED_BATCHES = BATCHES[:3]
 PREFILL = 512  # new tokens per request of the ragged kernel's largest class
@@ -41,6 +42,16 @@ class ShapeClass:
         return max(self.q_lens) * self.heads.num_heads // self.heads.num_kv_heads
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the caches; queries are bfloat16."""
+        return torch.float8_e4m3fn if self.entry.kv_bytes == 1 else torch.bfloat16
+
+    @property
+    def window(self) -> int:
+        """`window_left` of its cases."""
+        return -1 if self.entry.window is None else self.entry.window
+
+    @property
     def present(self) -> Config:
         """What is launched now."""
         return self._fitted(self.entry.config)
@@ -54,13 +65,13 @@ class ShapeClass:
         batches = BATCHES if self.entry.kernel == "split" else RAGGED_BATCHES
         trees = self.entry.kernel == "split"
         return [
-            Case(self.heads, batch, q_len, "tree" if trees and q_len >= TREE_FROM else "causal")
+            Case(self.heads, batch, q_len, "tree" if trees and q_len >= TREE_FROM else "causal", self.window)
             for q_len, batch in itertools.product(self.q_lens, batches)
         ]
 
     def _fitted(self, config: Config) -> Config:
         heads = self.heads
-        return fitted(config, self.arch, heads.kind == "mla", heads.head_dim, heads.v_head_dim, KV_BYTES)
+        return fitted(config, self.arch, heads.kind == "mla", heads.head_dim, heads.v_head_dim, self.kv_dtype.itemsize)
 
     def candidates(self) -> list[Config]:
         """The present config and those nearest to it, in halvings and doublings, stages and programs: `MAX_CANDIDATES` at most.
@@ -98,7 +109,8 @@ def classes(entries: Sequence[Entry], arch: int) -> list[ShapeClass]:
     here = [e for e in entries if e.arch[0] <= arch <= e.arch[1]]
     made: dict[str, ShapeClass] = {}
     for entry in here:
-        siblings = [e.rows for e in here if replace(e, rows=None).class_name == replace(entry, rows=None).class_name and e.rows]
+        kind = entry.kernel, entry.attention, entry.head_dim
+        siblings = [e.rows for e in here if (e.kernel, e.attention, e.head_dim) == kind and e.rows]
         rows = entry.rows or 2 * max(siblings, default=8)
         gqa = HEADS.get(entry.head_dim, HEADS[None])
         heads = MLA_HEADS[16 if rows <= 16 else None] if entry.attention == "mla" else gqa
@@ -110,22 +122,22 @@ def classes(entries: Sequence[Entry], arch: int) -> list[ShapeClass]:
             q_lens = (1, *q_lens)  # decode and verify
         shape = ShapeClass(entry, arch, heads, q_lens)
         width, most = shape.heads.head_dim, shape.rows
-        if lookup(entries, entry.kernel, entry.attention, arch, width, most) == entry:
+        item = shape.kv_dtype.itemsize
+        if lookup(entries, entry.kernel, entry.attention, arch, width, most, item, shape.window) == entry:
             made[shape.entry.class_name] = shape
     return list(made.values())
 
 
 def select(shapes: Sequence[ShapeClass], names: Sequence[str] | None) -> list[ShapeClass]:
-    """Those whose name is one of `names` or begins with one and a slash; all without `names`.
+    """Those whose name is one of `names` or, where none has that name, begins with it and a slash; all without `names`.
 
     Raises:
         ValueError: a name that no class has.
     """
-    for name in names or ():
-        if not any(_under(shape, name) for shape in shapes):
+    chosen: set[str] = set()
+    for name in names or map(str, shapes):
+        found = {str(shape) for shape in shapes if f"{shape}/".startswith(name.rstrip("/") + "/")}
+        if not found:
             raise ValueError(f"must name a class or begin one, as in {[str(shape) for shape in shapes]}, got {name!r}")
-    return [shape for shape in shapes if not names or any(_under(shape, name) for name in names)]
-
-
-def _under(shape: ShapeClass, name: str) -> bool:
-    return f"{shape}/".startswith(name.rstrip("/") + "/")
+        chosen |= {name} if name in found else found
+    return [shape for shape in shapes if str(shape) in chosen]

@@ -117,6 +117,29 @@ def test_fp8_caches(kind, mode):
         check(case, run(case, cut))
 
 
+@pytest.mark.parametrize("as_pairs", [True, False])
+@pytest.mark.parametrize("mode", ["draft_chain", "verify_tree", "extend"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_caches_of_even_and_odd_rows(kind, mode, as_pairs):
+    """Rows that begin at even bytes are read two numbers at a time by small tiles. Keys have a second part, values padding."""
+    widths = {"head_dim": 96, "v_dim": 48} if kind == "mha" else {"head_dim": 96, "v_dim": 64}
+    case = made(
+        kind, mode, kv_dtype=FP8, lens=[0, 8, 21, 70], kv_heads=2 - (kind == "mla"), page_size=32, q_lens=[0, 2, 5, 9], **widths
+    )
+    names = [name for name in ("k_cache", "v_cache", "kv_cache") if name in case.arguments]
+    if not as_pairs:
+        for name in names:
+            cache = case.arguments[name]
+            wide = cache.new_zeros(*cache.shape[:-1], cache.shape[-1] + 1)
+            wide[..., 1:] = cache
+            case.arguments[name] = wide[..., 1:]
+    caches = [case.arguments[name] for name in (names[0], names[-1])]
+    keys = steps.kernel_keys(*caches, widths["v_dim"], kind == "mla", Config(16, 16, 4, 2, 1, tma=False))
+    assert keys.tensors[0].dtype == keys.tensors[2].dtype == (torch.int16 if as_pairs else FP8)
+    for cut in ("few ranges", "many ranges", "pointers", "wide blocks"):
+        check(case, run(case, cut))
+
+
 @pytest.mark.parametrize("window_left", [0, 1, 5, 17])
 @pytest.mark.parametrize("mode", ["draft_tree", "verify_chain", "verify_tree", "extend"])
 @pytest.mark.parametrize("kind", KINDS)

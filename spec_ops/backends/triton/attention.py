@@ -1,7 +1,7 @@
 """Paged split-KV attention for draft decode, verify and draft extend: GQA and absorbed MLA, chains and trees.
 
-One kernel, one launch. See `schedule.py` for how work is divided, `visibility.py` for masks. The online softmax is
-that of FlashAttention-2 (arXiv:2307.08691) in base 2; splitting the keys is FlashDecoding's.
+One kernel, one launch: tiles of `attend.py`, divided as `schedule.py` says, and the combination of what several programs have
+of a tile. Splitting the keys is FlashDecoding's.
 """
 
 from __future__ import annotations
@@ -9,25 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spec_ops.backends.triton.attend import attend, denominator, first_pages
 from spec_ops.backends.triton.schedule import arrive, await_all, kv_blocks, pick, range_of, range_start, whole_ranges
-from spec_ops.backends.triton.visibility import visible
-
-LOG2E = tl.constexpr(1.4426950408889634)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def denominator(m, l, sinks, head, in_use, HAS_SINKS: tl.constexpr):
-    """What to multiply an accumulator of maximum `m` and sum `l` with; zero for rows that saw nothing."""
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=in_use, other=0.0) * LOG2E
-        top = tl.maximum(m, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)  # saw nothing, and a sink that takes nothing
-        shrink = tl.exp2(m - top)
-        total = l * shrink + tl.exp2(sink - top)
-        return shrink / tl.where(total > 0, total, 1.0)
-    else:
-        return 1.0 / tl.where(l > 0, l, 1.0)
 
 
 @triton.jit
@@ -98,147 +81,6 @@ def _combine(
         o = out + ((row0 + row) // GROUP * (KV_HEADS * GROUP) + (row0 + row) % GROUP) * DV
         mask = live[:, None] & (column < DV)[None, :]
         tl.store(o[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _softmax_step(
-    s, m, l, acc, n, masked, seq_len, query, q_len, words, qk_scale, softcap,
-    MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """One block of the online softmax: from products `s [rows, keys]` to weights; rescales `acc`."""
-    if HAS_SOFTCAP:
-        x = s * qk_scale  # already divided by the cap; tanh by way of exp2
-        e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-        s = softcap * tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e)
-        logit_scale = 1.0
-    else:
-        logit_scale = qk_scale
-    if masked:
-        s = tl.where(visible(n, seq_len, query, q_len, words, MASK_LEN, WINDOW), s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * logit_scale)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-    p = tl.exp2(s * logit_scale - shift[:, None])
-    shrink = tl.exp2(m - shift)
-    return p, m_new, l * shrink + tl.sum(p, 1), acc * shrink[:, None]
-
-
-@triton.jit
-def opaque_zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Zeros that the compiler cannot write a second time.
-
-    It would where a loop has no turns, into the loop's accumulator, and that code may come to stand between the loop's last
-    `wgmma` and the wait for it. ptxas then takes it for a write to an accumulator in use, and runs every `wgmma` of the kernel
-    by itself (its C7515): 615 us became 787. `ahead.Resources.serialized` tells.
-    """
-    zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if INTERPRETED or ROWS < 64:  # `wgmma` has 64 rows
-        return zeros
-    else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [zeros], dtype=tl.float32, is_pure=False, pack=1)
-
-
-@triton.jit
-def first_pages(table, first_key, last_key, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """`attend`'s `page`: the page id of a tile's first block, or one for each of its keys if pages are smaller.
-
-    To be loaded before the queries: turning those into an operand waits for them, and the first keys would wait once more.
-    """
-    if PAGE % BLOCK_N == 0:
-        return tl.load(table + first_key // PAGE, mask=first_key < last_key, other=0)  # the table may have no columns
-    else:
-        n = first_key + tl.arange(0, BLOCK_N)
-        return tl.load(table + n // PAGE, mask=n < seq_len, other=0)
-
-
-@triton.jit
-def attend(
-    q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, first_key, last_key, seq_len, all_seen, query, q_len, words,
-    qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CLEAR: tl.constexpr,
-):  # fmt: skip
-    """Attention of one tile of rows over the keys `[first_key, last_key)` of one request and KV head.
-
-    `first_key` is a multiple of `BLOCK_N`; keys before `all_seen` are seen by every row. Returns each row's maximum (base 2),
-    sum and unnormalized output.
-    """
-    d0 = tl.arange(0, D0)
-    d1 = D0 + tl.arange(0, D1) if D1 > 0 else d0
-    dv = tl.arange(0, BLOCK_DV)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = opaque_zeros(BLOCK_M, BLOCK_DV)
-    # Page ids are loaded one block ahead: a load whose address depends on a load of the same iteration would take
-    # pipeline stages from the keys and values.
-    if TMA:
-        # What lies behind `seq_len` in a request's last page may be NaN, and zero times NaN is NaN. Either the loop clears such
-        # values, or a partly filled block comes after it, and pays the latency of its loads.
-        full = last_key if CLEAR else tl.minimum(last_key, seq_len // BLOCK_N * BLOCK_N)
-        for start in tl.range(first_key, full, BLOCK_N, num_stages=STAGES):
-            slot = page * PAGE + start % PAGE
-            page = tl.load(table + (start + BLOCK_N) // PAGE, mask=start + BLOCK_N < last_key, other=0)
-            n = start + tl.arange(0, BLOCK_N)
-            k0 = k_cache.load([slot, kv_head * D]).to(q0.dtype)
-            s = tl.dot(q0, tl.trans(k0))
-            if D1 > 0:
-                k1 = k_rest.load([slot, kv_head * D + D0]).to(q0.dtype)
-                s = tl.dot(q1, tl.trans(k1), s)
-            masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
-            p, m, l, acc = _softmax_step(
-                s, m, l, acc, n, masked, seq_len, query, q_len, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
-            )
-            v = k0 if SHARED_KV else v_cache.load([slot, kv_head * DV]).to(q0.dtype)
-            if CLEAR:
-                if start + BLOCK_N > seq_len:
-                    acc = tl.dot(p.to(q0.dtype), tl.where((n < seq_len)[:, None], v, 0.0), acc)
-                else:
-                    acc = tl.dot(p.to(q0.dtype), v, acc)
-            else:
-                acc = tl.dot(p.to(q0.dtype), v, acc)
-        # One turn at most: a loop, so that its keys and values are asked for together.
-        for start in tl.range(full, last_key, BLOCK_N, num_stages=2):
-            slot = page * PAGE + start % PAGE
-            n = start + tl.arange(0, BLOCK_N)
-            valid = n < seq_len
-            k0 = k_cache.load([slot, kv_head * D]).to(q0.dtype)
-            if SHARED_KV:
-                k0 = tl.where(valid[:, None], k0, 0.0)
-            s = tl.dot(q0, tl.trans(k0))
-            if D1 > 0:
-                k1 = k_rest.load([slot, kv_head * D + D0]).to(q0.dtype)
-                s = tl.dot(q1, tl.trans(k1), s)
-            p, m, l, acc = _softmax_step(
-                s, m, l, acc, n, True, seq_len, query, q_len, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
-            )
-            v = k0 if SHARED_KV else tl.where(valid[:, None], v_cache.load([slot, kv_head * DV]).to(q0.dtype), 0.0)
-            acc = tl.dot(p.to(q0.dtype), v, acc)
-    else:
-        for start in tl.range(first_key, last_key, BLOCK_N, num_stages=STAGES):
-            n = start + tl.arange(0, BLOCK_N)
-            valid = n < seq_len
-            k_row = k_cache + page.to(tl.int64) * k_stride_page + kv_head * k_stride_h + (n % PAGE) * k_stride_token
-            v_row = v_cache + page.to(tl.int64) * v_stride_page + kv_head * v_stride_h + (n % PAGE) * v_stride_token
-            if PAGE % BLOCK_N == 0:
-                page = tl.load(table + (start + BLOCK_N) // PAGE, mask=start + BLOCK_N < last_key, other=0)
-            else:
-                page = tl.load(table + (n + BLOCK_N) // PAGE, mask=n + BLOCK_N < seq_len, other=0)
-            k0 = tl.load(k_row[:, None] + d0[None, :], mask=valid[:, None], other=0.0).to(q0.dtype)
-            s = tl.dot(q0, tl.trans(k0))
-            if D1 > 0:
-                k1 = tl.load(k_row[:, None] + d1[None, :], mask=valid[:, None] & (d1 < D)[None, :], other=0.0)
-                s = tl.dot(q1, tl.trans(k1.to(q0.dtype)), s)
-            masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
-            p, m, l, acc = _softmax_step(
-                s, m, l, acc, n, masked, seq_len, query, q_len, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
-            )
-            if SHARED_KV:
-                v = k0
-            else:
-                v = tl.load(v_row[:, None] + dv[None, :], mask=valid[:, None] & (dv < DV)[None, :], other=0.0).to(q0.dtype)
-            acc = tl.dot(p.to(q0.dtype), v, acc)
-    return m, l, acc
 
 
 @triton.jit(do_not_specialize=["bs", "ranges"])  # other batch sizes compile nothing new within a power of two
@@ -393,11 +235,11 @@ def split_kv_attention_kernel(
             o = out + ((b * Q_LEN).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP) * DV
             row0 = (hm % ROW_BLOCKS) * BLOCK_M
             # For up to 4, 16 and more splits: all at once and, as far as 32 registers a thread hold them, each share in
-            # one turn. With 64 registers kernels with 64 rows spill (Triton 3.7).
+            # one turn (64 for up to 16: with 64 in all, kernels with 64 rows spill in Triton 3.7).
             for few in tl.static_range(0, 6, 2):
                 if ((few == 0) | (splits > 2**few)) & ((few == 4) | (splits <= 4 * 2**few)):
                     _combine(
                         partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
                         v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 4 * 2**few,
-                        max(min(256 * WARPS // 2**few, TILE // max(2**few, 2)), 32 * WARPS), few == 4,
+                        max(min((512 if few == 2 else 256) * WARPS // 2**few, TILE // max(2**few, 2)), 32 * WARPS), few == 4,
                     )  # fmt: skip

@@ -20,13 +20,13 @@ from spec_ops.backends.triton.launch import Launch, recorded
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 _NAMES = {
-    BF16: "bf16", FP8: "fp8e4nv", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+    BF16: "bf16", FP8: "fp8e4nv", torch.float32: "fp32", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 HOPPER = tuning.Config(64, 64, 4, 3, 1)  # what a table shows of the Gluon kernels, which have their own pipelines
 
 
 class Shape(NamedTuple):
-    """A model's attention: query heads, KV heads (0: MLA), widths of keys and values, dtype of the cache."""
+    """A model's attention: query heads, KV heads (0: MLA), widths of keys and values, dtype of the cache, window."""
 
     label: str
     heads: int
@@ -34,11 +34,14 @@ class Shape(NamedTuple):
     head_dim: int
     v_dim: int
     kv_dtype: torch.dtype = BF16
+    window: int = -1
 
 
 GQA_128 = Shape("GQA 32/8 D128", 32, 8, 128, 128)
 GQA_64 = Shape("GQA 64/8 D64", 64, 8, 64, 64)
 GQA_256 = Shape("GQA 16/8 D256", 16, 8, 256, 256)
+GQA_64_WINDOW = GQA_64._replace(label="GQA 64/8 D64 window 128", window=128)
+GQA_64_FP8 = GQA_64._replace(label="GQA 64/8 D64 fp8", kv_dtype=FP8)
 GQA_FP8 = GQA_128._replace(label="GQA 32/8 D128 fp8", kv_dtype=FP8)
 MLA_128 = Shape("MLA 128 heads", 128, 0, 576, 512)
 MLA_16 = Shape("MLA 16 heads", 16, 0, 576, 512)
@@ -48,7 +51,7 @@ MLA_FP8 = MLA_16._replace(label="MLA 16 heads fp8", kv_dtype=FP8)
 UNIFORM = [
     *((shape, *queries) for shape in (GQA_128, GQA_64) for queries in ((1, False), (4, False), (16, False), (16, True))),
     (GQA_256, 1, False), (GQA_256, 4, False), (GQA_256, 16, True),
-    (GQA_FP8, 1, False), (GQA_FP8, 16, True),
+    (GQA_64_WINDOW, 16, True), (GQA_64_FP8, 4, False), (GQA_FP8, 1, False), (GQA_FP8, 16, True),
     *((shape, q_len, False) for shape in (MLA_128, MLA_16) for q_len in (1, 4)), (MLA_16, 16, True),
     (MLA_FP8, 1, False),
 ]  # fmt: skip
@@ -103,7 +106,7 @@ def _arguments(shape: Shape, queries: tuple, q_rows: tuple[int, ...], bs: int) -
     q = torch.empty(*q_rows, shape.heads, shape.head_dim, dtype=BF16, device=meta)
     tables = torch.empty(bs, 128, dtype=torch.int32, device=meta)
     seq_lens = torch.empty(bs, dtype=torch.int32, device=meta)
-    softmax = (0.1, -1, None, 0.0)
+    softmax = (0.1, shape.window, None, 0.0)
     if shape.kv_heads:
         caches = [torch.empty(1024, 64, shape.kv_heads, d, dtype=shape.kv_dtype, device=meta) for d in shape[3:5]]
         return "mha", (q, *caches, tables, seq_lens, *queries, None, None, None, *softmax, 1.0, 1.0, None)
@@ -111,12 +114,12 @@ def _arguments(shape: Shape, queries: tuple, q_rows: tuple[int, ...], bs: int) -
     return "mla", (q, cache, shape.v_dim, tables, seq_lens, *queries, None, None, None, *softmax, 1.0, None)
 
 
-def _by_config(choose: Any, shape: Shape, rows: int) -> Iterator[tuple[tuning.Config, tuple[int, ...], str]]:
+def _by_config(choose: Any, shape: Shape, rows: int, *window: int) -> Iterator[tuple[tuning.Config, tuple[int, ...], str]]:
     """The distinct choices over the architectures, the architectures of each, and what to add to the variant's name."""
     chosen: dict[tuple[tuning.Config, bool], list[int]] = {}
     for arch in ARCHS:
         element = shape.kv_dtype.itemsize
-        config = choose(arch, not shape.kv_heads, shape.head_dim, shape.v_dim, element, rows)
+        config = choose(arch, not shape.kv_heads, shape.head_dim, shape.v_dim, element, rows, *window)
         chosen.setdefault((config, config.clear), []).append(arch)
     for (config, _), archs in chosen.items():
         yield config, tuple(archs), f" on sm_{archs[0]}" if len(chosen) > 1 else ""
@@ -151,13 +154,14 @@ def ahead() -> Iterator[Variant]:
         mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
         kind, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
         name = f"attention, {shape.label}, {q_len} {'tree' if tree else 'causal'}"
-        for config, archs, suffix in _by_config(tuning.choose, shape, q_len * shape.heads // max(shape.kv_heads, 1)):
+        rows = q_len * shape.heads // max(shape.kv_heads, 1)
+        for config, archs, suffix in _by_config(tuning.choose, shape, rows, shape.window):
             call = functools.partial(getattr(steps, kind), *args, config=config)
             # MLA has kernels of its own on Hopper (below) and on Blackwell (other backends').
             (launch,) = _launches(call)
             yield _variant(f"{name}{suffix}", launch, config, archs, hot=kind == "mha")
         hopper = None
-        if kind == "mha" and gqa_hopper.supports(90, args[0], args[1], args[2], window_left=-1, softcap=0.0):
+        if kind == "mha" and gqa_hopper.supports(90, args[0], args[1], args[2], shape.window, softcap=0.0):
             hopper = gqa_hopper.mha
         if kind == "mla" and shape.kv_dtype == BF16:
             hopper = (mla_hopper_few if mla_hopper_few.preferred(args[0]) else mla_hopper).mla

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.attention import attend, denominator, first_pages
+from spec_ops.backends.triton.attend import attend, denominator, first_pages
 from spec_ops.backends.triton.schedule import kv_blocks, pick
 
 

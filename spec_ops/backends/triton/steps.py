@@ -41,20 +41,25 @@ def kernel_keys(k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Co
     head_dim = k_cache.shape[-1]
     d0, d1 = head_parts(head_dim)
     block_dv = max(16, triton.next_power_of_2(v_dim))
+    # `mma.sync`, up to 32 rows, takes e4m3 as pairs (`attend.py`); a product is at least 16 long and wide.
+    per = 1
+    if config.block_m < 64 and min(d0, d1 or d0, block_dv) >= 32 and all(map(_holds_pairs, (k_cache, v_cache))):
+        per = 2
+        k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
     # Descriptors cannot mask a head's padding (the next head's numbers would stand there), and hold whole blocks of one page.
     tma = (
         config.tma
         and d0 + d1 == head_dim
         and block_dv == v_dim
-        and all(_is_token_rows(cache, config.block_n) for cache in {k_cache, v_cache})
+        and all(_is_token_rows(cache, config.block_n) for cache in (k_cache, v_cache))
     )
     tensors = (k_cache, None, v_cache)
     if tma:
-        k_rest = _descriptor(k_cache, config.block_n, d1) if d1 else None
+        k_rest = _descriptor(k_cache, config.block_n, d1 // per) if d1 else None
         tensors = (
-            _descriptor(k_cache, config.block_n, d0),
+            _descriptor(k_cache, config.block_n, d0 // per),
             k_rest,
-            None if shared_kv else _descriptor(v_cache, config.block_n, v_dim),
+            None if shared_kv else _descriptor(v_cache, config.block_n, v_dim // per),
         )
     constants = {
         "D": head_dim, "D0": d0, "D1": d1, "DV": v_dim, "BLOCK_DV": block_dv, "PAGE": k_cache.shape[1], "SHARED_KV": shared_kv,
@@ -63,6 +68,13 @@ def kernel_keys(k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Co
     }  # fmt: skip
     strides = (*_page_token_head(k_cache), *_page_token_head(v_cache))
     return _Keys(tensors, strides, constants, block_dv, tma)
+
+
+def _holds_pairs(cache: torch.Tensor) -> bool:
+    """Whether `cache` is e4m3, and its rows can be read as 16-bit numbers."""
+    *strides, last = cache.stride()
+    even = cache.shape[-1] % 2 == 0 and all(n % 2 == 0 for n in (*strides, cache.storage_offset(), cache.data_ptr()))
+    return cache.dtype == torch.float8_e4m3fn and last == 1 and even
 
 
 def _page_token_head(cache: torch.Tensor) -> tuple[int, int, int]:
@@ -125,7 +137,8 @@ def _uniform(
     group = heads // kv_heads
     rows = q_len * group
     sms = num_sms(q.device)
-    config = config or tuning.choose(kernel_arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows)
+    arch, item = kernel_arch(q.device), k_cache.element_size()
+    config = config or tuning.choose(arch, shared_kv, head_dim, v_dim, item, rows, window_left)
     keys = kernel_keys(k_cache, v_cache, v_dim, shared_kv, config)
     row_blocks = triton.cdiv(rows, config.block_m)
     tiles = kv_heads * row_blocks

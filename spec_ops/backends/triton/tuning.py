@@ -54,6 +54,8 @@ class Entry:
             head).
         arch: first and last architecture, as in `(90, 90)`. config: see there.
         measured: on which machine and with which versions `bench tune` found it; "" if it was entered by hand.
+        kv_bytes: 1 for caches of 8-bit numbers alone; None for any.
+        window: the longest `window_left` of the class; None for any, and for calls without a window.
     """
 
     kernel: str
@@ -63,11 +65,15 @@ class Entry:
     arch: tuple[int, int]
     config: Config
     measured: str = ""
+    kv_bytes: int | None = None
+    window: int | None = None
 
     @property
     def class_name(self) -> str:
-        """`"split/gqa/64/16"`; `any` and `more` where there is no largest."""
-        return f"{self.kernel}/{self.attention}/{self.head_dim or 'any'}/{self.rows or 'more'}"
+        """`"split/gqa/64/16"`; `any` and `more` where there is no largest; behind it `/fp8` and `/window-128`."""
+        cache = "/fp8" if self.kv_bytes == 1 else ""
+        window = "" if self.window is None else f"/window-{self.window}"
+        return f"{self.kernel}/{self.attention}/{self.head_dim or 'any'}/{self.rows or 'more'}{cache}{window}"
 
 
 def read(path: Path = PATH) -> tuple[Entry, ...]:
@@ -89,15 +95,26 @@ def table() -> tuple[Entry, ...]:
     return read()
 
 
-def lookup(entries: Sequence[Entry], kernel: str, attention: str, arch: int, head_dim: int, rows: int) -> Entry:
-    """The entry of the smallest class that holds the call; of several for one class the one of the fewest architectures.
+def lookup(
+    entries: Sequence[Entry],
+    kernel: str,
+    attention: str,
+    arch: int,
+    head_dim: int,
+    rows: int,
+    kv_bytes: int = 2,
+    window: int = -1,
+) -> Entry:
+    """The entry of the smallest class that holds the call: by head_dim, rows, window, numbers of the cache; of several for one
+    class the one of the fewest architectures.
 
     Raises:
         ValueError: there is none.
     """
 
-    def order(entry: Entry) -> tuple[float, float, int]:
-        return entry.head_dim or math.inf, entry.rows or math.inf, entry.arch[1] - entry.arch[0]
+    def order(e: Entry) -> tuple[float, ...]:
+        window = math.inf if e.window is None else e.window
+        return e.head_dim or math.inf, e.rows or math.inf, window, e.kv_bytes or math.inf, e.arch[1] - e.arch[0]
 
     held = [
         e
@@ -106,6 +123,8 @@ def lookup(entries: Sequence[Entry], kernel: str, attention: str, arch: int, hea
         and e.arch[0] <= arch <= e.arch[1]
         and head_dim <= (e.head_dim or head_dim)
         and rows <= (e.rows or rows)
+        and e.kv_bytes in (None, kv_bytes)
+        and (e.window is None or 0 <= window <= e.window)
     ]
     if not held:
         call = f"the {kernel} kernel with {attention} on sm_{arch}, head_dim {head_dim}, {rows} rows"
@@ -114,23 +133,25 @@ def lookup(entries: Sequence[Entry], kernel: str, attention: str, arch: int, hea
 
 
 @functools.lru_cache(maxsize=1024)  # a launch outside of a graph asks each time
-def _choose(kernel: str, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> Config:
-    entry = lookup(table(), kernel, "mla" if shared_kv else "gqa", arch, head_dim, rows)
+def _choose(
+    kernel: str, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int
+) -> Config:
+    entry = lookup(table(), kernel, "mla" if shared_kv else "gqa", arch, head_dim, rows, kv_bytes, window)
     return fitted(entry.config, arch, shared_kv, head_dim, v_dim, kv_bytes)
 
 
-def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> Config:
+def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int = -1) -> Config:
     """Settings of the split kernel for `rows` query rows per (request, KV head).
 
     Few rows are latency: one or two warps need no barriers, and several such programs share an SM. From 64 rows on the tensor
     cores' warpgroup instructions apply.
     """
-    return _choose("split", arch, shared_kv, head_dim, v_dim, kv_bytes, rows)
+    return _choose("split", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, window)
 
 
 def choose_ragged(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> Config:
     """Settings of the ragged kernel for up to `rows` query rows per (request, KV head)."""
-    return _choose("ragged", arch, shared_kv, head_dim, v_dim, kv_bytes, rows)
+    return _choose("ragged", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, -1)
 
 
 def shared_bytes(config: Config, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> int:

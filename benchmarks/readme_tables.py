@@ -93,14 +93,13 @@ def accept(results: Path) -> str:
     return paragraph(intro) + "\n\n" + table(("draft", "tokens verified", "accept length, tokens a round"), lines)
 
 
-def _kernel_cases(results: Path) -> dict[tuple, dict[str, Row]]:
-    """Cases of the H200 kernel results by backend; a case of unequal lengths has their range for its context."""
+def _kernel_cases(results: Path, name: str = "h200-kernels") -> dict[tuple, dict[str, Row]]:
+    """Cases of H200 kernel results by backend; a case of unequal lengths has their range for its context."""
     cases: dict[tuple, dict[str, Row]] = {}
-    for row in load("h200-kernels", results)["rows"]:
-        if row["dtype"] == "bfloat16":
-            context = row["context"] if row["lengths"] == "equal" else row["lengths"]
-            case = (row["kind"], row["heads"], row["head_dim"], row["bs"], context, row["q_len"], row["mask"])
-            cases.setdefault(case, {})[row["backend"]] = row
+    for row in load(name, results)["rows"]:
+        context = row["context"] if row["lengths"] == "equal" else row["lengths"]
+        case = (row["kind"], row["heads"], row["head_dim"], row["bs"], context, row["q_len"], row["mask"])
+        cases.setdefault(case, {})[row["backend"]] = row
     return cases
 
 
@@ -140,17 +139,52 @@ def kernels(results: Path) -> str:
     return "\n\n".join((paragraph(intro), table(header, lines), paragraph(outro)))
 
 
+def _fp8_over_bf16(results: Path) -> dict[tuple[str, str], list[float]]:
+    """Times with fp8 caches over those with bfloat16 ones, 8192 tokens and more; by kind and rows per KV head."""
+    bf16, ratios = _kernel_cases(results), {}
+    for case, found in _kernel_cases(results, "h200-kernels-fp8").items():
+        kind, heads, _, _, context, q_len, _ = case
+        queries, _, kv_heads = heads.partition("/")
+        rows = int(queries) // int(kv_heads or 1) * q_len
+        if context > 4096:
+            size = "few" if rows <= 16 else "some" if rows <= 32 else "many"
+            ratios.setdefault((kind, size), []).append(found["triton"]["us"] / bf16[case]["triton"]["us"])
+    return ratios
+
+
+def fp8(results: Path) -> str:
+    ratios, cases = _fp8_over_bf16(results), _kernel_cases(results, "h200-kernels-window")
+    rows = {case: found["triton"] for case, found in _kernel_cases(results, "h200-kernels-fp8").items() if case[0] == "gqa"}
+    shares = [row["us"] / row["floor_us"] for case, row in rows.items() if case[4] == 81920 and case[5] == 1]
+    both = [(found["triton"]["us"], found["flashinfer-xqa"]["us"]) for found in cases.values() if "flashinfer-xqa" in found]
+    text = "Fp8 caches (`benchmarks/results/h200-kernels-fp8.json`): from 8192 tokens on, GQA with up to 16 query rows for a KV"
+    text += f" head takes {listed(ratios['gqa', 'few'])} of the time of bf16 caches, decoding at 81920 tokens"
+    text += f" {listed(shares, '{:.2f}'.format)} times the floor. Layers with a window of 128 (gpt-oss's heads,"
+    text += f" `benchmarks/results/h200-kernels-window.json`): {listed(found['triton']['us'] for found in cases.values())} us;"
+    text += f" xqa takes {listed((theirs / ours for ours, theirs in both), '{:.1f}'.format)} times as long."
+    return paragraph(text)
+
+
 def limits(results: Path) -> str:
     ours = {
         case[1:]: found["triton"] for case, found in _kernel_cases(results).items() if case[0] == "gqa" and "triton" in found
     }
     one = [row for (_, _, bs, context, _, _), row in ours.items() if (bs, context) == (1, 4096)]
     busy = [row for (_, dim, _, context, q, _), row in ours.items() if (dim, q) == (64, 16) and context != 4096]
-    text = (
-        f"On one request of 4096 tokens the Triton attention kernel takes {listed(r['us'] for r in one)} us where the floor is "
+    ratios = _fp8_over_bf16(results)
+    text = f"On one request of 4096 tokens the Triton attention kernel takes {listed(r['us'] for r in one)} us where the floor"
+    text += f" is {listed(r['floor_us'] for r in one)}; with head_dim 64 and 16 queries it is bound by arithmetic, at"
+    text += (
+        f" {listed(r['us'] / r['floor_us'] for r in busy)} times the floor on longer contexts. With fp8 caches, GQA of 32 rows"
     )
-    text += f"{listed(r['floor_us'] for r in one)}; with head_dim 64 and 16 queries it is bound by arithmetic, at "
-    return paragraph(text + f"{listed(r['us'] / r['floor_us'] for r in busy)} times the floor on longer contexts.")
+    text += (
+        f" for a KV head takes {listed(ratios['gqa', 'some'])} of bf16's time and more rows {listed(ratios['gqa', 'many'])};"
+    )
+    text += (
+        f" MLA of up to 16 rows {listed(ratios['mla', 'few'])}, more rows {listed(ratios['mla', 'many'])} (the Gluon kernels"
+    )
+    text += " take no fp8)."
+    return paragraph(text)
 
 
 def _key(row: Row) -> tuple:
@@ -284,6 +318,7 @@ def compilation(results: Path) -> str:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "accept": accept,
     "kernels": kernels,
+    "fp8": fp8,
     "limits": limits,
     "rounds": rounds,
     "above": above,

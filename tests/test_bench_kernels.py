@@ -35,9 +35,9 @@ FIELDS = (
 TINY = ("--device", "cpu", "--copy-rate", "1e10", "--matmul-rate", "1e11", "--page-size", "16", "--quick")
 
 
-def problem(heads: Heads, batch: Batch, q_len: int, mask: str, sets: int = 1, fp8: bool = False) -> Problem:
+def problem(heads: Heads, batch: Batch, q_len: int, mask: str, sets: int = 1, fp8: bool = False, window: int = -1) -> Problem:
     torch.manual_seed(0)
-    case = Case(heads, batch, q_len, mask)
+    case = Case(heads, batch, q_len, mask, window)
     kv_dtype = torch.float8_e4m3fn if fp8 else torch.float32
     pages = kernel_cases.pages_needed(case, 16) * sets
     return Problem(case, Pool(heads, pages, 16, torch.bfloat16 if fp8 else torch.float32, kv_dtype, CPU), sets)
@@ -52,9 +52,9 @@ def parents_of(words: list[int]) -> list[int]:
 def seen_keys(made: Problem, b: int) -> list[list[int]]:
     length, q_len = made.lens[b], made.case.q_len
     if made.tree_mask is None:
-        return dense_attention.causal_keys(length, q_len, -1)
+        return dense_attention.causal_keys(length, q_len, made.case.window)
     parents = parents_of(made.tree_mask[b].tolist())
-    return dense_attention.tree_keys(length, parents, list(range(q_len)), -1)
+    return dense_attention.tree_keys(length, parents, list(range(q_len)), made.case.window)
 
 
 # The grid
@@ -108,6 +108,7 @@ def test_options_select_and_combine():
         (["--backend", "nonsense"], "--backend"),
         (["--dtype", "int8"], "--dtype"),
         (["--page-size", "129"], "--page-size"),
+        (["--window", "-2"], "--window"),
         (["--time-budget", "-1"], "--time-budget"),
         (["--copy-rate", "0"], "--copy-rate"),
     ],
@@ -162,16 +163,19 @@ def test_random_trees_are_trees_of_any_width():
     assert 4 < max(depths) < 32  # neither a star nor a chain
 
 
+@pytest.mark.parametrize("window", [-1, 1, 30])
 @pytest.mark.parametrize("mask", ["causal", "tree"])
 @pytest.mark.parametrize("heads", [GQA, MLA], ids=["gqa", "mla"])
-def test_work_counts_bytes_and_operations(heads, mask):
-    made = problem(heads, Batch(3, 20, 90), 5, mask)
+def test_work_counts_bytes_and_operations(heads, mask, window):
+    made = problem(heads, Batch(3, 20, 90), 5, mask, window=window)
     work = made.work()
     pairs = sum(len(keys) for b in range(3) for keys in seen_keys(made, b)) * heads.num_heads
     assert work.flops == pairs * 2 * (heads.head_dim + heads.v_head_dim)
     row = heads.head_dim if heads.kind == "mla" else heads.num_kv_heads * 2 * heads.head_dim
     queries = 3 * 5 * heads.num_heads * (heads.head_dim + heads.v_head_dim)
-    assert work.bytes == 4 * (sum(made.lens) * row + queries)
+    read = sum(len(set().union(*seen_keys(made, b))) for b in range(3))
+    assert work.bytes == 4 * (read * row + queries)
+    assert read == made.case.tokens() <= sum(made.lens)
 
 
 def test_fp8_work_counts_the_bytes_of_each_dtype():
@@ -182,15 +186,15 @@ def test_fp8_work_counts_the_bytes_of_each_dtype():
 # Error
 
 
+@pytest.mark.parametrize("window", [-1, 0, 3, 40])
 @pytest.mark.parametrize("mask", ["causal", "tree"])
 @pytest.mark.parametrize("heads", [GQA, MLA], ids=["gqa", "mla"])
-def test_exact_and_torch_attention_against_the_oracle(heads, mask, monkeypatch):
+def test_exact_and_torch_attention_against_the_oracle(heads, mask, window, monkeypatch):
     monkeypatch.setattr(accuracy, "MAX_LOGITS", 300)  # several chunks of queries
-    made = problem(heads, Batch(2, 20, 90), 5, mask)
+    made = problem(heads, Batch(2, 20, 90), 5, mask, window=window)
     for b, length in enumerate(made.lens):
         k, v = made.pool.rows(made.tables[0][b], length)
-        words = None if made.tree_mask is None else made.tree_mask[b]
-        inputs = (made.q[0][b], k, v, accuracy.visible_keys(length, 5, words, CPU), heads.scale)
+        inputs = (made.q[0][b], k, v, made.visible(b), heads.scale)
         pages = made.tables[0][b].tolist()
         dense = [dense_attention.contiguous_rows(cache, pages, length) for cache in made.pool.caches]
         keys, values = dense if heads.kind == "gqa" else (dense[0][:, None], dense[0][:, None, :16])
@@ -252,6 +256,21 @@ def bench(tmp_path: Path, *options: str, code: int = 0) -> tuple[dict[str, Any],
     result = CliRunner().invoke(cli.app, ["bench", "kernels", *TINY, "--out", str(path), *options])
     assert result.exit_code == code, result.output + repr(result.exception)
     return json.loads(path.read_text()), result.output
+
+
+def test_windows(tmp_path):
+    """Results are compared within the window, and what is read is all that counts as bytes."""
+    shape = ["--heads", "4/2:16", "--case", "2x50", "--q-len", "4", "--mask", "causal", "--mask", "tree"]
+    names = [f"--backend={name}" for name in ("reference", "torch-sdpa")]
+    figures, shown = bench(tmp_path, *shape, *names, "--window", "9")
+    assert [(row["backend"], row["window"], row["mask"], row["correct"]) for row in figures["rows"]] == [
+        ("reference", 9, mask, True) for mask in ("causal", "tree")
+    ]
+    assert {row["bytes"] for row in figures["rows"]} == {2 * (2 * 13 * 2 * 2 * 16 + 2 * 4 * 4 * 32)}
+    assert "2 x 50, window 9" in shown
+    assert "without a window only" in " ".join(shown.split())
+    everything, _ = bench(tmp_path, *shape, "--backend=reference")
+    assert all("window" not in row and row["bytes"] > 2 * figures["rows"][0]["bytes"] for row in everything["rows"])
 
 
 def test_whole_path_on_cpu(tmp_path):

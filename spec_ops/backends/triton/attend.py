@@ -3,8 +3,8 @@
 The online softmax is that of FlashAttention-2 (arXiv:2307.08691) in base 2; masks: `visibility.py`.
 
 Caches of e4m3 come in two forms. As themselves, where the products are `wgmma`: a block is converted on its way through
-registers. For `mma.sync`, as int16: pairs of numbers. A register of its operands holds two keys of a column, which 8-bit values
-can only be brought to byte by byte, while pairs come as 16-bit numbers do (`ldmatrix`). The first numbers of two pairs then make
+registers. For `mma.sync`, as int16: pairs of numbers. A register of its operands holds two keys of a column, which 8-bit
+values reach byte by byte only, while pairs come as 16-bit numbers do (`ldmatrix`). The first numbers of two pairs then make
 one operand and the second ones another, so that a product is two, of even and of odd columns.
 """
 

@@ -163,6 +163,9 @@ def test_select():
     assert [str(s) for s in tune_shapes.select(shapes, ["split/mla", "split/gqa/64/16"])] == [
         "split/gqa/64/16", "split/mla/any/16", "split/mla/any/more", "split/mla/any/more/fp8",
     ]  # fmt: skip
+    # A class that is the beginning of others' names is meant alone.
+    assert [str(s) for s in tune_shapes.select(shapes, ["split/gqa/64/more"])] == ["split/gqa/64/more"]
+    assert len(tune_shapes.select(shapes, ["split/gqa/64"])) == 7
     with pytest.raises(ValueError, match=r"must name a class or begin one, as in \['split/gqa/64/16', .*got 'split/gqa/6'"):
         tune_shapes.select(shapes, ["split/gqa/6"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
 
 from spec_ops.backends.registry import AttentionMeta  # noqa: E402
-from spec_ops.backends.triton import _constraint, ahead, attention_ahead  # noqa: E402
+from spec_ops.backends.triton import _constraint, ahead, attention_ahead, steps  # noqa: E402
+from spec_ops.backends.triton.launch import recorded  # noqa: E402
 
 VARIANTS = list(attention_ahead.ahead())
 # A few seconds each: every variant on one architecture, in turn; `python -m spec_ops bench ahead` takes all of them.
@@ -47,6 +49,23 @@ def test_both_masks_and_the_ragged_kernel_are_looked_at():
     assert all(any(what in v.name for v in WGMMA) for what in ("16 causal", "16 tree", "ragged"))
 
 
+FP8 = [v for v in VARIANTS if "fp8" in v.name and 90 in v.archs and v.hot]
+
+
+@pytest.mark.parametrize("variant", FP8, ids=lambda variant: variant.name)
+def test_fp8_goes_to_products_without_detours(variant):
+    """From e4m3 to float16 at once, not on to bfloat16; and for `mma.sync` without loads of single bytes (see `attend.py`)."""
+    ptx = ahead.compiled(variant, 90).asm["ptx"]
+    assert "cvt.rn.f16x2.e4m3x2" in ptx
+    assert "cvt.bf16.f16" not in ptx
+    assert ("wgmma.mma_async" in ptx) == (variant.constexprs["BLOCK_M"] >= 64)
+    assert not re.search(r"ld\.shared\.(b|u|s)8", ptx)
+
+
+def test_tiles_of_fp8_of_both_kinds_are_looked_at():
+    assert {v.constexprs["BLOCK_M"] for v in FP8} >= {16, 32, 64}
+
+
 def test_every_architecture_has_every_shape():
     everywhere = [v for v in VARIANTS if not v.name.startswith("Hopper")]
     names = {v.name.split(" on sm_")[0] for v in everywhere}
@@ -80,6 +99,16 @@ def test_recorded_arguments_are_specialized_as_a_launch_does():
     assert wide.signature["k_cache"].startswith("tensordesc<bf16[")
     assert wide.signature["k_cache"].endswith(", 512]>")
     assert wide.constexprs["v_cache"] is None
+
+
+@pytest.mark.parametrize(("window", "block"), [(128, (64, 32)), (129, (64, 64)), (1025, (128, 64))])
+def test_settings_follow_the_window(window, block):
+    mask = torch.empty(8, 16, dtype=torch.int64, device="meta")
+    shape = attention_ahead.GQA_64._replace(window=window)
+    _, arguments = attention_ahead._arguments(shape, (mask, 16), (8, 16), 8)
+    with recorded() as launches:
+        steps.mha(*arguments)
+    assert [(launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]) for launch in launches] == [block]
 
 
 def test_narrow_heads_are_refused():

@@ -87,11 +87,11 @@ def first_pages(table, first_key, last_key, seq_len, PAGE: tl.constexpr, BLOCK_N
 def _operand(q, stored: tl.constexpr):
     """Queries in the dtype of products with keys that are `stored` in theirs.
 
-    e4m3 becomes float16 in one instruction for two numbers, bfloat16 in four; either is exact. Queries in float16 differ from
-    those in bfloat16 beyond 65504 alone, and below 2^-14 by at most 2^-25.
+    e4m3 becomes float16 in one instruction for two numbers, and bfloat16 in one more for each; either is exact. Queries in
+    float16 differ from those in bfloat16 beyond 65504, which they are cut at, and below 2^-14, by at most 2^-25.
     """
     if q.dtype == tl.bfloat16 and (stored == tl.float8e4nv or stored == tl.int16):
-        return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+        return tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     else:
         return q
 

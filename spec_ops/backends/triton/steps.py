@@ -72,9 +72,10 @@ def kernel_keys(k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Co
 
 def _holds_pairs(cache: torch.Tensor) -> bool:
     """Whether `cache` is e4m3, and its rows can be read as 16-bit numbers."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return False
     *strides, last = cache.stride()
-    even = cache.shape[-1] % 2 == 0 and all(n % 2 == 0 for n in (*strides, cache.storage_offset(), cache.data_ptr()))
-    return cache.dtype == torch.float8_e4m3fn and last == 1 and even
+    return last == 1 and all(n % 2 == 0 for n in (cache.shape[-1], *strides, cache.storage_offset(), cache.data_ptr()))
 
 
 def _page_token_head(cache: torch.Tensor) -> tuple[int, int, int]:

@@ -20,8 +20,8 @@ from spec_ops.backends.triton.tuning import Config
 from spec_ops.bench.kernel_cases import Pool, Problem, num_sets, pages_needed
 from spec_ops.bench.kernels import MAX_ERROR_RATIO, Expected
 from spec_ops.bench.timing import side_stream, time_calls
-from spec_ops.bench.tune_compile import DTYPE, PAGE_SIZE, Outcome, call
-from spec_ops.bench.tune_shapes import ShapeClass
+from spec_ops.bench.tune_compile import PAGE_SIZE, Outcome, call
+from spec_ops.bench.tune_shapes import DTYPE, ShapeClass
 
 MIN_MS = 4.0  # of replays per candidate and case
 KEEP = 1.02  # an entry stays unless another config is faster by more than two runs of the same one differ

@@ -20,10 +20,9 @@ from spec_ops.backends.triton.ahead import SHARED_LIMIT, Resources, resident_blo
 from spec_ops.backends.triton.launch import Launch, recorded
 from spec_ops.backends.triton.tuning import SHARED, Config
 from spec_ops.bench.kernel_cases import Case
-from spec_ops.bench.tune_shapes import ShapeClass
+from spec_ops.bench.tune_shapes import DTYPE, ShapeClass
 
 PAGE_SIZE = 64
-DTYPE = torch.bfloat16
 CHECKED_BATCH = 8  # requests, at most, of binaries that must not spill at all: as many as `bench ahead` compiles for
 
 

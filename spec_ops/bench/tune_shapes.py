@@ -15,6 +15,7 @@ from spec_ops.backends.triton.tuning import Config, Entry, fitted, lookup
 from spec_ops.bench.kernel_cases import TREE_FROM, Batch, Case, Heads
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 
+DTYPE = torch.bfloat16  # of queries, and of caches but for fp8's
 MAX_CANDIDATES = 24
 BATCHES = (Batch(1, 4096, 4096), Batch(8, 1024, 1024), Batch(8, 8192, 8192), Batch(64, 8192, 8192))
 RAGGED_BATCHES = BATCHES[:3]
@@ -43,8 +44,8 @@ class ShapeClass:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of the caches; queries are bfloat16."""
-        return torch.float8_e4m3fn if self.entry.kv_bytes == 1 else torch.bfloat16
+        """Of the caches."""
+        return torch.float8_e4m3fn if self.entry.kv_bytes == 1 else DTYPE
 
     @property
     def window(self) -> int:

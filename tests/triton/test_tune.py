@@ -14,7 +14,8 @@ from spec_ops.bench.kernel_cases import Batch, Heads
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(tune, "DTYPE", torch.float32)  # numpy has no bfloat16
+    for module in (tune, tune_shapes):
+        monkeypatch.setattr(module, "DTYPE", torch.float32)  # numpy has no bfloat16
     monkeypatch.setattr(tune_shapes, "BATCHES", (Batch(2, 100, 100),))
     monkeypatch.setattr(tune_shapes, "RAGGED_BATCHES", tune_shapes.BATCHES)
     monkeypatch.setattr(tune_shapes, "PREFILL", 24)
@@ -22,7 +23,13 @@ def small(monkeypatch):
     monkeypatch.setattr(tune_shapes, "MLA_HEADS", dict.fromkeys((16, None), Heads("mla", 4, 1, 576, 512)))
 
 
-@pytest.mark.parametrize("name", ["split/gqa/64/16", "split/gqa/64/64", "split/mla/any/16", "ragged/gqa/128/64", "ragged/mla"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("split/gqa/64/16", "split/gqa/64/64", "split/mla/any/16", "ragged/gqa/128/64", "ragged/mla"),
+        *("split/gqa/64/32/fp8", "split/gqa/64/more/window-128"),
+    ],
+)
 def test_classes_are_measured(small, name):
     for shape in tune_shapes.select(tune_shapes.classes(tuning.table(), 90), [name]):
         other = dataclasses.replace(shape.present, block_n=32)

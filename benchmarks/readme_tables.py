@@ -174,16 +174,10 @@ def limits(results: Path) -> str:
     ratios = _fp8_over_bf16(results)
     text = f"On one request of 4096 tokens the Triton attention kernel takes {listed(r['us'] for r in one)} us where the floor"
     text += f" is {listed(r['floor_us'] for r in one)}; with head_dim 64 and 16 queries it is bound by arithmetic, at"
-    text += (
-        f" {listed(r['us'] / r['floor_us'] for r in busy)} times the floor on longer contexts. With fp8 caches, GQA of 32 rows"
-    )
-    text += (
-        f" for a KV head takes {listed(ratios['gqa', 'some'])} of bf16's time and more rows {listed(ratios['gqa', 'many'])};"
-    )
-    text += (
-        f" MLA of up to 16 rows {listed(ratios['mla', 'few'])}, more rows {listed(ratios['mla', 'many'])} (the Gluon kernels"
-    )
-    text += " take no fp8)."
+    text += f" {listed(r['us'] / r['floor_us'] for r in busy)} times the floor on longer contexts."
+    text += f" With fp8 caches, GQA of 32 rows for a KV head takes {listed(ratios['gqa', 'some'])} of bf16's time and more rows"
+    text += f" {listed(ratios['gqa', 'many'])}; MLA of up to 16 rows {listed(ratios['mla', 'few'])}, more rows"
+    text += f" {listed(ratios['mla', 'many'])} (the Gluon kernels take no fp8)."
     return paragraph(text)
 
 

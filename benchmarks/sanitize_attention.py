@@ -15,7 +15,7 @@ import spec_ops
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LENS = [0, 1, 0, 700]  # and two around a page's end: requests without keys, of one token, and one that many programs share
-ALONE = 2500  # a request that more programs share than one has partial results by strips for (`hopper_combine.py`)
+ALONE = 2500  # one request for all programs: too many splits for partial results by strips (`hopper_combine.py`)
 Q_LENS = [0, 1, 3, 40, 2, 5]  # of a ragged call
 SPLIT = ("split_kv_attention_kernel",)
 HOPPER = ("mla_hopper_attention",)

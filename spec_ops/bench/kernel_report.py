@@ -6,7 +6,7 @@ import math
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -24,15 +24,20 @@ from spec_ops.bench.kernels import Note, measure
 from spec_ops.bench.timing import Ceilings, measure_ceilings
 from spec_ops.results import environment, write_rows
 
-CASE = ("kind", "heads", "head_dim", "bs", "context", "lengths", "q_len", "mask", "window")  # the last where there is one
+CASE = ("kind", "heads", "head_dim", "bs", "context", "lengths", "q_len", "mask")
 LOG_WIDTH = 240  # of tables that go to a file: rich would cut them to 80 columns
+
+
+def case_of(row: Mapping[str, Any]) -> tuple:
+    """What tells the row's case from others; a window is there only where there is one."""
+    return (*(row[name] for name in CASE), row.get("window"))
 
 
 def by_case(rows: Sequence[dict[str, Any]]) -> dict[tuple, dict[str, dict[str, Any]]]:
     """The rows of each case, keyed by backend."""
     cases: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in rows:
-        cases.setdefault(tuple(map(row.get, CASE)), {})[row["backend"]] = row
+        cases.setdefault(case_of(row), {})[row["backend"]] = row
     return cases
 
 
@@ -74,7 +79,7 @@ def summary_table(rows: Sequence[dict[str, Any]]) -> Table:
         spread = [
             row["us"] / twin["us"]
             for row in mine.values()
-            if row["lengths"] != "equal" and (twin := mine.get(tuple(map((row | {"lengths": "equal"}).get, CASE))))
+            if row["lengths"] != "equal" and (twin := mine.get(case_of(row | {"lengths": "equal"})))
         ]
         errors = [row["error"] / row["reference_error"] for row in mine.values() if row["error"] and row["reference_error"]]
         table.add_row(

@@ -16,7 +16,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from spec_ops.backends import get_backend, measured
-from spec_ops.bench.kernel_report import CASE, by_case
+from spec_ops.bench.kernel_report import by_case, case_of
 
 ARCHS = {"NVIDIA H100": 90, "NVIDIA H200": 90, "NVIDIA B200": 100, "NVIDIA GB200": 100, "NVIDIA B300": 103}
 KINDS = {"gqa": "mha", "mla": "mla"}
@@ -83,7 +83,7 @@ def summarize(paths: Sequence[Path], root: Path) -> dict[str, Any]:
         for row in found["rows"]:
             row = {**row, "arch": _arch(about["machine"])}
             if "window" not in row:  # a selection of its own: not every kernel has windows
-                rows[tuple(map(row.get, (*CASE, "arch", "dtype", "page_size", "backend")))] = row
+                rows[(case_of(row), *(row[name] for name in ("arch", "dtype", "page_size", "backend")))] = row
     return {
         "about": "Times over those of the fastest backend in the same case. Made by python -m spec_ops.bench.ranking",
         "sources": sources,

@@ -83,7 +83,8 @@ def summarize(paths: Sequence[Path], root: Path) -> dict[str, Any]:
         for row in found["rows"]:
             row = {**row, "arch": _arch(about["machine"])}
             if "window" not in row:  # a selection of its own: not every kernel has windows
-                rows[(case_of(row), *(row[name] for name in ("arch", "dtype", "page_size", "backend")))] = row
+                key = (case_of(row), *(row[name] for name in ("arch", "dtype", "page_size", "backend")))
+                rows[key] = row
     return {
         "about": "Times over those of the fastest backend in the same case. Made by python -m spec_ops.bench.ranking",
         "sources": sources,

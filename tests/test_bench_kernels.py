@@ -515,6 +515,15 @@ def test_graph_replays_rotate_and_find_unwritten_results():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_measurement_starts_from_rest(monkeypatch, graph):
+    rests = []
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: rests.append((seconds, torch.cuda.current_stream().query())))
+    time_calls([lambda: torch.zeros(4, device="cuda")], min_ms=0.0, graph=graph)
+    assert rests == [(timing.REST_S, True)]  # nothing was left to do when it began
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads", ["32/8", "16"])
 def test_quick_run(tmp_path, heads):
     path, picture = tmp_path / "rows.json", tmp_path / "roofline.png"

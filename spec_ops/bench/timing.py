@@ -16,6 +16,9 @@ import torch
 MIN_GRAPH_MS = 2.0  # a replay shorter than this would measure the gap between replays (some microseconds) as well
 MAX_CALLS = 512  # in one graph
 MAX_REPLAYS = 200
+# Dense products take an H200 to its power limit: after 40 to 60 ms its clocks fall from 1950 to 1600 MHz, and an MLA verify
+# that took 828 us takes 947, as does whatever comes next, for some 100 ms. So a measurement starts from rest, and is short.
+REST_S = 0.15
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ def time_calls(
 
     On CUDA all calls are captured in one graph (several times over if they are short), replayed at least `min_replays` times
     and for `min_ms`; before a last replay the first result is overwritten with NaN, so that the result returned is what the
-    timed graph wrote. `graph=False` runs the calls from Python between events, for work that cannot be captured. On CPU: wall
-    clock.
+    timed graph wrote. `graph=False` runs the calls from Python between events, for work that cannot be captured. The GPU has
+    rested for `REST_S` before either. On CPU: wall clock.
     """
     if not calls:
         raise ValueError("time_calls: `calls` must hold at least one call, got none")
@@ -61,13 +64,16 @@ def time_calls(
 
         run_all()  # outside the capture too, in case a kernel compiles anew for other pointers
         if not graph:
-            ms = median_ms(run_all, _replays(median_ms(run_all, 1), min_ms, min_replays))
+            replays = _replays(median_ms(run_all, 1), min_ms, min_replays)
+            time.sleep(REST_S)
+            ms = median_ms(run_all, replays)
             return Timing(ms / len(calls) * 1e3, output, False)
         captured, output = _capture(calls, 1)
         count, once = len(calls), median_ms(captured.replay, 3)
         if (rounds := min(math.ceil(MIN_GRAPH_MS / once), MAX_CALLS // count)) > 1:
             captured, output = _capture(calls, rounds)
             count, once = rounds * count, median_ms(captured.replay, 1)
+        time.sleep(REST_S)
         ms = median_ms(captured.replay, _replays(once, min_ms, min_replays))
         output.fill_(math.nan)
         captured.replay()

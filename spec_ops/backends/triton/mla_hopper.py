@@ -43,7 +43,7 @@ P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT.value, 2))
 ROW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # Barriers. "Full": TMA has written; "free": everyone has read; the others: one warpgroup has written to shared memory.
-EVEN_LEFT, EVEN_RIGHT, ODD_RIGHT, ODD_LEFT, QUERIES = (gl.constexpr(i) for i in range(5))
+EVEN_LEFT, EVEN_RIGHT, ODD_LEFT, ODD_RIGHT, QUERIES = (gl.constexpr(i) for i in range(5))
 FREE = gl.constexpr(5)  # added to one of the five above
 EVEN_WEIGHTS, ODD_WEIGHTS, EVEN_SUM, ODD_SUM = (gl.constexpr(i) for i in range(10, 14))
 BARRIERS = gl.constexpr(14)
@@ -129,15 +129,15 @@ def _load(
                 tma.async_copy_global_to_shared(kv_half, [slot0, 256], full, kv_smem.index(1))
                 tma.async_copy_global_to_shared(kv_rest, [slot0, 512], full, kv_rest_smem.index(0))
                 if k + 1 < last:
-                    full = bars.index(ODD_RIGHT)
-                    mbarrier.wait(bars.index(ODD_RIGHT + FREE), odd_free)
-                    mbarrier.expect(full, half_bytes)
-                    tma.async_copy_global_to_shared(kv_half, [slot1, 256], full, kv_smem.index(3))
                     full = bars.index(ODD_LEFT)
                     mbarrier.wait(bars.index(ODD_LEFT + FREE), odd_free)
                     mbarrier.expect(full, half_bytes + rest_bytes)
                     tma.async_copy_global_to_shared(kv_half, [slot1, 0], full, kv_smem.index(2))
                     tma.async_copy_global_to_shared(kv_rest, [slot1, 512], full, kv_rest_smem.index(1))
+                    full = bars.index(ODD_RIGHT)
+                    mbarrier.wait(bars.index(ODD_RIGHT + FREE), odd_free)
+                    mbarrier.expect(full, half_bytes)
+                    tma.async_copy_global_to_shared(kv_half, [slot1, 256], full, kv_smem.index(3))
                     odds += 1
                 evens += 1
             position = begin + last
@@ -153,11 +153,11 @@ def _logits(
     s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     z = opaque_zero()
     if ODD:
-        mbarrier.wait(bars.index(ODD_RIGHT), phase)
-        s = warpgroup_mma(q_smem.index(z + 1), kv_smem.index(z + 3).permute((1, 0)), s, use_acc=False, is_async=True)
         mbarrier.wait(bars.index(ODD_LEFT), phase)
-        s = warpgroup_mma(q_smem.index(z + 0), kv_smem.index(z + 2).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_smem.index(z + 0), kv_smem.index(z + 2).permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma(q_rest_smem.index(z), kv_rest_smem.index(z + 1).permute((1, 0)), s, is_async=True)
+        mbarrier.wait(bars.index(ODD_RIGHT), phase)
+        s = warpgroup_mma(q_smem.index(z + 1), kv_smem.index(z + 3).permute((1, 0)), s, is_async=True)
     else:
         mbarrier.wait(bars.index(EVEN_LEFT), phase)
         s = warpgroup_mma(q_smem.index(z + 0), kv_smem.index(z + 0).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -227,10 +227,6 @@ def _attend(
                         mbarrier.wait(bars.index(EVEN_WEIGHTS), even_phase)
                         m_even = even_max.load(S_ROW)
                         shrink = gl.exp2(m - exp_shift(m_even))
-                        l = l * shrink
-                        acc = _scale_rows(acc, shrink)
-                        token = warpgroup_mma(kv_rest_smem.index(z), kv_smem.index(z + 1), acc, is_async=True)
-
                         m = gl.maximum(m_even, top)
                         odd_max.store(m)
                         shift = exp_shift(m)
@@ -238,7 +234,11 @@ def _attend(
                         weights = p.to(q_smem.dtype)
                         odd_weights.store(weights)
                         fence_async_shared()
+                        # Ahead of this warpgroup's own product: the even one has nothing to do until it hears this.
                         mbarrier.arrive(bars.index(ODD_WEIGHTS))
+                        acc = _scale_rows(acc, shrink)
+                        token = warpgroup_mma(kv_rest_smem.index(z), kv_smem.index(z + 1), acc, is_async=True)
+                        l = l * shrink
                         shrink = gl.exp2(m_even - shift)
                         l = l * shrink + gl.sum(p, 1)
                         acc = warpgroup_mma_wait(0, [token])

@@ -406,7 +406,7 @@ def mla_hopper_attention(
             )),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )  # fmt: skip
 
 

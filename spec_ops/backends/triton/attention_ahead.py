@@ -155,14 +155,18 @@ def ahead() -> Iterator[Variant]:
         kind, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
         name = f"attention, {shape.label}, {q_len} {'tree' if tree else 'causal'}"
         rows = q_len * shape.heads // max(shape.kv_heads, 1)
+        gqa_on_hopper = kind == "mha" and gqa_hopper.supports(90, args[0], args[1], args[2], shape.window, softcap=0.0)
         for config, archs, suffix in _by_config(tuning.choose, shape, rows, shape.window):
             call = functools.partial(getattr(steps, kind), *args, config=config)
-            # MLA has kernels of its own on Hopper (below) and on Blackwell (other backends').
             (launch,) = _launches(call)
-            yield _variant(f"{name}{suffix}", launch, config, archs, hot=kind == "mha")
-        hopper = None
-        if kind == "mha" and gqa_hopper.supports(90, args[0], args[1], args[2], shape.window, softcap=0.0):
-            hopper = gqa_hopper.mha
+            # MLA has kernels of its own on Hopper (below) and on Blackwell (other backends'), GQA of many rows on Hopper.
+            if gqa_on_hopper and 90 in archs:
+                yield _variant(f"{name} on sm_90", launch, config, (90,), hot=False)
+                archs = tuple(arch for arch in archs if arch != 90)
+                suffix = f" on sm_{archs[0]}" if archs else ""
+            if archs:
+                yield _variant(f"{name}{suffix}", launch, config, archs, hot=kind == "mha")
+        hopper = gqa_hopper.mha if gqa_on_hopper else None
         if kind == "mla" and shape.kv_dtype == BF16:
             hopper = (mla_hopper_few if mla_hopper_few.preferred(args[0]) else mla_hopper).mla
         if hopper is not None:

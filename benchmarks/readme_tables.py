@@ -161,7 +161,9 @@ def fp8(results: Path) -> str:
     shares = [row["us"] / row["floor_us"] for case, row in rows.items() if case[4] == 81920 and case[5] == 1]
     both = [(found["triton"]["us"], found["flashinfer-xqa"]["us"]) for found in cases.values() if "flashinfer-xqa" in found]
     text = "Fp8 caches (`benchmarks/results/h200-kernels-fp8.json`): from 8192 tokens on, GQA with up to 16 query rows for a KV"
-    text += f" head takes {listed(ratios['gqa', 'few'])} of the time of bf16 caches, decoding at 81920 tokens"
+    fp8_at, bf16_at = (load(name, results)["environment"]["commit"] for name in ("h200-kernels-fp8", "h200-kernels"))
+    text += f" head takes {listed(ratios['gqa', 'few'])} of the time of bf16 caches (two runs, at {fp8_at} and {bf16_at}: see"
+    text += " the remarks in the files), decoding at 81920 tokens"
     text += f" {listed(shares, '{:.2f}'.format)} times the floor. Layers with a window of 128 (gpt-oss's heads,"
     text += f" `benchmarks/results/h200-kernels-window.json`): {listed(found['triton']['us'] for found in cases.values())} us;"
     text += f" xqa takes {listed((theirs / ours for ours, theirs in both), '{:.1f}'.format)} times as long."

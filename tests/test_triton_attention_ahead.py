@@ -66,6 +66,13 @@ def test_tiles_of_fp8_of_both_kinds_are_looked_at():
     assert {v.constexprs["BLOCK_M"] for v in FP8} >= {16, 32, 64}
 
 
+def test_one_kernel_of_a_shape_is_hot_on_hopper():
+    """Where a Gluon kernel serves the usual model, the plain one is for what it does not take."""
+    mine = [v for v in VARIANTS if 90 in v.archs and re.match("(Hopper )?attention, GQA 64/8 D64, 16 ", v.name)]
+    assert {(v.name.startswith("Hopper"), v.hot) for v in mine} == {(True, True), (False, False)}
+    assert all(v.hot for v in VARIANTS if v.name.startswith("attention, GQA") and v not in mine)
+
+
 def test_every_architecture_has_every_shape():
     everywhere = [v for v in VARIANTS if not v.name.startswith("Hopper")]
     names = {v.name.split(" on sm_")[0] for v in everywhere}

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import os
 import pkgutil
+import re
 import subprocess
 import types
 
@@ -27,11 +28,20 @@ VARIANTS = list(ahead.variants())
 def test_kernel_compiles(variant, arch):
     if arch not in variant.archs:
         pytest.skip(f"not launched on sm_{arch}")
-    used = ahead.compile_ahead(variant, arch)
+    kernel = ahead.compiled(variant, arch)
+    used = ahead.resources(kernel)
     assert 0 < used.registers <= 255
     assert used.shared_bytes <= ahead.SHARED_LIMIT[arch]
     if variant.hot:
         assert used.spill_bytes == 0
+    assert waits_first(kernel.asm["ptx"])
+
+
+def waits_first(ptx: str) -> bool:
+    """Whether a kernel awaits its predecessors before it touches memory that they might (`launch.await_predecessors`)."""
+    wait, touch = ptx.find("griddepcontrol.wait"), re.search(r"\b(ld|st|atom|red)\.[\w.:]*global|\bcp\.async|\bprefetch", ptx)
+    assert touch is not None
+    return 0 <= wait < touch.start() and ptx.index("griddepcontrol.launch_dependents") > wait
 
 
 def test_no_kernel_is_left_out():

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.ahead import Variant
-from spec_ops.backends.triton.launch import device_guard
+from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch
 
 VOCAB_BLOCK = 8192  # of a row that one program streams: 8 warps with 128 bytes a thread in flight, twice
 
@@ -18,8 +18,9 @@ VOCAB_BLOCK = 8192  # of a row that one program streams: 8 warps with 128 bytes 
 def accept_greedy_kernel(
     candidates, target_tokens, parents, tokens, path, lens,
     candidate_row_stride, candidate_stride, target_row_stride, target_stride, parent_row_stride, parent_stride, path_len,
-    NODES: tl.constexpr, BLOCK: tl.constexpr,
+    NODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_predecessors(PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
     live = node < NODES
@@ -69,7 +70,8 @@ def accept_greedy(candidates, target_tokens, parents, path_len: int) -> tuple[to
     if bs:
         block = triton.next_power_of_2(nodes)
         with device_guard(candidates):
-            accept_greedy_kernel[bs,](
+            launch(
+                accept_greedy_kernel, (bs,),
                 candidates, target_tokens, parents, *outputs,
                 *candidates.stride(), *target_tokens.stride(), *_strides(parents, 2), path_len,
                 NODES=nodes, BLOCK=block, num_warps=min(max(block // 128, 1), 8),
@@ -161,8 +163,10 @@ def _draw(
 
 @triton.jit
 def sample_tokens_kernel(
-    probs, uniforms, tokens, row_stride, stride, uniform_stride, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    probs, uniforms, tokens, row_stride, stride, uniform_stride, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    await_predecessors(PDL)
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(uniforms + row * uniform_stride)
     token = _draw(uniform, probs + row * row_stride, stride, None, 0, None, None, vocab, BLOCK, BLOCKS)
@@ -181,7 +185,8 @@ def sample_tokens(probs, uniforms) -> torch.Tensor:
         vocab = probs.shape[-1]
         rows, flat = probs.reshape(-1, vocab), uniforms.reshape(-1)
         with device_guard(probs):
-            sample_tokens_kernel[flat.shape[0],](
+            launch(
+                sample_tokens_kernel, (flat.shape[0],),
                 rows, flat, tokens, *rows.stride(), flat.stride(0), vocab, **_vocab_blocks(vocab)
             )  # fmt: skip
     return tokens
@@ -219,9 +224,11 @@ def accept_sampled_chain_kernel(
     candidate_row_stride, candidate_stride, target_row_stride, target_node_stride, target_stride,
     uniform_row_stride, uniform_stride, final_stride, draft_row_stride, draft_node_stride, draft_stride, map_stride,
     vocab, draft_vocab, NODES: tl.constexpr, NODE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `request`: rejection sampling. `spread`: a row of the target's vocabulary for each request, where the draft's
     is another."""
+    await_predecessors(PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODE_BLOCK)
     inner = node < NODES - 1
@@ -263,9 +270,10 @@ def accept_sampled_tree_kernel(
     candidate_row_stride, candidate_stride, target_row_stride, target_node_stride, target_stride,
     uniform_row_stride, uniform_stride, final_stride, parent_row_stride, parent_stride, vocab, path_len,
     threshold_single, threshold_acc,
-    NODES: tl.constexpr, NODE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    NODES: tl.constexpr, NODE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `request`: target-only sampling on a tree, or on a chain where `parents` is None."""
+    await_predecessors(PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODE_BLOCK)
     drafted = (node > 0) & (node < NODES)
@@ -324,14 +332,16 @@ def accept_sampled(
     sizes = {"NODES": nodes, "NODE_BLOCK": triton.next_power_of_2(nodes), **_vocab_blocks(vocab)}
     with device_guard(candidates):
         if draft_probs is None:
-            accept_sampled_tree_kernel[bs,](
+            launch(
+                accept_sampled_tree_kernel, (bs,),
                 candidates, target_probs, uniforms, final_uniforms, parents, *outputs, *strides, *_strides(parents, 2),
                 vocab, path_len, threshold_single, threshold_acc, **sizes,
             )  # fmt: skip
         else:
             # Only with a reduced vocabulary: what was rejected has to lie in the order of the target's ids.
             spread = None if draft_to_target is None else target_probs.new_empty(bs, vocab)
-            accept_sampled_chain_kernel[bs,](
+            launch(
+                accept_sampled_chain_kernel, (bs,),
                 candidates, target_probs, uniforms, final_uniforms, draft_probs, draft_to_target, spread, *outputs,
                 *strides, *draft_probs.stride(), *_strides(draft_to_target, 1), vocab, draft_probs.shape[2], **sizes,
             )  # fmt: skip

@@ -36,8 +36,8 @@ class Variant:
         signature: Triton type of each argument that is no constant: `"*bf16"`, `"i32"`, `"fp32"`, a tuple of types for a tuple
             argument. `":16"` at the end (`"*bf16:16"`, `"i64:16"`) promises a multiple of 16, as a launch finds for aligned
             pointers and for strides; without it nothing is vectorized.
-        constexprs: value of each constexpr, and of each other argument that a launch makes a constant: None, and integers of
-            value 1 such as the stride of a last dimension.
+        constexprs: value of each constexpr (but `PDL`, which is true: `launch.py`), and of each other argument that a launch
+            makes a constant: None, and integers of value 1 such as the stride of a last dimension.
         num_warps, num_stages: as in the launch.
         hot: on the path of a decode step, where no spill is tolerated.
         archs: architectures it is launched on.
@@ -118,7 +118,8 @@ def compiled(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
             f"compile_ahead: `variant.kernel` must be a compiled @triton.jit function, got {type(kernel).__name__}; "
             "unset TRITON_INTERPRET"
         )
-    given = [*variant.signature, *variant.constexprs]
+    constexprs = dict(variant.constexprs) | ({"PDL": True} if "PDL" in kernel.arg_names else {})
+    given = [*variant.signature, *constexprs]
     if sorted(given) != sorted(kernel.arg_names):
         wanted = f"must name each of {kernel.arg_names} once"
         raise ValueError(f"compile_ahead: {variant.name}: `signature` and `constexprs` {wanted}, got {given}")
@@ -127,7 +128,7 @@ def compiled(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
     for position, name in enumerate(kernel.arg_names):
         declared = variant.signature.get(name, "constexpr")
         types[name] = _without_hints(declared, (position,), attrs)
-    source = _source_class(kernel)(kernel, types, dict(variant.constexprs), attrs)
+    source = _source_class(kernel)(kernel, types, constexprs, attrs)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 

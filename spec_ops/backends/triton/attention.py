@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.attend import attend, denominator, first_pages
+from spec_ops.backends.triton.launch import await_predecessors
 from spec_ops.backends.triton.schedule import arrive, await_all, kv_blocks, pick, range_of, range_start, whole_ranges
 
 
@@ -99,7 +100,7 @@ def split_kv_attention_kernel(
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
-    COOPERATIVE: tl.constexpr, WARPS: tl.constexpr,
+    COOPERATIVE: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [bs, Q_LEN, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
 
@@ -111,6 +112,7 @@ def split_kv_attention_kernel(
     `DV == D0` entries of the keys (MLA), and are loaded once. `softcap` comes times log2(e), `qk_scale` too unless there is a
     soft cap. `CLEAR`: see `tuning.Config`.
     """
+    await_predecessors(PDL)
     HM: tl.constexpr = KV_HEADS * ROW_BLOCKS
     ROWS: tl.constexpr = Q_LEN * GROUP
     SPAN: tl.constexpr = MASK_LEN + 1 if MASK_LEN > 0 else Q_LEN

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.attend import attend, denominator, first_pages
+from spec_ops.backends.triton.launch import await_predecessors
 from spec_ops.backends.triton.schedule import kv_blocks, pick
 
 
@@ -108,7 +109,7 @@ def deterministic_attention_kernel(
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [bs, q_len, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
 
@@ -116,6 +117,7 @@ def deterministic_attention_kernel(
     partial results go to `partial_acc [slots, KV_HEADS, q_len * GROUP, BLOCK_DV]` and `partial_ml [slots, KV_HEADS, q_len *
     GROUP, 2]`. Other arguments as `split_kv_attention_kernel`.
     """
+    await_predecessors(PDL)
     tiles = KV_HEADS * row_blocks
     rows = q_len * GROUP
     d0 = tl.arange(0, D0)
@@ -178,9 +180,10 @@ def deterministic_combine_kernel(
     out, seq_lens, sinks, partial_acc, partial_ml, v_scale, bs, q_len, ranges, capacity,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASK_LEN: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the chunks of split requests, `ROWS` rows a program, `AHEAD` chunks loaded at a time."""
+    await_predecessors(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1)
     b = tl.program_id(2)
@@ -224,8 +227,10 @@ def deterministic_extend_kernel(
     PAGE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [total_q, KV_HEADS * GROUP, D]`, ragged; `out` holds zeros. One program a tile, in which all chunks are merged."""
+    await_predecessors(PDL)
     # The last rows of a request see the most keys: they start first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     kv_head = tl.program_id(1)

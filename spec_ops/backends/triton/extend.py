@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.attend import attend, denominator, first_pages
+from spec_ops.backends.triton.launch import await_predecessors
 
 
 @triton.jit(do_not_specialize=["bs", "total_q", "row_blocks"])
@@ -21,11 +22,12 @@ def ragged_attention_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [total_q, KV_HEADS * GROUP, D]`; arguments as `split_kv_attention_kernel`. Rows past `q_indptr[-1]` belong to
     "request" `bs`, and become zeros.
     """
+    await_predecessors(PDL)
     # The last rows of a request see the most keys: they start first.
     block = row_blocks - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)

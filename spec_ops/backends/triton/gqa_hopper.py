@@ -28,7 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.triton.gqa_hopper_softmax import scale_rows, softmax_step, thread_sums, visible
-from spec_ops.backends.triton.hopper import LOG2E, add, arrive, next_stage, padded, range_start, whole_ranges
+from spec_ops.backends.triton.hopper import (
+    LOG2E,
+    add,
+    arrive,
+    await_predecessors,
+    next_stage,
+    padded,
+    range_start,
+    whole_ranges,
+)
 from spec_ops.backends.triton.hopper_combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.launch import launch, num_sms
 from spec_ops.backends.triton.workspace import arrival_counters
@@ -86,7 +95,7 @@ def _load(
     while position < stop:
         seq_len = gl.maximum(gl.load(seq_lens + b), 0)
         count = gl.cdiv(seq_len, BLOCK_N)
-        end = begin + padded(count, length)
+        end = gl.where(length > 0, stop, begin + count)  # with a length ranges end with requests; spares `padded`'s division
         if count > 0:
             until = gl.minimum(end, stop)
             last = gl.minimum(until - begin, count)
@@ -171,7 +180,7 @@ def _turns(
 def _attend(
     q_smem, k_smem, v_smem, full, free, cleared, order,
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-    index, total, ranges, position, stop, length, b, begin, hm,
+    index, share, longer, range_begin, stop, length, b, begin, hm,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, MASK_LEN: gl.constexpr,
     HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
@@ -194,22 +203,16 @@ def _attend(
     segments = 0
     ends = 0
     issued = 0
-    range_begin = position
     first_b = b
     first_begin = begin
-    first_end = begin + 0
-    # `+ 0`: a variable that enters the loop as an alias of `b`, and is set to `b` in it, counts as unchanged.
-    last_b = b + 0
-    last_begin = begin + 0
-    last_end = begin + 0
-    while position < stop:
+    while (begin < stop) & (range_begin < stop):
         seq_len = gl.load(seq_lens + b)
         count = gl.cdiv(gl.maximum(seq_len, 0), BLOCK_N)
         end = begin + padded(count, length)
         if count > 0:
             until = gl.minimum(end, stop)
             last = gl.minimum(until - begin, count)
-            first = position - begin
+            first = gl.maximum(range_begin - begin, 0)
             words = query.to(gl.int64)
             if MASK_LEN > 0:
                 words = gl.load(tree_mask + b * mask_stride + query, mask=row < ROWS, other=0)
@@ -257,36 +260,31 @@ def _attend(
 
             is_whole = (first == 0) & (until == end)
             # A range has at most two unfinished tiles: the one it begins in (slot 0) and the one it ends in (slot 1).
-            slot = (index * 2 + (position != range_begin).to(gl.int32)) * TILES + tile
+            slot = (index * 2 + (begin > range_begin).to(gl.int32)) * TILES + tile
             finish(
                 acc, m, gl.sum(l, 1), out, sinks, partial_acc, partial_ml, counters + b * TILES + tile,
                 b, row0, kv_head, is_whole, slot, v_scale, ROWS, GROUP, KV_HEADS, D, HAS_SINKS, 0, STRIPED,
             )  # fmt: skip
-            if position == range_begin:
-                first_end = end
-            last_b = b
-            last_begin = begin
-            last_end = end
-            position = until
         begin = end
         b += 1
     combine_unfinished(
-        partial_acc, partial_ml, counters, out, sinks, v_scale, index, total, ranges, range_begin, stop, tile, row0, kv_head,
-        first_b, first_begin, first_end, last_b, last_begin, last_end, TILES, ROWS, GROUP, KV_HEADS, D, HAS_SINKS, 0, D,
+        partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop, tile, row0, kv_head,
+        first_b, first_begin, b - 1, begin, TILES, ROWS, GROUP, KV_HEADS, D, HAS_SINKS, 0, D,
         STRIPED,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "min_blocks", "table_stride", "mask_stride"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride"])
 def gqa_hopper_attention(
     q_rows, k_rows, v_rows, out, block_tables, seq_lens, tree_mask, sinks,
     partial_acc, partial_ml, counters,
-    qk_scale, v_scale, bs, ranges, min_blocks, table_stride, mask_stride,
+    qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, D: gl.constexpr,
     PAGE: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr, BS: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr,
+    STAGES: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr, MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN, KV_HEADS * GROUP, D]`, 64 rows by 64; caches `[tokens, KV_HEADS * D]`, `BOX` by 64."""
+    await_predecessors(PDL)
     HM: gl.constexpr = KV_HEADS * ROW_BLOCKS
     ROWS: gl.constexpr = Q_LEN * GROUP
     pid = gl.program_id(0)
@@ -325,14 +323,18 @@ def gqa_hopper_attention(
                 gl.store(gl.expand_dims(o, 1) + gl.expand_dims(zero_column, 0), zero, mask=mask)
 
     # Fewer ranges than programs where a range would be too short to pay for its partial result.
-    ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, min_blocks)), 1)
+    ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, MIN_BLOCKS)), 1)
     length, needed = whole_ranges(counts, total, ranges)
+    share = length
+    longer = total * 0
     if length > 0:  # round each request up to whole ranges: the blocks too many are empty
         counts = needed * length
         ranges = gl.sum(needed, 0)
-        total = ranges * length
-    position = range_start(index, total, gl.maximum(ranges, 1))
-    stop = range_start(index + 1, total, gl.maximum(ranges, 1))
+    else:
+        share = total // ranges
+        longer = total - share * ranges
+    position = range_start(index, share, longer)
+    stop = range_start(index + 1, share, longer)
     if index >= ranges:
         stop = position
     ends = gl.associative_scan(counts, 0, add)
@@ -349,13 +351,13 @@ def gqa_hopper_attention(
             (_attend, (
                 q_smem, k_smem, v_smem, full, free, cleared, order,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, total, ranges, position, stop, length, b, begin, hm,
+                index, share, longer, position, stop, length, b, begin, hm,
                 Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, 0,
             )),
             (_attend, (
                 q_smem, k_smem, v_smem, full, free, cleared, order,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, total, ranges, position, stop, length, b, begin, hm,
+                index, share, longer, position, stop, length, b, begin, hm,
                 Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, 1,
             )),
             (_load, (
@@ -437,12 +439,12 @@ def mha(
         TensorDescriptor(q, [bs * q_len, heads, dim], [q.stride(1), dim, 1], [64 // group, group, 64], q_layout),
         cache_rows(k_cache), cache_rows(v_cache), out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * dim :], arrival_counters(q.device, bs * tiles * 2, "gqa_hopper"),
-        scale * k_scale * LOG2E.value, v_scale, bs, ranges, min_blocks,
+        scale * k_scale * LOG2E.value, v_scale, bs, ranges,
         block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
         Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, D=dim, PAGE=page_size,
         MASK_LEN=mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
         BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box, STRIPED=striped(ranges, bs),
-        num_warps=4,
+        MIN_BLOCKS=min_blocks, num_warps=4,
         # With one range no tile is split, and nobody waits for another program.
         launch_cooperative_grid=ranges > 1,
     )  # fmt: skip

@@ -16,6 +16,14 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton
 
 
 @gluon.jit
+def await_predecessors(PDL: gl.constexpr):
+    """`launch.await_predecessors`."""
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def add(a, b):
     """For `gl.associative_scan`."""
     return a + b
@@ -46,18 +54,36 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def range_start(index, total, ranges):
-    return (index.to(gl.int64) * total // ranges).to(gl.int32)
+def range_start(index, share, longer):
+    """Where range `index` begins: ranges hold `share` blocks each, the first `longer` of them one more."""
+    return index * share + gl.minimum(index, longer)
 
 
 @gluon.jit
-def range_of(block, total, ranges):
-    return (((block.to(gl.int64) + 1) * ranges - 1) // total).to(gl.int32)
+def range_of(block, share, longer):
+    """The range that holds `block`: the largest `r` with `range_start(r) <= block`."""
+    r = block // (share + 1)
+    return gl.where(r < longer, r, (block - longer) // share)
+
+
+@gluon.jit
+def tile_splits(side, sides, first_begin, last_end, stop, share, longer):
+    """Of the tile in which a range begins (`side` 0) or ends (`side` 1 of 2): the first range with a part of it, the number of
+    ranges that have one, and 1 if it begins inside the first of them, else 0.
+
+    `first_begin`: where the first of the two begins; `last_end`: where the other ends, or the only one; `stop`: where the range
+    ends. On its inner side a tile is this range's alone, so there any block of the range stands for the tile's.
+    """
+    begin = gl.where(side == 0, first_begin, stop - 1)
+    end = gl.where(side == sides - 1, last_end, stop)
+    first = range_of(begin, share, longer)
+    splits = range_of(end - 1, share, longer) - first + 1
+    return first, splits, gl.where(range_start(first, share, longer) < begin, 1, 0)
 
 
 @gluon.jit
 def whole_ranges(counts, total, ranges):
-    """`schedule.whole_ranges`. Where it gives a length, `range_start` and `range_of` need only `total = ranges * length`."""
+    """`schedule.whole_ranges`. Where it gives a length, that is the `share` of `range_start` and `range_of`: none is longer."""
     share = gl.maximum(gl.cdiv(total, ranges), 1)
     fewest = (counts + share) // (share + 1)
     needed = (counts + share - 1) // share

@@ -15,7 +15,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from spec_ops.backends.triton.hopper import await_all, barrier, denominator, exp_shift, range_of, range_start
+from spec_ops.backends.triton.hopper import await_all, barrier, denominator, exp_shift, tile_splits
 
 
 def striped(ranges: int, bs: int) -> bool:
@@ -160,8 +160,8 @@ def _combine_rows(
 
 @gluon.jit
 def combine_unfinished(
-    partial_acc, partial_ml, counters, out, sinks, v_scale, index, total, ranges, range_begin, stop, tile, row0, kv_head,
-    first_b, first_begin, first_end, last_b, last_begin, last_end, TILES: gl.constexpr,
+    partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop, tile, row0, kv_head,
+    first_b, first_begin, last_b, last_end, TILES: gl.constexpr,
     ROWS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr,
     COLUMN0: gl.constexpr, COLUMNS: gl.constexpr, STRIPED: gl.constexpr,
 ):  # fmt: skip
@@ -170,17 +170,13 @@ def combine_unfinished(
     `COLUMNS` is 256 (MLA) or at most 128 (GQA).
     """
     rows = gl.minimum(ROWS - row0, 64)
-    for side in range(2):
+    sides = gl.where(range_begin < stop, gl.where(first_b == last_b, 1, 2), 0)
+    for side in range(sides):
         b = gl.where(side == 0, first_b, last_b)
-        begin = gl.where(side == 0, first_begin, last_begin)
-        end = gl.where(side == 0, first_end, last_end)
-        unfinished = (range_begin < stop) & ((begin < range_begin) | (end > stop))
-        if unfinished & ((side == 0) | (last_b != first_b)):
-            first_range = range_of(begin, total, ranges)
-            splits = range_of(end - 1, total, ranges) - first_range + 1
+        first_range, splits, ends_first = tile_splits(side, sides, first_begin, last_end, stop, share, longer)
+        if splits > 1:
             await_all(counters + b * TILES + tile, splits * (D // COLUMNS))
             unit = index - first_range
-            ends_first = (range_start(first_range, total, ranges) < begin).to(gl.int32)
             slots = first_range * 2 * TILES + tile
             o = out + b.to(gl.int64) * (ROWS * KV_HEADS * D)
             if STRIPED:

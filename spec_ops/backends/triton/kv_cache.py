@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.ahead import ArgType, Variant
-from spec_ops.backends.triton.launch import device_guard, num_sms
+from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch, num_sms
 
 E4M3_MAX = tl.constexpr(448.0)
 
@@ -50,8 +50,10 @@ def append_kv_kernel(
     k_row_stride, k_row_head_stride, k_row_dim_stride, v_row_stride, v_row_head_stride, v_row_dim_stride, slots_stride,
     k_scale, v_scale,
     HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(row, block)`: `BLOCK` elements of a row's keys, and as many of its values."""
+    await_predecessors(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row * slots_stride)
@@ -73,7 +75,8 @@ def append_kv(k_cache, v_cache, k, v, slots, k_scale: float, v_scale: float) -> 
         return
     block = min(triton.next_power_of_2(width), 2048)
     with device_guard(k_cache):
-        append_kv_kernel[slots.shape[0], triton.cdiv(width, block)](
+        launch(
+            append_kv_kernel, (slots.shape[0], triton.cdiv(width, block)),
             k_cache, v_cache, k, v, slots,
             *k_cache.stride()[:3], *v_cache.stride()[:3], *k.stride(), *v.stride(), slots.stride(0), k_scale, v_scale,
             HEADS=heads, K_DIM=k_dim, V_DIM=v_dim, PAGE_SIZE=page_size, BLOCK=block, num_warps=4,
@@ -84,8 +87,10 @@ def append_kv(k_cache, v_cache, k, v, slots, k_scale: float, v_scale: float) -> 
 def append_mla_kv_kernel(
     cache, c_kv, k_rope, slots, page_stride, slot_stride, c_row_stride, c_dim_stride, r_row_stride, r_dim_stride, slots_stride,
     scale, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, RANK_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `row`: its latent, then its rotary key."""
+    await_predecessors(PDL)
     row = tl.program_id(0).to(tl.int64)
     c_dim, r_dim = tl.arange(0, RANK_BLOCK), tl.arange(0, ROPE_BLOCK)
     slot = tl.load(slots + row * slots_stride)
@@ -102,7 +107,8 @@ def append_mla_kv(kv_cache, c_kv, k_rope, slots, kv_scale: float) -> None:
         return
     rank, rope = c_kv.shape[1], k_rope.shape[1]
     with device_guard(kv_cache):
-        append_mla_kv_kernel[slots.shape[0],](
+        launch(
+            append_mla_kv_kernel, (slots.shape[0],),
             kv_cache, c_kv, k_rope, slots,
             *kv_cache.stride()[:2], *c_kv.stride(), *k_rope.stride(), slots.stride(0), kv_scale,
             RANK=rank, ROPE=rope, PAGE_SIZE=kv_cache.shape[1],
@@ -165,8 +171,11 @@ def _move_columns(
 
 
 @triton.jit(do_not_specialize=["n", "total"])
-def move_kv_kernel(groups, src, dst, src_stride, dst_stride, n, total, stage, GEOMETRY: tl.constexpr, ROWS: tl.constexpr):
+def move_kv_kernel(
+    groups, src, dst, src_stride, dst_stride, n, total, stage, GEOMETRY: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+):
     """Work item: one block of columns of one cache. `groups` holds the caches of each geometry."""
+    await_predecessors(PDL)
     for work in range(tl.program_id(0), total, tl.num_programs(0)):
         first = 0
         for g in tl.static_range(len(GEOMETRY)):
@@ -222,7 +231,8 @@ def move_kv(caches: Sequence[torch.Tensor], src_slots, dst_slots) -> None:
         grid = min(total, num_sms(src_slots.device))
         stage = torch.empty(grid * n * row_bytes, dtype=torch.uint8, device=src_slots.device)
     with device_guard(src_slots):
-        move_kv_kernel[grid,](
+        launch(
+            move_kv_kernel, (grid,),
             tuple(map(tuple, groups.values())), src_slots, dst_slots, src_slots.stride(0), dst_slots.stride(0), n, total, stage,
             GEOMETRY=tuple(geometry for _, geometry in groups), ROWS=tile, num_warps=num_warps,
         )  # fmt: skip

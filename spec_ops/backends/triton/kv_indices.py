@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.ahead import Variant
-from spec_ops.backends.triton.launch import device_guard, num_sms
+from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch, num_sms
 
 BLOCK = 1024
 LENS_BLOCK = 256
@@ -18,9 +18,10 @@ LENS_BLOCK = 256
 @triton.jit(do_not_specialize=["max_pages"])
 def page_table_kernel(
     req_to_token, req_pool_indices, seq_lens, table, row_stride, token_stride, req_stride, lens_stride, max_pages,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(request, block)`: `BLOCK` entries of the request's row."""
+    await_predecessors(PDL)
     request = tl.program_id(0).to(tl.int64)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(seq_lens + request * lens_stride)
@@ -36,7 +37,8 @@ def page_table(req_to_token, req_pool_indices, seq_lens, page_size: int, max_pag
     if bs:
         block = min(triton.next_power_of_2(max_pages), BLOCK)
         with device_guard(table):
-            page_table_kernel[bs, triton.cdiv(max_pages, block)](
+            launch(
+                page_table_kernel, (bs, triton.cdiv(max_pages, block)),
                 req_to_token, req_pool_indices, seq_lens, table,
                 *req_to_token.stride(), req_pool_indices.stride(0), seq_lens.stride(0), max_pages,
                 PAGE_SIZE=page_size, BLOCK=block, num_warps=4,
@@ -48,12 +50,13 @@ def page_table(req_to_token, req_pool_indices, seq_lens, page_size: int, max_pag
 def kv_indices_kernel(
     req_to_token, req_pool_indices, seq_lens, indptr, indices, row_stride, token_stride, req_stride, lens_stride,
     bs, capacity, first_step, num_steps,
-    TOPK: tl.constexpr, PAGE_SIZE: tl.constexpr, LENS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    TOPK: tl.constexpr, PAGE_SIZE: tl.constexpr, LENS_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(request and branch, split, row)`: its share of one segment, then of the zeros after the last segment.
 
     Row `r` is draft step `first_step + r`, whose segments hold `step + 1` drafted tokens after the prefix.
     """
+    await_predecessors(PDL)
     segment = tl.program_id(0)
     request, branch = segment // TOPK, segment % TOPK
     row = tl.program_id(2)
@@ -114,7 +117,8 @@ def _kv_indices(
     # Enough programs for every multiprocessor to have two, and none without a block of a full segment.
     splits = min(triton.cdiv(2 * num_sms(seq_lens.device), bs * topk * rows), triton.cdiv(req_to_token.shape[1], BLOCK))
     with device_guard(indptr):
-        kv_indices_kernel[bs * topk, splits, rows](
+        launch(
+            kv_indices_kernel, (bs * topk, splits, rows),
             req_to_token, req_pool_indices, seq_lens, indptr, indices,
             *req_to_token.stride(), req_pool_indices.stride(0), seq_lens.stride(0), bs, capacity, first_step, num_steps,
             TOPK=topk, PAGE_SIZE=page_size, LENS_BLOCK=LENS_BLOCK, BLOCK=BLOCK, num_warps=4,

@@ -1,4 +1,9 @@
-"""What every launch needs: the device to launch on, and its size."""
+"""What every launch needs: the device to launch on, its size, and how a kernel follows the one before it.
+
+From sm_90 on kernels are launched while the one before them still runs (programmatic dependent launch), and wait for it
+themselves, which takes most of a launch out of the time between two kernels:
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,23 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETER_SMS = 4  # on CPU, for Triton's interpreter: small, so that loops over work take more than one turn
+
+
+@triton.jit
+def await_predecessors(PDL: tl.constexpr):
+    """The first thing every kernel does: what earlier ones wrote is there behind it, and what they read may be written.
+
+    Then the next kernel may come as soon as a multiprocessor has room. It waits here for this one's end, as this one did, so at
+    most two kernels are on the GPU, and all programs of the first have begun: those that wait for one another all have.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def device_guard(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
@@ -39,12 +59,23 @@ _recorded: list[Launch] | None = None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """`kernel[grid](*args, **kwargs)`, or a note of it inside `recorded`."""
+    """`kernel[grid](*args, **kwargs)` on the current device, with the parameter `PDL` for `await_predecessors`; or a note of it
+    inside `recorded`.
+    """
     if _recorded is None:
-        kernel[grid](*args, **kwargs)
+        if isinstance(kernel, triton.JITFunction) and _launches_early(torch.cuda.current_device()):
+            kernel[grid](*args, **kwargs, PDL=True, launch_pdl=True)
+        else:
+            kernel[grid](*args, **kwargs, PDL=False)
         return
     arguments = dict(zip(kernel.arg_names, args, strict=False)) | {n: kwargs.pop(n) for n in kernel.arg_names if n in kwargs}
     _recorded.append(Launch(kernel, arguments, kwargs))
+
+
+@functools.cache
+def _launches_early(index: int) -> bool:
+    """Whether a device has programmatic dependent launch."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.ahead import ARCHS, Variant
-from spec_ops.backends.triton.launch import device_guard, launch, num_sms
+from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch, num_sms
 from spec_ops.backends.triton.schedule import arrive
 from spec_ops.backends.triton.tuning import SHARED
 from spec_ops.backends.triton.workspace import arrival_counters
@@ -145,10 +145,11 @@ def store_transposed(out, acc, n, m, N, M):
 def skinny_mm_kernel(
     x, weight, partial, counters, M, N, K, bias, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`x`, `weight`: tensor descriptors of what `_block_shape` says, of `BLOCK_M` and `BLOCK_N` rows. `partial`, `counters`: of
     the sums that the programs of a tile exchange, None if there is one. `bias [N]` or None; `out [M, N]` is contiguous."""
+    await_predecessors(PDL)
     acc, complete = products(x, weight, partial, counters, K, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES)
     if complete:
         n = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.triton.hopper import LOG2E, add, exp_shift, opaque_zero, range_start
+from spec_ops.backends.triton.hopper import LOG2E, add, await_predecessors, exp_shift, opaque_zero, range_start
 from spec_ops.backends.triton.hopper_combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.launch import launch, num_sms
 from spec_ops.backends.triton.workspace import arrival_counters
@@ -171,7 +171,7 @@ def _logits(
 def _attend(
     q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-    index, total, ranges, position, stop, b, begin, hm, HM: gl.constexpr,
+    index, share, longer, range_begin, stop, b, begin, hm, HM: gl.constexpr,
     ROWS: gl.constexpr, HEADS: gl.constexpr, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr,
     STRIPED: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
@@ -187,21 +187,15 @@ def _attend(
     segments = 0
     evens = 0
     odds = 0
-    range_begin = position
     first_b = b
     first_begin = begin
-    first_end = begin + 0
-    # `+ 0`: a variable that enters the loop as an alias of `b`, and is set to `b` in it, counts as unchanged.
-    last_b = b + 0
-    last_begin = begin + 0
-    last_end = begin + 0
-    while position < stop:
+    while (begin < stop) & (range_begin < stop):
         seq_len = gl.load(seq_lens + b)
         count = gl.cdiv(gl.maximum(seq_len, 0), 64)
         end = begin + count
         if count > 0:
             last = gl.minimum(end, stop) - begin
-            first = position - begin
+            first = gl.maximum(range_begin - begin, 0)
             words = query.to(gl.int64)
             if MASK_LEN > 0:
                 words = gl.load(tree_mask + b * mask_stride + query, mask=row < ROWS, other=0)
@@ -311,35 +305,31 @@ def _attend(
             segments += 1
             is_whole = (first == 0) & (begin + last == end)
             # A range has at most two unfinished tiles: the one it begins in (slot 0) and the one it ends in (slot 1).
-            slot = (index * 2 + (position != range_begin).to(gl.int32)) * HM + hm
+            slot = (index * 2 + (begin > range_begin).to(gl.int32)) * HM + hm
             finish(
                 acc, m, l, out, sinks, partial_acc, partial_ml, counters + b * HM + hm,
                 b, row0, 0, is_whole, slot, v_scale, ROWS, HEADS, 1, 512, HAS_SINKS, 256 if ODD else 0, STRIPED,
             )  # fmt: skip
-            if position == range_begin:
-                first_end = end
-            last_b = b
-            last_begin = begin
-            last_end = end
-            position = begin + last
         begin = end
         b += 1
     combine_unfinished(
-        partial_acc, partial_ml, counters, out, sinks, v_scale, index, total, ranges, range_begin, stop, hm, row0, 0,
-        first_b, first_begin, first_end, last_b, last_begin, last_end, HM, ROWS, HEADS, 1, 512, HAS_SINKS,
+        partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop, hm, row0, 0,
+        first_b, first_begin, b - 1, begin, HM, ROWS, HEADS, 1, 512, HAS_SINKS,
         256 if ODD else 0, 256, STRIPED,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "min_blocks", "table_stride", "mask_stride"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride"])
 def mla_hopper_attention(
     q_rows, kv_half, kv_rest, out, block_tables, seq_lens, tree_mask, sinks,
     partial_acc, partial_ml, counters,
-    qk_scale, v_scale, bs, ranges, min_blocks, table_stride, mask_stride,
+    qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr,
-    HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, STRIPED: gl.constexpr,
+    HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, STRIPED: gl.constexpr, MIN_BLOCKS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in 64 x 256 and in 64 x 64."""
+    await_predecessors(PDL)
     ROWS: gl.constexpr = Q_LEN * HEADS
     HM: gl.constexpr = ROW_BLOCKS
     pid = gl.program_id(0)
@@ -365,9 +355,11 @@ def mla_hopper_attention(
                 gl.store(gl.expand_dims(o, 1) + gl.expand_dims(zero_column, 0), zero, mask=mask)
 
     # Fewer ranges than programs where a range would be too short to pay for its partial result.
-    ranges = gl.minimum(ranges, gl.cdiv(total, min_blocks))
-    position = range_start(index, total, gl.maximum(ranges, 1))
-    stop = range_start(index + 1, total, gl.maximum(ranges, 1))
+    ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, MIN_BLOCKS)), 1)
+    share = total // ranges
+    longer = total - share * ranges
+    position = range_start(index, share, longer)
+    stop = range_start(index + 1, share, longer)
     if index >= ranges:
         stop = position
     ends = gl.associative_scan(counts, 0, add)
@@ -391,13 +383,13 @@ def mla_hopper_attention(
             (_attend, (
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, total, ranges, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
+                index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
                 STRIPED, False,
             )),
             (_attend, (
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, total, ranges, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
+                index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
                 STRIPED, True,
             )),
             (_load, (
@@ -460,11 +452,12 @@ def mla(
         TensorDescriptor(kv_cache, cache_shape, [stride, 1], [64, 64], layout),
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * 512 :], arrival_counters(q.device, bs * tiles, "mla_hopper"),
-        scale * kv_scale * LOG2E.value, kv_scale, bs, ranges, min_blocks or (1 if tiles == 1 else 2),
+        scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
         block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
         MASK_LEN=mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
-        BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, STRIPED=striped(ranges, bs), num_warps=4,
+        BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, STRIPED=striped(ranges, bs),
+        MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), num_warps=4,
         # With one range no tile is split, and nobody waits for another program.
         launch_cooperative_grid=ranges > 1,
     )  # fmt: skip

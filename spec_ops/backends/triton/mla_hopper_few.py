@@ -31,6 +31,7 @@ from spec_ops.backends.triton.hopper import (
     LOG2E,
     add,
     arrive,
+    await_predecessors,
     exp_shift,
     next_stage,
     opaque_zero,
@@ -96,7 +97,7 @@ def _load(
     segments = 0
     while position < stop:
         count = gl.cdiv(gl.maximum(gl.load(seq_lens + b), 0), 64)
-        end = begin + padded(count, length)
+        end = gl.where(length > 0, stop, begin + count)  # with a length ranges end with requests; spares `padded`'s division
         if count > 0:
             until = gl.minimum(end, stop)
             last = gl.minimum(until - begin, count)
@@ -140,7 +141,7 @@ def _logits(s, q_smem, kv_smem, stage, P: gl.constexpr):
 def _attend(
     q_smem, kv_smem, p_smem, full, free, q_full, q_free,
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-    index, total, ranges, position, stop, length, b, begin,
+    index, share, longer, range_begin, stop, length, b, begin,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that computes."""
@@ -153,22 +154,16 @@ def _attend(
     stage = 0
     phase = 0
     segments = 0
-    range_begin = position
     first_b = b
     first_begin = begin
-    first_end = begin + 0
-    # `+ 0`: a variable that enters the loop as an alias of `b`, and is set to `b` in it, counts as unchanged.
-    last_b = b + 0
-    last_begin = begin + 0
-    last_end = begin + 0
-    while position < stop:
+    while (begin < stop) & (range_begin < stop):
         seq_len = gl.load(seq_lens + b)
         count = gl.cdiv(gl.maximum(seq_len, 0), 64)
         end = begin + padded(count, length)
         if count > 0:
             until = gl.minimum(end, stop)
             last = gl.minimum(until - begin, count)
-            first = position - begin
+            first = gl.maximum(range_begin - begin, 0)
             words = query.to(gl.int64)
             if MASK_LEN > 0:
                 words = gl.load(tree_mask + b * mask_stride + query, mask=row < ROWS, other=0)
@@ -220,7 +215,7 @@ def _attend(
 
             is_whole = (first == 0) & (until == end)
             # A range has at most two unfinished tiles: the one it begins in (slot 0) and the one it ends in (slot 1).
-            slot = index * 2 + (position != range_begin).to(gl.int32)
+            slot = index * 2 + (begin > range_begin).to(gl.int32)
             finish(
                 acc,
                 m,
@@ -238,28 +233,23 @@ def _attend(
                 HEADS,
                 HAS_SINKS,
             )
-            if position == range_begin:
-                first_end = end
-            last_b = b
-            last_begin = begin
-            last_end = end
-            position = until
         begin = end
         b += 1
     combine_unfinished(
-        partial_acc, partial_ml, counters, out, sinks, v_scale, index, total, ranges, range_begin, stop,
-        first_b, first_begin, first_end, last_b, last_begin, last_end, N, ROWS, HEADS, HAS_SINKS,
+        partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop,
+        first_b, first_begin, b - 1, begin, N, ROWS, HEADS, HAS_SINKS,
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "min_blocks", "table_stride", "mask_stride"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride"])
 def mla_hopper_few_attention(
     q_rows, kv_rows, out, block_tables, seq_lens, tree_mask, sinks, partial_acc, partial_ml, counters,
-    qk_scale, v_scale, bs, ranges, min_blocks, table_stride, mask_stride,
+    qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr,
-    BS: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr,
+    BS: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `N` x 64; cache `[tokens, 576]` in 64 x 64."""
+    await_predecessors(PDL)
     ROWS: gl.constexpr = Q_LEN * HEADS
     index = gl.program_id(0)
 
@@ -281,14 +271,16 @@ def mla_hopper_few_attention(
                 gl.store(o + gl.expand_dims(zero_column, 0), zero, mask=gl.expand_dims(zero_row < ROWS, 1))
 
     # Fewer ranges than programs where a range would be too short to pay for its partial result.
-    ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, min_blocks)), 1)
+    ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, MIN_BLOCKS)), 1)
     length, needed = whole_ranges(counts, total, ranges)
     if length > 0:  # round each request up to whole ranges: the blocks too many are empty
         counts = needed * length
         ranges = gl.sum(needed, 0)
         total = ranges * length
-    position = range_start(index, total, gl.maximum(ranges, 1))
-    stop = range_start(index + 1, total, gl.maximum(ranges, 1))
+    share = total // ranges
+    longer = total - share * ranges
+    position = range_start(index, share, longer)
+    stop = range_start(index + 1, share, longer)
     if index >= ranges:
         stop = position
     ends = gl.associative_scan(counts, 0, add)
@@ -315,7 +307,7 @@ def mla_hopper_few_attention(
             (_attend, (
                 q_smem, kv_smem, p_smem, full, free, queries.index(0), queries.index(1),
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, total, ranges, position, stop, length, b, begin,
+                index, share, longer, position, stop, length, b, begin,
                 Q_LEN, HEADS, MASK_LEN, HAS_SINKS, PARTS,
             )),
             (_load, (
@@ -359,11 +351,11 @@ def mla(
         TensorDescriptor(kv_cache, [tokens, dim], [kv_cache.stride(1), 1], [64, 64], layout),
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * MAX_ROWS * 512 :], arrival_counters(q.device, bs, "mla_hopper_few"),
-        scale * kv_scale * LOG2E.value, kv_scale, bs, ranges, min_blocks,
+        scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
         block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
         Q_LEN=q_len, HEADS=heads, PAGE=kv_cache.shape[1], MASK_LEN=mask_len if tree_mask is not None else 0,
         HAS_SINKS=sinks is not None, BS=max(32, triton.next_power_of_2(bs)), N=MAX_ROWS, PARTS=parts,
-        num_warps=4,
+        MIN_BLOCKS=min_blocks, num_warps=4,
         # With one range no tile is split, and nobody waits for another program.
         launch_cooperative_grid=ranges > 1,
     )  # fmt: skip

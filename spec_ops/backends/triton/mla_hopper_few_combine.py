@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from spec_ops.backends.triton.hopper import await_all, barrier, denominator, exp_shift, range_of, range_start
+from spec_ops.backends.triton.hopper import await_all, barrier, denominator, exp_shift, tile_splits
 
 
 @gluon.jit
@@ -90,23 +90,19 @@ def _combine(
 
 @gluon.jit
 def combine_unfinished(
-    partial_acc, partial_ml, counters, out, sinks, v_scale, index, total, ranges, range_begin, stop,
-    first_b, first_begin, first_end, last_b, last_begin, last_end,
+    partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop,
+    first_b, first_begin, last_b, last_end,
     N: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     """Every program has announced all its partial results before any waits for others'."""
     LANES: gl.constexpr = N // 4  # of four rows each
-    for side in range(2):
+    sides = gl.where(range_begin < stop, gl.where(first_b == last_b, 1, 2), 0)
+    for side in range(sides):
         b = gl.where(side == 0, first_b, last_b)
-        begin = gl.where(side == 0, first_begin, last_begin)
-        end = gl.where(side == 0, first_end, last_end)
-        unfinished = (range_begin < stop) & ((begin < range_begin) | (end > stop))
-        if unfinished & ((side == 0) | (last_b != first_b)):
-            first_range = range_of(begin, total, ranges)
-            splits = range_of(end - 1, total, ranges) - first_range + 1
+        first_range, splits, ends_first = tile_splits(side, sides, first_begin, last_end, stop, share, longer)
+        if splits > 1:
             await_all(counters + b, splits)
             unit = index - first_range
-            ends_first = (range_start(first_range, total, ranges) < begin).to(gl.int32)
             slots = first_range * 2
             o = out + b.to(gl.int64) * (ROWS * 512)
             by_column: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0])

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from spec_ops.backends.triton import linear
 from spec_ops.backends.triton.ahead import Variant
-from spec_ops.backends.triton.launch import device_guard, launch
+from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch
 from spec_ops.backends.triton.linear import Config, products, store_transposed
 from spec_ops.ops.linear import SUM_COLUMNS, sums_of
 
@@ -34,10 +34,11 @@ SILU_BLOCK = 1024
 def add_skinny_mm_kernel(
     x, weight, partial, counters, M, N, K, residual, norm_weight, y, z, squares,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`residual`, `y`, `z [M, N]` contiguous; `norm_weight [N]`; `squares [M, cdiv(N, SUM_COLUMNS)]`. The rest: see
     `skinny_mm_kernel`."""
+    await_predecessors(PDL)
     tile = tl.program_id(0) // SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -66,9 +67,10 @@ def add_skinny_mm_kernel(
 def scaled_skinny_mm_kernel(
     x, weight, partial, counters, M, N, K, bias, squares, eps, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`squares [M, SUMS]`, of which `SUMS_PAD` is a power of 2. The rest: see `skinny_mm_kernel`."""
+    await_predecessors(PDL)
     n = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     place = tl.arange(0, SUMS_PAD)
@@ -85,9 +87,10 @@ def scaled_skinny_mm_kernel(
 @triton.jit
 def scaled_silu_mul_kernel(
     gate, up, gate_row, up_row, squares, out, N, columns, eps,
-    BLOCK: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row and `BLOCK` columns of it: `gate`, `up [M, N]` with rows `gate_row` and `up_row` apart, `out [M, N]` contiguous."""
+    await_predecessors(PDL)
     row = tl.program_id(1)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, SUMS_PAD)

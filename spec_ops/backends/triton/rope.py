@@ -10,7 +10,7 @@ import triton.language as tl
 
 from spec_ops.backends.triton.ahead import Variant
 from spec_ops.backends.triton.kv_cache import slot_start, stored
-from spec_ops.backends.triton.launch import device_guard
+from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch
 
 HEADS_BLOCK = 8
 
@@ -33,9 +33,10 @@ def rope_append_kv_kernel(
     k_scale, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, HALF: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(row, block)`: `BLOCK_HEADS` heads of a row's queries, or behind those of its keys and values."""
+    await_predecessors(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -91,7 +92,8 @@ def rope_append_kv(q, k, v, cos, sin, k_cache, v_cache, slots, k_scale: float, v
     half = cos.shape[1]
     cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (cos, sin))
     with device_guard(q):
-        rope_append_kv_kernel[n, triton.cdiv(heads, HEADS_BLOCK) + triton.cdiv(kv_heads, HEADS_BLOCK)](
+        launch(
+            rope_append_kv_kernel, (n, triton.cdiv(heads, HEADS_BLOCK) + triton.cdiv(kv_heads, HEADS_BLOCK)),
             q, k, v, cos, sin, out, k_cache, v_cache, slots,
             *q.stride(), *k.stride(), *v.stride(), cos.stride(0), sin.stride(0), slots.stride(0),
             *k_cache.stride()[:3], *v_cache.stride()[:3], k_scale, v_scale,

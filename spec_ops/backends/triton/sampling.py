@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.ahead import Variant
-from spec_ops.backends.triton.launch import device_guard
+from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch
 from spec_ops.backends.triton.tree import descending_key
 
 BLOCK = 4096
@@ -110,9 +110,10 @@ def _tally_known(logits, stride, vocab, out, gathered, low, top, temperature, BL
 @triton.jit
 def sampling_probs_kernel(
     logits, temperatures, top_k, top_p, probs, row_stride, inner_stride, stride, temperature_stride, k_stride, p_stride,
-    inner, vocab, BLOCK: tl.constexpr, GATHERED: tl.constexpr,
+    inner, vocab, BLOCK: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(request, inner row)`. Its row of `probs` holds the gathered logits until the last pass."""
+    await_predecessors(PDL)
     request = tl.program_id(0).to(tl.int64)
     logits += request * row_stride + tl.program_id(1).to(tl.int64) * inner_stride
     out = probs + (request * inner + tl.program_id(1)) * vocab
@@ -175,7 +176,8 @@ def sampling_probs(logits, temperature, top_k, top_p) -> torch.Tensor:
         bs, inner, vocab = rows.shape
         block = min(triton.next_power_of_2(vocab), BLOCK)
         with device_guard(logits):
-            sampling_probs_kernel[bs, inner](
+            launch(
+                sampling_probs_kernel, (bs, inner),
                 rows, temperature, top_k, top_p, probs, *rows.stride(), temperature.stride(0),
                 0 if top_k is None else top_k.stride(0), 0 if top_p is None else top_p.stride(0), inner, vocab,
                 BLOCK=block, GATHERED=min(GATHERED, vocab), num_warps=min(max(block // 256, 1), 16),

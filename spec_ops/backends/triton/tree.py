@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.ahead import Variant
-from spec_ops.backends.triton.launch import device_guard
+from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch
 
 
 @triton.jit
@@ -24,9 +24,10 @@ def descending_key(scores):
 @triton.jit
 def select_draft_tokens_kernel(
     scores, tokens, draft_tokens, selected, score_row_stride, score_stride, token_row_stride, token_stride, total,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `request`: the threshold that `COUNT` candidates reach is found bit by bit, and they leave in their order."""
+    await_predecessors(PDL)
     request = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK)
     live = candidate < total
@@ -55,7 +56,8 @@ def select_draft_tokens(scores, tokens, num_tokens: int) -> tuple[torch.Tensor, 
     if bs:
         block = triton.next_power_of_2(total)
         with device_guard(scores):
-            select_draft_tokens_kernel[bs,](
+            launch(
+                select_draft_tokens_kernel, (bs,),
                 scores, tokens, draft_tokens, selected, *scores.stride(), *tokens.stride(), total,
                 COUNT=num_tokens, BLOCK=block, num_warps=min(max(block // 256, 1), 32),
             )  # fmt: skip
@@ -66,9 +68,10 @@ def select_draft_tokens(scores, tokens, num_tokens: int) -> tuple[torch.Tensor, 
 def build_tree_kernel(
     parent_list, selected_index, seq_lens, parents, positions, tree_mask, first_child, next_sibling,
     list_row_stride, list_stride, index_row_stride, index_stride, lens_stride, list_width,
-    TOPK: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
+    TOPK: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `request`: node `i` is candidate `selected_index[i - 1]`, node 0 the root."""
+    await_predecessors(PDL)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
     drafted = (node > 0) & (node < NODES)
@@ -113,7 +116,8 @@ def build_tree(parent_list, selected_index, seq_lens, topk: int) -> tuple[torch.
     if bs:
         block = triton.next_power_of_2(drafts + 1)
         with device_guard(selected_index):
-            build_tree_kernel[bs,](
+            launch(
+                build_tree_kernel, (bs,),
                 parent_list, selected_index, seq_lens, *outputs,
                 *parent_list.stride(), *selected_index.stride(), seq_lens.stride(0), parent_list.shape[1],
                 TOPK=topk, NODES=drafts + 1, BLOCK=block, ROUNDS=block.bit_length() - 1, num_warps=4 if block > 32 else 1,

@@ -17,7 +17,7 @@ import torch
 
 from spec_ops.backends.triton import steps
 from spec_ops.backends.triton.ahead import SHARED_LIMIT, Resources, resident_blocks, resources
-from spec_ops.backends.triton.launch import Launch, recorded
+from spec_ops.backends.triton.launch import Launch, pdl_arguments, recorded
 from spec_ops.backends.triton.tuning import SHARED, Config
 from spec_ops.bench.kernel_cases import Case
 from spec_ops.bench.tune_shapes import DTYPE, ShapeClass
@@ -118,7 +118,7 @@ def compile_candidate(shape: ShapeClass, config: Config) -> Outcome:
     for case in variants(shape.cases()):
         kernel, arguments, options = launch_of(shape.entry.kernel, case, config, shape.kv_dtype)
         try:
-            found.append(resources(kernel.warmup(grid=(1,), **arguments, **options)))
+            found.append(resources(kernel.warmup(grid=(1,), **arguments, **options, **pdl_arguments(kernel))))
         except Exception as error:  # of the compiler, about this candidate alone
             return Outcome(None, f"does not compile: {type(error).__name__}: {error}")
         if reason := verdict(found[-1], shape, config, case.batch.bs):

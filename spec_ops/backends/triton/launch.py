@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 INTERPRETER_SMS = 4  # on CPU, for Triton's interpreter: small, so that loops over work take more than one turn
 
@@ -59,23 +60,25 @@ _recorded: list[Launch] | None = None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """`kernel[grid](*args, **kwargs)` on the current device, with the parameter `PDL` for `await_predecessors`; or a note of it
-    inside `recorded`.
-    """
+    """`kernel[grid](*args, **kwargs, **pdl_arguments(kernel))` on the current device, or a note of it inside `recorded`."""
     if _recorded is None:
-        if isinstance(kernel, triton.JITFunction) and _launches_early(torch.cuda.current_device()):
-            kernel[grid](*args, **kwargs, PDL=True, launch_pdl=True)
-        else:
-            kernel[grid](*args, **kwargs, PDL=False)
+        kernel[grid](*args, **kwargs, **pdl_arguments(kernel))
         return
     arguments = dict(zip(kernel.arg_names, args, strict=False)) | {n: kwargs.pop(n) for n in kernel.arg_names if n in kwargs}
     _recorded.append(Launch(kernel, arguments, kwargs))
 
 
+def pdl_arguments(kernel: Any) -> dict[str, bool]:
+    """The parameter `PDL` of every kernel here, for `await_predecessors`, and the launch option that goes with it."""
+    if isinstance(kernel, triton.JITFunction) and _has_pdl(driver.active.get_current_device()):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
 @functools.cache
-def _launches_early(index: int) -> bool:
-    """Whether a device has programmatic dependent launch."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
+def _has_pdl(device: int) -> bool:
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
 
 
 @contextlib.contextmanager

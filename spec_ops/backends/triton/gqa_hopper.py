@@ -284,17 +284,6 @@ def gqa_hopper_attention(
     STAGES: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr, MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN, KV_HEADS * GROUP, D]`, 64 rows by 64; caches `[tokens, KV_HEADS * D]`, `BOX` by 64."""
-    await_predecessors(PDL)
-    HM: gl.constexpr = KV_HEADS * ROW_BLOCKS
-    ROWS: gl.constexpr = Q_LEN * GROUP
-    pid = gl.program_id(0)
-    index = pid // HM
-    hm = pid % HM
-
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ids = gl.arange(0, BS, line)
-    lens = gl.load(seq_lens + ids, mask=ids < bs, other=0)
-    # While the lengths are on their way.
     full = gl.allocate_shared_memory(gl.int64, [2 + 2 * STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2 + 2 * STAGES, 1], mbarrier.MBarrierLayout())
     cleared = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -306,6 +295,17 @@ def gqa_hopper_attention(
     for i in gl.static_range(2):
         mbarrier.init(order.index(i), count=1)
     fence_async_shared()
+    await_predecessors(PDL)
+
+    HM: gl.constexpr = KV_HEADS * ROW_BLOCKS
+    ROWS: gl.constexpr = Q_LEN * GROUP
+    pid = gl.program_id(0)
+    index = pid // HM
+    hm = pid % HM
+
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ids = gl.arange(0, BS, line)
+    lens = gl.load(seq_lens + ids, mask=ids < bs, other=0)
     counts = (gl.maximum(lens, 0) + BLOCK_N - 1) // BLOCK_N
     total = gl.sum(counts, 0)
 

@@ -329,7 +329,12 @@ def mla_hopper_attention(
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in 64 x 256 and in 64 x 64."""
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BARRIERS):
+        mbarrier.init(bars.index(i), count=2 if i == QUERIES + FREE else 1)
+    fence_async_shared()
     await_predecessors(PDL)
+
     ROWS: gl.constexpr = Q_LEN * HEADS
     HM: gl.constexpr = ROW_BLOCKS
     pid = gl.program_id(0)
@@ -373,10 +378,6 @@ def mla_hopper_attention(
     kv_smem = gl.allocate_shared_memory(dtype, [4, 64, 256], shared)  # even left, even right, odd left, odd right
     kv_rest_smem = gl.allocate_shared_memory(dtype, [2, 64, 64], shared)
     row_smem = gl.allocate_shared_memory(gl.float32, [3, 64], ROW_SHARED)
-    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BARRIERS):
-        mbarrier.init(bars.index(i), count=2 if i == QUERIES + FREE else 1)
-    fence_async_shared()
 
     gl.warp_specialize(
         [

@@ -249,7 +249,17 @@ def mla_hopper_few_attention(
     BS: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `N` x 64; cache `[tokens, 576]` in 64 x 64."""
+    full = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    queries = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PARTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(queries.index(i), count=1)
+    fence_async_shared()
     await_predecessors(PDL)
+
     ROWS: gl.constexpr = Q_LEN * HEADS
     index = gl.program_id(0)
 
@@ -292,15 +302,6 @@ def mla_hopper_few_attention(
     q_smem = gl.allocate_shared_memory(dtype, [9, N, 64], shared)
     kv_smem = gl.allocate_shared_memory(dtype, [PARTS * 3, 64, 64], shared)
     p_smem = gl.allocate_shared_memory(dtype, [64, N], gl.NVMMASharedLayout(N * 2, 16, rank=2))
-    full = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    queries = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PARTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(queries.index(i), count=1)
-    fence_async_shared()
 
     gl.warp_specialize(
         [

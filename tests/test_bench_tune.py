@@ -76,7 +76,8 @@ def test_choices_measured_before_the_table_was_a_file():
     assert tuning.choose(90, False, 128, 128, 2, 4) == Config(16, 64, 2, 3, 2)
     assert tuning.choose(90, False, 80, 80, 2, 17) == Config(32, 64, 4, 3, 2)
     assert tuning.choose(90, False, 64, 64, 2, 128) == Config(128, 64, 4, 3, 2)
-    assert tuning.choose(103, False, 64, 64, 2, 4096) == Config(128, 64, 4, 3, 2)
+    assert tuning.choose(89, False, 64, 64, 2, 4096) == Config(128, 64, 4, 3, 1)  # 99 KiB
+    assert tuning.choose(103, False, 64, 64, 2, 4096) == Config(128, 32, 8, 6, 1)
     assert tuning.choose(90, False, 256, 256, 2, 33) == Config(64, 32, 4, 3, 1)
     assert tuning.choose(120, False, 64, 64, 2, 16) == Config(16, 32, 2, 3, 2)
     assert tuning.choose(90, True, 576, 512, 2, 17) == Config(64, 64, 8, 2, 1)

@@ -16,7 +16,7 @@ from spec_ops.backends.triton.schedule import arrive, await_all, kv_blocks, pick
 
 @triton.jit
 def _merged(
-    partial_acc, partial_ml, slots, ends_first, start, splits, row, column, HM: tl.constexpr, BLOCK_M: tl.constexpr,
+    partial_acc, partial_ml, slots, start, splits, row, column, HM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and output `[rows, columns]` over the partial results of `SPLITS` splits from `start` on.
@@ -26,7 +26,7 @@ def _merged(
     and rows behind the tile's hold what was there before, which is not stored.
     """
     i = tl.minimum(start + tl.arange(0, SPLITS), splits - 1)
-    slot = slots + (2 * i + tl.where(i == 0, ends_first, 0)) * HM
+    slot = slots + (2 * i + (i < splits - 1)) * HM
     # .cg: partials come from other SMs, so L1 must not answer
     ml = partial_ml + slot[None, :] * (2 * BLOCK_M) + row[:, None]
     m = tl.load(ml, cache_modifier=".cg")
@@ -45,15 +45,14 @@ def _merged(
 
 @triton.jit
 def _combine(
-    partial_acc, partial_ml, out, sinks, unit, units, splits, slots, ends_first, row0, rows, kv_head, v_scale,
+    partial_acc, partial_ml, out, sinks, unit, units, splits, slots, row0, rows, kv_head, v_scale,
     HM: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr, PIECE: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """Merge a tile's partial results: of its pieces of `PIECE` numbers every `units`-th from `unit` on. There are at most
     `SPLITS` splits or, with `MORE`, any number.
 
-    Split `i` lies in slot `slots + (2 * i) * HM`, the first one `HM` further if the tile begins inside its range
-    (`ends_first`).
+    Split `i` lies in slot `slots + (2 * i + 1) * HM`, the last one in `slots + 2 * i * HM`.
     """
     ROWS: tl.constexpr = max(PIECE // BLOCK_DV, 1)
     COLUMNS: tl.constexpr = min(PIECE, BLOCK_DV)
@@ -62,12 +61,12 @@ def _combine(
         row = (piece // PARTS) * ROWS + tl.arange(0, ROWS)
         column = (piece % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
         m, l, acc = _merged(
-            partial_acc, partial_ml, slots, ends_first, 0, splits, row, column, HM, BLOCK_M, BLOCK_DV, SPLITS
+            partial_acc, partial_ml, slots, 0, splits, row, column, HM, BLOCK_M, BLOCK_DV, SPLITS
         )  # fmt: skip
         if MORE:
             for start in tl.range(SPLITS, splits, SPLITS):
                 m_i, l_i, acc_i = _merged(
-                    partial_acc, partial_ml, slots, 0, start, splits, row, column, HM, BLOCK_M, BLOCK_DV, SPLITS
+                    partial_acc, partial_ml, slots, start, splits, row, column, HM, BLOCK_M, BLOCK_DV, SPLITS
                 )  # fmt: skip
                 m_new = tl.maximum(m, m_i)
                 shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -154,11 +153,9 @@ def split_kv_attention_kernel(
     if index >= ranges:
         stop = position
     b = tl.sum(((ends <= position) & (request_ids < bs)).to(tl.int32), 0)
-    range_begin = position
-    # Of the tile this range begins in and of the one it ends in, if they are unfinished: request, what `arrive` returned, the
-    # first range that holds a part (times two, plus one if the tile begins inside that range), and how many ranges do.
-    first_request, before_first, holder_first, splits_first = 0, 0, 0, 1
-    last_request, before_last, holder_last, splits_last = 0, 0, 0, 1
+    # Of the tile this range begins in: what `arrive` returned, if it is unfinished, and the first range with a part of it; of
+    # the one it ends in: what `arrive` returned and the last range.
+    first_request, before_first, before_last, holder_first, until_last = b + 0, 0, 0, index, index
 
     while position < stop:
         seq_len = tl.load(seq_lens + b)
@@ -203,45 +200,44 @@ def split_kv_attention_kernel(
             result = acc * (denominator(m, l, sinks, head, in_use, HAS_SINKS) * v_scale)[:, None]
             tl.store(o[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=store_mask)
         else:
-            # A range has at most two unfinished tiles: the one it begins in (slot 0) and the one it ends in (slot 1).
-            slot = ((index * 2 + (position != range_begin).to(tl.int32)) * HM + hm).to(tl.int64)
+            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on behind it (slot 1).
+            slot = ((index * 2 + (last < end).to(tl.int32)) * HM + hm).to(tl.int64)
             local = tl.arange(0, BLOCK_M)
             tl.store(partial_acc + (slot * BLOCK_M + local)[:, None] * BLOCK_DV + dv[None, :], acc, mask=in_use[:, None])
             tl.store(partial_ml + slot * (2 * BLOCK_M) + local, m)
             tl.store(partial_ml + slot * (2 * BLOCK_M) + BLOCK_M + local, l)
             before = arrive(counters + b * HM + hm, splits)
-            holder = holder * 2 + (range_start(holder, total, ranges, ends, length) < begin).to(tl.int32)
-            if position == range_begin:
-                first_request, before_first, holder_first, splits_first = b, before, holder, splits
+            if b == first_request:
+                before_first, holder_first = before, holder
             else:
-                last_request, before_last, holder_last, splits_last = b, before, holder, splits
+                before_last = before
+        until_last = until
         position = last
         b += 1
 
     # Every program has announced all its partial results before any waits for others'.
     rows_left = tl.minimum(ROWS - (hm % ROW_BLOCKS) * BLOCK_M, BLOCK_M)
-    for side in tl.range(0, 2):
-        b = first_request if side == 0 else last_request
-        splits = splits_first if side == 0 else splits_last
+    alone = b - 1 == first_request
+    for side in tl.range(0, tl.where(alone, 1, 2)):
+        request = first_request if side == 0 else b - 1
         before = before_first if side == 0 else before_last
-        holder = holder_first if side == 0 else holder_last
+        first_range = holder_first if side == 0 else index
+        splits = (until_last if alone | (side == 1) else index) - first_range + 1
         if splits > 1:
-            first_range = holder // 2
             if COOPERATIVE:
-                await_all(counters + b * HM + hm, before, splits)
+                await_all(counters + request * HM + hm, before, splits)
                 unit, units = index - first_range, splits
             else:
                 unit, units = tl.where((before & 0xFFFF) == splits - 1, 0, BLOCK_M * BLOCK_DV), 1
-            ends_first = holder % 2
             slots = first_range * 2 * HM + hm
-            o = out + ((b * Q_LEN).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP) * DV
+            o = out + ((request * Q_LEN).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP) * DV
             row0 = (hm % ROW_BLOCKS) * BLOCK_M
             # For up to 4, 16 and more splits: all at once and, as far as 32 registers a thread hold them, each share in
             # one turn (64 for up to 16: with 64 in all, kernels with 64 rows spill in Triton 3.7).
             for few in tl.static_range(0, 6, 2):
                 if ((few == 0) | (splits > 2**few)) & ((few == 4) | (splits <= 4 * 2**few)):
                     _combine(
-                        partial_acc, partial_ml, o, sinks, unit, units, splits, slots, ends_first, row0, rows_left, kv_head,
+                        partial_acc, partial_ml, o, sinks, unit, units, splits, slots, row0, rows_left, kv_head,
                         v_scale, HM, GROUP, KV_HEADS, DV, BLOCK_M, BLOCK_DV, HAS_SINKS, 4 * 2**few,
                         max(min((512 if few == 2 else 256) * WARPS // 2**few, TILE // max(2**few, 2)), 32 * WARPS), few == 4,
                     )  # fmt: skip

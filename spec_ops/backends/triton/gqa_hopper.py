@@ -259,8 +259,8 @@ def _attend(
             arrive(free.index(VALUES + 2 * v_stage))
 
             is_whole = (first == 0) & (until == end)
-            # A range has at most two unfinished tiles: the one it begins in (slot 0) and the one it ends in (slot 1).
-            slot = (index * 2 + (begin > range_begin).to(gl.int32)) * TILES + tile
+            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on behind it (slot 1).
+            slot = (index * 2 + (end > stop).to(gl.int32)) * TILES + tile
             finish(
                 acc, m, gl.sum(l, 1), out, sinks, partial_acc, partial_ml, counters + b * TILES + tile,
                 b, row0, kv_head, is_whole, slot, v_scale, ROWS, GROUP, KV_HEADS, D, HAS_SINKS, 0, STRIPED,

@@ -68,17 +68,14 @@ def range_of(block, share, longer):
 
 @gluon.jit
 def tile_splits(side, sides, first_begin, last_end, stop, share, longer):
-    """Of the tile in which a range begins (`side` 0) or ends (`side` 1 of 2): the first range with a part of it, the number of
-    ranges that have one, and 1 if it begins inside the first of them, else 0.
+    """Of the tile in which a range begins (`side` 0) or ends (`side` 1 of 2): the first range with a part of it, and how many
+    ranges have one.
 
     `first_begin`: where the first of the two begins; `last_end`: where the other ends, or the only one; `stop`: where the range
     ends. On its inner side a tile is this range's alone, so there any block of the range stands for the tile's.
     """
-    begin = gl.where(side == 0, first_begin, stop - 1)
-    end = gl.where(side == sides - 1, last_end, stop)
-    first = range_of(begin, share, longer)
-    splits = range_of(end - 1, share, longer) - first + 1
-    return first, splits, gl.where(range_start(first, share, longer) < begin, 1, 0)
+    first = range_of(gl.where(side == 0, first_begin, stop - 1), share, longer)
+    return first, range_of(gl.where(side == sides - 1, last_end, stop) - 1, share, longer) - first + 1
 
 
 @gluon.jit

@@ -64,7 +64,7 @@ def finish(
 
 @gluon.jit
 def _combine_strips(
-    partial_acc, partial_ml, out, sinks, unit, splits, slots, ends_first, row0, rows, kv_head, v_scale, TILES: gl.constexpr,
+    partial_acc, partial_ml, out, sinks, unit, splits, slots, row0, rows, kv_head, v_scale, TILES: gl.constexpr,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, COLUMN0: gl.constexpr,
     COLUMNS: gl.constexpr, SPLITS: gl.constexpr, STRIPS: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _combine_strips(
             # Loads have no masks, which would be more instructions than all else: a split too many is the last one, with weight
             # zero, and rows behind the tile's hold what was there before, which is not stored.
             i = gl.minimum(start + split, splits - 1)
-            slot = (slots + (2 * i + gl.where(i == 0, ends_first, 0)) * TILES).to(gl.int64)
+            slot = (slots + (2 * i + (i < splits - 1).to(gl.int32)) * TILES).to(gl.int64)
             # .cg: partials come from other SMs, so L1 must not answer
             ml = gl.expand_dims(partial_ml + slot * 128, 1) + gl.expand_dims(row, 0)
             m_i = gl.load(ml, cache_modifier=".cg")
@@ -113,7 +113,7 @@ def _combine_strips(
 
 @gluon.jit
 def _combine_rows(
-    partial_acc, partial_ml, out, sinks, unit, splits, slots, ends_first, row0, rows, kv_head, v_scale, TILES: gl.constexpr,
+    partial_acc, partial_ml, out, sinks, unit, splits, slots, row0, rows, kv_head, v_scale, TILES: gl.constexpr,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, COLUMN0: gl.constexpr,
     COLUMNS: gl.constexpr, SPLITS: gl.constexpr, N_ROWS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def _combine_rows(
         acc = gl.full([N_ROWS, COLUMNS], 0.0, gl.float32, merged)
         for start in range(0, splits, SPLITS):
             i = start + split
-            slot = (slots + (2 * i + gl.where(i == 0, ends_first, 0)) * TILES).to(gl.int64)
+            slot = (slots + (2 * i + (i < splits - 1).to(gl.int32)) * TILES).to(gl.int64)
             there = gl.expand_dims(i < splits, 0) & gl.expand_dims(live, 1)
             # .cg: partials come from other SMs, so L1 must not answer
             ml = partial_ml + gl.expand_dims(slot * 128, 0) + gl.expand_dims(row, 1)
@@ -173,7 +173,7 @@ def combine_unfinished(
     sides = gl.where(range_begin < stop, gl.where(first_b == last_b, 1, 2), 0)
     for side in range(sides):
         b = gl.where(side == 0, first_b, last_b)
-        first_range, splits, ends_first = tile_splits(side, sides, first_begin, last_end, stop, share, longer)
+        first_range, splits = tile_splits(side, sides, first_begin, last_end, stop, share, longer)
         if splits > 1:
             await_all(counters + b * TILES + tile, splits * (D // COLUMNS))
             unit = index - first_range
@@ -186,12 +186,12 @@ def combine_unfinished(
                 for few in gl.static_range(2, 5, STEP):
                     if ((few == 2) | (splits > 2 ** (few - STEP))) & ((few == 4) | (splits <= 2**few)):
                         _combine_strips(
-                            partial_acc, partial_ml, o, sinks, unit, splits, slots, ends_first, row0, rows, kv_head, v_scale,
+                            partial_acc, partial_ml, o, sinks, unit, splits, slots, row0, rows, kv_head, v_scale,
                             TILES, GROUP, KV_HEADS, D, HAS_SINKS, COLUMN0, COLUMNS, 2**few, LOADS // 2**few, few == 4,
                         )  # fmt: skip
             else:
                 lanes: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 2, 16], [1, 256 // COLUMNS, COLUMNS // 64], [2, 1, 0])
                 _combine_rows(
-                    partial_acc, partial_ml, o, sinks, unit, splits, slots, ends_first, row0, rows, kv_head, v_scale, TILES,
+                    partial_acc, partial_ml, o, sinks, unit, splits, slots, row0, rows, kv_head, v_scale, TILES,
                     GROUP, KV_HEADS, D, HAS_SINKS, COLUMN0, COLUMNS, 32 if COLUMNS == 256 else 64, 1, lanes,
                 )  # fmt: skip

@@ -304,8 +304,8 @@ def _attend(
                 l = sums.load(S_ROW)
             segments += 1
             is_whole = (first == 0) & (begin + last == end)
-            # A range has at most two unfinished tiles: the one it begins in (slot 0) and the one it ends in (slot 1).
-            slot = (index * 2 + (begin > range_begin).to(gl.int32)) * HM + hm
+            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on behind it (slot 1).
+            slot = (index * 2 + (end > stop).to(gl.int32)) * HM + hm
             finish(
                 acc, m, l, out, sinks, partial_acc, partial_ml, counters + b * HM + hm,
                 b, row0, 0, is_whole, slot, v_scale, ROWS, HEADS, 1, 512, HAS_SINKS, 256 if ODD else 0, STRIPED,

@@ -214,8 +214,8 @@ def _attend(
             segments += 1
 
             is_whole = (first == 0) & (until == end)
-            # A range has at most two unfinished tiles: the one it begins in (slot 0) and the one it ends in (slot 1).
-            slot = index * 2 + (begin > range_begin).to(gl.int32)
+            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on behind it (slot 1).
+            slot = index * 2 + (end > stop).to(gl.int32)
             finish(
                 acc,
                 m,

@@ -45,7 +45,7 @@ def finish(
 
 @gluon.jit
 def _combine(
-    partial_acc, partial_ml, out, sinks, unit, splits, slots, ends_first, v_scale, N: gl.constexpr, ROWS: gl.constexpr,
+    partial_acc, partial_ml, out, sinks, unit, splits, slots, v_scale, N: gl.constexpr, ROWS: gl.constexpr,
     HEADS: gl.constexpr, HAS_SINKS: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Merge a tile's partial results: every `splits`-th piece of `COLUMNS` columns from `unit` on, `SPLITS` results at a time.
@@ -65,7 +65,7 @@ def _combine(
         acc = gl.full([COLUMNS, N], 0.0, gl.float32, merged)
         for start in range(0, splits, SPLITS):
             i = start + split
-            slot = slots + 2 * i + gl.where(i == 0, ends_first, 0)
+            slot = slots + 2 * i + (i < splits - 1).to(gl.int32)
             there = gl.expand_dims(i < splits, 1)
             # .cg: partials come from other SMs, so L1 must not answer
             ml = partial_ml + gl.expand_dims(slot * (2 * N), 1) + gl.expand_dims(row, 0)
@@ -99,7 +99,7 @@ def combine_unfinished(
     sides = gl.where(range_begin < stop, gl.where(first_b == last_b, 1, 2), 0)
     for side in range(sides):
         b = gl.where(side == 0, first_b, last_b)
-        first_range, splits, ends_first = tile_splits(side, sides, first_begin, last_end, stop, share, longer)
+        first_range, splits = tile_splits(side, sides, first_begin, last_end, stop, share, longer)
         if splits > 1:
             await_all(counters + b, splits)
             unit = index - first_range
@@ -111,6 +111,6 @@ def combine_unfinished(
             for power in gl.static_range(1, 7):
                 if (splits > 2**power // 2) & ((splits <= 2**power) | (power == 6)):
                     _combine(
-                        partial_acc, partial_ml, o, sinks, unit, splits, slots, ends_first, v_scale, N, ROWS, HEADS, HAS_SINKS,
+                        partial_acc, partial_ml, o, sinks, unit, splits, slots, v_scale, N, ROWS, HEADS, HAS_SINKS,
                         2**power, 8192 // N // 2**power, by_column if power < 5 else by_split,
                     )  # fmt: skip

@@ -8,11 +8,11 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton comes for Linux only")
+triton = pytest.importorskip("triton", reason="triton comes for Linux only")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
 
 from spec_ops.backends.registry import AttentionMeta  # noqa: E402
-from spec_ops.backends.triton import _constraint, ahead, attention_ahead, steps  # noqa: E402
+from spec_ops.backends.triton import _constraint, ahead, attention_ahead, steps, tuning  # noqa: E402
 from spec_ops.backends.triton.launch import recorded  # noqa: E402
 
 VARIANTS = list(attention_ahead.ahead())
@@ -22,14 +22,28 @@ TAKEN = [(variant, variant.archs[i % len(variant.archs)]) for i, variant in enum
 
 @pytest.mark.parametrize(("variant", "arch"), TAKEN, ids=lambda part: getattr(part, "name", f"sm_{part}"))
 def test_programs_are_resident_at_once(variant, arch):
-    """A cooperative launch fails otherwise, and programs that wait for others would wait for ever. Nor does a decode step's
-    kernel spill in its loops (some keep a few words on the stack around them: `bench ahead` lists those)."""
+    """A cooperative launch fails otherwise, and programs that wait for others would wait for ever. No more than these where a
+    launch may be early (`launch.launch`). Nor does a decode step's kernel spill."""
     used = ahead.compile_ahead(variant, arch)
     assert used.shared_bytes <= ahead.SHARED_LIMIT[arch]
-    assert ahead.resident_blocks(used, variant.num_warps, arch) >= variant.programs
+    fit = ahead.resident_blocks(used, variant.num_warps, arch)
+    assert fit == variant.programs if variant.early else fit >= variant.programs
     if variant.hot:
         assert not used.serialized
-        assert used.loop_spills in (0, None)  # None: a disassembler that does not know the architecture
+        # Triton 3.6's assembler gives nearly every kernel a stack of 8 to 32 bytes on sm_120.
+        assert used.spill_bytes <= (32 if arch == 120 and triton.__version__ < "3.7" else 0)
+
+
+def test_launches_are_early_where_programs_fill_a_multiprocessor():
+    """The heads and batches of `benchmarks/results/h200-kernels.json`; one warp for fp8 of 64 leaves room for three more."""
+
+    def full(head_dim: int, kv_bytes: int, rows: int) -> bool:
+        return tuning.choose(90, False, head_dim, head_dim, kv_bytes, rows).full
+
+    assert all(full(head_dim, 2, rows) for head_dim in (64, 128) for rows in (4, 8, 16, 32, 64, 128))
+    assert [full(64, 1, rows) for rows in (8, 32, 128)] == [False, True, True]
+    assert {v.early for v in VARIANTS if v.name.startswith("Hopper")} == {True}
+    assert not any(v.early for v in VARIANTS if v.name.startswith(("ragged", "deterministic attention")))
 
 
 WGMMA = [

@@ -116,9 +116,9 @@ def compile_candidate(shape: ShapeClass, config: Config) -> Outcome:
     """Compiles every binary of the candidate for the current GPU, up to the first that refuses it."""
     found: list[Resources] = []
     for case in variants(shape.cases()):
-        kernel, arguments, options = launch_of(shape.entry.kernel, case, config, shape.kv_dtype)
+        kernel, arguments, options, early = launch_of(shape.entry.kernel, case, config, shape.kv_dtype)
         try:
-            found.append(resources(kernel.warmup(grid=(1,), **arguments, **options, **pdl_arguments(kernel))))
+            found.append(resources(kernel.warmup(grid=(1,), **arguments, **options, **pdl_arguments(kernel, early))))
         except Exception as error:  # of the compiler, about this candidate alone
             return Outcome(None, f"does not compile: {type(error).__name__}: {error}")
         if reason := verdict(found[-1], shape, config, case.batch.bs):

@@ -13,7 +13,7 @@ ABOUT = (
     "Block shapes of the attention kernels. The smallest class that holds a call counts, then the shortest range of "
     "architectures; null is any size. Measured anew by python -m spec_ops bench tune --write; what the fields mean: tuning.py"
 )
-_DEFAULTS = {f.name: f.default for f in fields(Config) if f.name != "clear"}  # which `fitted` decides
+_DEFAULTS = {f.name: f.default for f in fields(Config) if f.compare}  # what `fitted` decides is left out
 
 
 def _row(entry: Entry) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -74,7 +75,7 @@ def accept_greedy(candidates, target_tokens, parents, path_len: int) -> tuple[to
                 accept_greedy_kernel, (bs,),
                 candidates, target_tokens, parents, *outputs,
                 *candidates.stride(), *target_tokens.stride(), *_strides(parents, 2), path_len,
-                NODES=nodes, BLOCK=block, num_warps=min(max(block // 128, 1), 8),
+                NODES=nodes, BLOCK=block, num_warps=min(max(block // 128, 1), 8), early=True,
             )  # fmt: skip
     return outputs
 
@@ -173,7 +174,7 @@ def sample_tokens_kernel(
     tl.store(tokens + row, token)
 
 
-def _vocab_blocks(vocab: int) -> dict[str, int]:
+def _vocab_blocks(vocab: int) -> dict[str, Any]:
     block = min(triton.next_power_of_2(vocab), VOCAB_BLOCK)
     blocks = triton.next_power_of_2(triton.cdiv(vocab, block))
     return {"BLOCK": block, "BLOCKS": blocks, "num_warps": min(max(block // 1024, 1), 8)}

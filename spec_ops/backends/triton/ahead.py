@@ -43,6 +43,7 @@ class Variant:
         archs: architectures it is launched on.
         options: further compile options, such as `{"maxnreg": 168}`.
         programs: blocks that must be resident on a multiprocessor at once, as a cooperative launch relies on.
+        early: as in `launch`: then no more than `programs` may fit, or they would not spread evenly.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Variant:
     archs: tuple[int, ...] = ARCHS
     options: Mapping[str, Any] = field(default_factory=dict)
     programs: int = 1
+    early: bool = False
 
 
 class Resources(NamedTuple):

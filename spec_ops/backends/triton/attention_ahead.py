@@ -80,7 +80,7 @@ def _launches(call: Callable[[], Any]) -> list[Launch]:
 
 
 def _variant(name: str, launch: Launch, config: tuning.Config, archs: tuple[int, ...], hot: bool) -> Variant:
-    kernel, given, options = launch
+    kernel, given, options, early = launch
     if "COOPERATIVE" in given:
         given["COOPERATIVE"] = config.cooperative  # the meta device is no CUDA device
     constants = {p.name for p in kernel.params if p.is_constexpr}
@@ -97,6 +97,7 @@ def _variant(name: str, launch: Launch, config: tuning.Config, archs: tuple[int,
         archs=archs,
         options={n: options[n] for n in ("maxnreg", "enable_fp_fusion") if n in options},
         programs=config.programs,
+        early=early,
     )
 
 
@@ -116,12 +117,12 @@ def _arguments(shape: Shape, queries: tuple, q_rows: tuple[int, ...], bs: int) -
 
 def _by_config(choose: Any, shape: Shape, rows: int, *window: int) -> Iterator[tuple[tuning.Config, tuple[int, ...], str]]:
     """The distinct choices over the architectures, the architectures of each, and what to add to the variant's name."""
-    chosen: dict[tuple[tuning.Config, bool], list[int]] = {}
+    chosen: dict[tuple[tuning.Config, bool, bool], list[int]] = {}
     for arch in ARCHS:
         element = shape.kv_dtype.itemsize
         config = choose(arch, not shape.kv_heads, shape.head_dim, shape.v_dim, element, rows, *window)
-        chosen.setdefault((config, config.clear), []).append(arch)
-    for (config, _), archs in chosen.items():
+        chosen.setdefault((config, config.clear, config.full), []).append(arch)
+    for (config, *_), archs in chosen.items():
         yield config, tuple(archs), f" on sm_{archs[0]}" if len(chosen) > 1 else ""
 
 

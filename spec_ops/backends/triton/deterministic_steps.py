@@ -27,7 +27,7 @@ def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int)
     config = tuning.choose(arch, shared_kv, head_dim, v_dim, kv_bytes, TILE_ROWS)
     if not shared_kv and 90 <= arch < 120 and 64 < head_dim <= 128:
         # Each chunk refills its pipeline; meanwhile a second program on the multiprocessor computes.
-        return replace(config, num_stages=3, programs=2)
+        return replace(config, num_warps=4, num_stages=3, programs=2)
     return config
 
 

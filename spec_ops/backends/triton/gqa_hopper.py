@@ -446,6 +446,6 @@ def mha(
         BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box, STRIPED=striped(ranges, bs),
         MIN_BLOCKS=min_blocks, num_warps=4,
         # With one range no tile is split, and nobody waits for another program.
-        launch_cooperative_grid=ranges > 1,
+        launch_cooperative_grid=ranges > 1, early=True,
     )  # fmt: skip
     return out

@@ -79,7 +79,7 @@ def append_kv(k_cache, v_cache, k, v, slots, k_scale: float, v_scale: float) -> 
             append_kv_kernel, (slots.shape[0], triton.cdiv(width, block)),
             k_cache, v_cache, k, v, slots,
             *k_cache.stride()[:3], *v_cache.stride()[:3], *k.stride(), *v.stride(), slots.stride(0), k_scale, v_scale,
-            HEADS=heads, K_DIM=k_dim, V_DIM=v_dim, PAGE_SIZE=page_size, BLOCK=block, num_warps=4,
+            HEADS=heads, K_DIM=k_dim, V_DIM=v_dim, PAGE_SIZE=page_size, BLOCK=block, num_warps=4, early=True,
         )  # fmt: skip
 
 
@@ -113,6 +113,7 @@ def append_mla_kv(kv_cache, c_kv, k_rope, slots, kv_scale: float) -> None:
             *kv_cache.stride()[:2], *c_kv.stride(), *k_rope.stride(), slots.stride(0), kv_scale,
             RANK=rank, ROPE=rope, PAGE_SIZE=kv_cache.shape[1],
             RANK_BLOCK=triton.next_power_of_2(max(rank, 1)), ROPE_BLOCK=triton.next_power_of_2(max(rope, 1)), num_warps=2,
+            early=True,
         )  # fmt: skip
 
 

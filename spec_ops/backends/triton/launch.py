@@ -49,29 +49,36 @@ def _num_sms(index: int | None) -> int:
 
 
 class Launch(NamedTuple):
-    """What a launch would have been given: `arguments` by the kernel's parameter names, the rest are compile options."""
+    """What a launch would have been given: `arguments` by the kernel's parameter names, `options` of compiling, `early`."""
 
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, Any]
+    early: bool
 
 
 _recorded: list[Launch] | None = None
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """`kernel[grid](*args, **kwargs, **pdl_arguments(kernel))` on the current device, or a note of it inside `recorded`."""
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, **kwargs: Any) -> None:
+    """`kernel[grid](*args, **kwargs)` on the current device, or a note of it inside `recorded`.
+
+    Args:
+        early: it may be launched while the kernel before it still runs, where that one lets it. Its programs then go where
+            there is room first. So not where they share the machine's bandwidth, and a multiprocessor has room for more of them
+            than its share: 1.4 times the time was measured.
+    """
     if _recorded is None:
-        kernel[grid](*args, **kwargs, **pdl_arguments(kernel))
+        kernel[grid](*args, **kwargs, **pdl_arguments(kernel, early))
         return
     arguments = dict(zip(kernel.arg_names, args, strict=False)) | {n: kwargs.pop(n) for n in kernel.arg_names if n in kwargs}
-    _recorded.append(Launch(kernel, arguments, kwargs))
+    _recorded.append(Launch(kernel, arguments, kwargs, early))
 
 
-def pdl_arguments(kernel: Any) -> dict[str, bool]:
-    """The parameter `PDL` of every kernel here, for `await_predecessors`, and the launch option that goes with it."""
+def pdl_arguments(kernel: Any, early: bool) -> dict[str, bool]:
+    """The parameter `PDL` of every kernel here, for `await_predecessors`, and the launch option of an `early` launch."""
     if isinstance(kernel, triton.JITFunction) and _has_pdl(driver.active.get_current_device()):
-        return {"PDL": True, "launch_pdl": True}
+        return {"PDL": True, "launch_pdl": early}
     return {"PDL": False}
 
 

@@ -218,7 +218,7 @@ def run(
         )  # fmt: skip
 
 
-def _constants(config: Config) -> dict[str, int]:
+def _constants(config: Config) -> dict[str, Any]:
     return {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": CHUNK,
         "SPLITS": config.splits, "STAGES": config.num_stages,

@@ -460,6 +460,6 @@ def mla(
         BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, STRIPED=striped(ranges, bs),
         MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), num_warps=4,
         # With one range no tile is split, and nobody waits for another program.
-        launch_cooperative_grid=ranges > 1,
+        launch_cooperative_grid=ranges > 1, early=True,
     )  # fmt: skip
     return out

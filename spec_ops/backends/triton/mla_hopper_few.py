@@ -358,6 +358,6 @@ def mla(
         HAS_SINKS=sinks is not None, BS=max(32, triton.next_power_of_2(bs)), N=MAX_ROWS, PARTS=parts,
         MIN_BLOCKS=min_blocks, num_warps=4,
         # With one range no tile is split, and nobody waits for another program.
-        launch_cooperative_grid=ranges > 1,
+        launch_cooperative_grid=ranges > 1, early=True,
     )  # fmt: skip
     return out

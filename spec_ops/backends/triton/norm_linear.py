@@ -16,6 +16,7 @@ relative error. It is not normalized though, and in float16 it could overflow wh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -117,7 +118,7 @@ def add_skinny_mm(
     return y, z, squares
 
 
-def _sums(columns: int) -> dict[str, int]:
+def _sums(columns: int) -> dict[str, Any]:
     return {"SUMS": sums_of(columns), "SUMS_PAD": triton.next_power_of_2(sums_of(columns))}
 
 

@@ -100,7 +100,7 @@ def rope_append_kv(q, k, v, cos, sin, k_cache, v_cache, slots, k_scale: float, v
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, HALF=half, PAGE_SIZE=k_cache.shape[1],
             BLOCK_HEADS=HEADS_BLOCK, BLOCK_HALF=triton.next_power_of_2(half),
             BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)), BLOCK_V=triton.next_power_of_2(max(v_dim, 1)),
-            num_warps=4,
+            num_warps=4, early=True,
         )  # fmt: skip
     return out
 

@@ -59,7 +59,7 @@ def select_draft_tokens(scores, tokens, num_tokens: int) -> tuple[torch.Tensor, 
             launch(
                 select_draft_tokens_kernel, (bs,),
                 scores, tokens, draft_tokens, selected, *scores.stride(), *tokens.stride(), total,
-                COUNT=num_tokens, BLOCK=block, num_warps=min(max(block // 256, 1), 32),
+                COUNT=num_tokens, BLOCK=block, num_warps=min(max(block // 256, 1), 32), early=True,
             )  # fmt: skip
     return draft_tokens, selected
 
@@ -121,6 +121,7 @@ def build_tree(parent_list, selected_index, seq_lens, topk: int) -> tuple[torch.
                 parent_list, selected_index, seq_lens, *outputs,
                 *parent_list.stride(), *selected_index.stride(), seq_lens.stride(0), parent_list.shape[1],
                 TOPK=topk, NODES=drafts + 1, BLOCK=block, ROUNDS=block.bit_length() - 1, num_warps=4 if block > 32 else 1,
+                early=True,
             )  # fmt: skip
     return outputs
 

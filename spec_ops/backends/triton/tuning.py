@@ -25,7 +25,8 @@ class Config:
 
     `min_blocks`: shortest range of key blocks; `tma`: read through tensor descriptors where the cache's layout allows;
     `cooperative`: the programs of a tile share the work of combining it. `clear`: the loop over blocks takes a request's last,
-    partly filled one too, and clears the values behind its end (`fitted` decides).
+    partly filled one too, and clears the values behind its end. `full`: no SM has room for more than `programs`. `fitted`
+    decides on both.
     """
 
     block_m: int
@@ -36,7 +37,9 @@ class Config:
     min_blocks: int = 1
     tma: bool = True
     cooperative: bool = True
-    clear: bool = field(default=False, compare=False)  # follows from the others and the device
+    # These follow from the others and the device.
+    clear: bool = field(default=False, compare=False)
+    full: bool = field(default=False, compare=False)
 
     @property
     def max_registers(self) -> int:
@@ -183,4 +186,9 @@ def fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int
             config = replace(config, block_n=config.block_n // 2)
     more = config.block_n * v_dim * (kv_bytes + 2)
     clear = config.block_m < 64 and not shared_kv and config.programs * (needed(config) + more) <= limit
-    return replace(config, clear=clear)
+    # Eight warps fill the registers: of at most 255 a thread these kernels take 225 and more. Fp8 may need little for `clear`.
+    # What keys in two parts need (head_dim 96, 192) differs between versions of Triton.
+    block = needed(config) + (more if clear and kv_bytes > 1 else 0)
+    filled = config.programs * config.num_warps >= 8 or (config.programs + 1) * block > limit + 1024
+    full = filled and (shared_kv or head_dim.bit_count() == 1)
+    return replace(config, clear=clear, full=full)

@@ -324,8 +324,9 @@ def bench_ahead(
     """Compile every Triton kernel ahead of time, without a GPU: registers, shared memory and spills on each architecture.
 
     Exit code 1 if a hot kernel spills or its wgmma are serialized, one needs more shared memory than the architecture
-    has, or fewer blocks fit on a multiprocessor than the launch counts on."""
+    has, or fewer blocks fit on a multiprocessor than the launch counts on, or more where they must spread evenly."""
     from spec_ops.backends.triton.ahead import ARCHS, SHARED_LIMIT, compile_ahead, resident_blocks, variants
+    from spec_ops.bench.kernel_report import for_tables
 
     if unknown := sorted(set(arch) - set(ARCHS)):
         raise typer.BadParameter(f"must be one of {list(ARCHS)}, got {unknown}", param_hint="--arch")
@@ -342,12 +343,13 @@ def bench_ahead(
                 continue
             used = compile_ahead(variant, a)
             bad = (variant.hot and (used.spill_bytes > 0 or used.serialized)) or used.shared_bytes > SHARED_LIMIT[a]
-            bad |= resident_blocks(used, variant.num_warps, a) < variant.programs
+            fit = resident_blocks(used, variant.num_warps, a)
+            bad |= fit < variant.programs or (variant.early and fit > variant.programs)
             failed |= bad
             figures = " / ".join(map(str, used[:4])) + (", wgmma serialized" if used.serialized else "")
             cells.append(("[red]" if bad else "") + figures)
         table.add_row(variant.name + ("" if variant.hot else " (not hot)"), *cells)
-    console.print(table)
+    for_tables(console).print(table)
     if failed:
         raise typer.Exit(1)
 

@@ -166,9 +166,11 @@ def test_incomplete_variant_is_refused():
 def test_cli_prints_the_table(monkeypatch):
     from spec_ops import cli
 
-    monkeypatch.setattr(ahead, "variants", lambda: [WASTEFUL])
+    named = dataclasses.replace(WASTEFUL, name="wasteful, with a name that 80 columns leave no room for")
+    monkeypatch.setattr(ahead, "variants", lambda: [named])
     shown = CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90", "--arch", "120"])
     assert shown.exit_code == 0
+    assert named.name in shown.output
     assert "sm_90" in shown.output
     assert "sm_120" in shown.output
     assert "wasteful" in shown.output
@@ -185,3 +187,9 @@ def test_cli_prints_the_table(monkeypatch):
         shown = CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90"])
         assert shown.exit_code == code
         assert "wgmma serialized" in shown.output
+    # Where a launch may be early, room for more programs than the launch counts on fails it too.
+    roomy = ahead.Resources(64, 0, 0, 0)
+    monkeypatch.setattr(ahead, "compile_ahead", lambda variant, arch: roomy)
+    for early, code in ((True, 1), (False, 0)):
+        monkeypatch.setattr(ahead, "variants", lambda early=early: [dataclasses.replace(WASTEFUL, early=early)])
+        assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90"]).exit_code == code

@@ -25,7 +25,12 @@ from spec_ops.bench.timing import Ceilings, measure_ceilings
 from spec_ops.results import environment, write_rows
 
 CASE = ("kind", "heads", "head_dim", "bs", "context", "lengths", "q_len", "mask")
-LOG_WIDTH = 240  # of tables that go to a file: rich would cut them to 80 columns
+LOG_WIDTH = 240
+
+
+def for_tables(console: Console) -> Console:
+    """The console, or for a file one of `LOG_WIDTH` columns: rich would cut tables to 80."""
+    return console if console.is_terminal else Console(file=console.file, width=LOG_WIDTH, highlight=False)
 
 
 def case_of(row: Mapping[str, Any]) -> tuple:
@@ -172,8 +177,7 @@ def _show(
 ) -> None:
     if out is not None:
         write_rows(out, rows, ceilings=vars(ceilings), notes=[vars(note) for note in notes])
-    if not console.is_terminal:
-        console = Console(file=console.file, width=LOG_WIDTH, highlight=False)
+    console = for_tables(console)
     if rows:
         console.print(times_table(rows), summary_table(rows))
     if notes:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from spec_ops.bench.kernel_report import LOG_WIDTH, notes_table
+from spec_ops.bench.kernel_report import for_tables, notes_table
 from spec_ops.bench.kernels import Note
 from spec_ops.bench.round import RoundCase
 from spec_ops.bench.round_jobs import fitting, run
@@ -123,8 +123,7 @@ def measure(
 
 
 def show(console: Console, rows: list[dict[str, Any]], notes: list[Note]) -> None:
-    if not console.is_terminal:
-        console = Console(file=console.file, width=LOG_WIDTH, highlight=False)
+    console = for_tables(console)
     if rows:
         console.print(rounds_table(rows))
         beside, verdicts = beside_table(rows), judge_auto(rows)

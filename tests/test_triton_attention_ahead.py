@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 
@@ -61,6 +62,27 @@ def test_wgmma_run_side_by_side(variant):
 
 def test_both_masks_and_the_ragged_kernel_are_looked_at():
     assert all(any(what in v.name for v in WGMMA) for what in ("16 causal", "16 tree", "ragged"))
+
+
+# Pages that no tensor descriptor reads: `(shape, queries)`.
+POINTERS = [(shape, 1) for shape in (attention_ahead.GQA_128, attention_ahead.GQA_64, attention_ahead.GQA_FP8)]
+POINTERS += [(attention_ahead.GQA_128, 16), (attention_ahead.MLA_16, 1)]
+
+
+@pytest.mark.parametrize(("shape", "q_len"), POINTERS, ids=lambda part: getattr(part, "label", part))
+def test_pointers_are_read_in_wide_and_early_loads(shape, q_len):
+    """Through `cp.async`, several blocks ahead. Triton 3.7 read 2 bytes at a time, and nothing ahead, in a loop over keys that
+    began at a value from outside (`attend`)."""
+    kind, args = attention_ahead._arguments(shape, (None, 0), (8, q_len), 8)
+    rows = q_len * shape.heads // max(shape.kv_heads, 1)
+    config = tuning.choose(90, not shape.kv_heads, shape.head_dim, shape.v_dim, shape.kv_dtype.itemsize, rows)
+    config = dataclasses.replace(config, tma=False)
+    with recorded() as launches:
+        getattr(steps, kind)(*args, config=config)
+    assert launches[0].arguments["TMA"] is False
+    ptx = ahead.compiled(attention_ahead._variant("pointers", launches[0], config, (90,), hot=False), 90).asm["ptx"]
+    assert "cp.async.c" in ptx
+    assert not re.search(r"ld\.global[\w.:]*\.b(8|16)\b", ptx)
 
 
 FP8 = [v for v in VARIANTS if "fp8" in v.name and 90 in v.archs and v.hot]

@@ -219,7 +219,9 @@ def attend(
             v = k0 if SHARED_KV else tl.where(valid[:, None], _read(v_cache.load([slot, kv_head * (DV // PER)]), q0.dtype), 0)
             acc, acc_odd = _outputs(p, v, acc, acc_odd, q0.dtype)
     else:
-        for start in tl.range(first_key, last_key, BLOCK_N, num_stages=STAGES):
+        # From 0: where a loop begins at another value, Triton 3.7 sees no contiguous addresses and reads 2 bytes at a time.
+        for walked in tl.range(0, last_key - first_key, BLOCK_N, num_stages=STAGES):
+            start = first_key + walked
             n = start + tl.arange(0, BLOCK_N)
             valid = n < seq_len
             k_row = k_cache + page.to(tl.int64) * k_stride_page + kv_head * k_stride_h + (n % PAGE) * k_stride_token

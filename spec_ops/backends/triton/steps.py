@@ -157,7 +157,7 @@ def _uniform(
             Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, MASK_LEN=0 if tree_mask is None else mask_len,
             WINDOW=window_left, HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap > 0,
             BS=max(2, triton.next_power_of_2(bs)), MIN_BLOCKS=config.min_blocks, COOPERATIVE=cooperative,
-            WARPS=config.num_warps, maxnreg=config.max_registers, early=config.full,
+            WARPS=config.num_warps, maxnreg=config.max_registers, early=config.full and keys.tma,
             **keys.constants, num_warps=config.num_warps, launch_cooperative_grid=cooperative,
         )  # fmt: skip
     return out

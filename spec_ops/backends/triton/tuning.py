@@ -25,8 +25,8 @@ class Config:
 
     `min_blocks`: shortest range of key blocks; `tma`: read through tensor descriptors where the cache's layout allows;
     `cooperative`: the programs of a tile share the work of combining it. `clear`: the loop over blocks takes a request's last,
-    partly filled one too, and clears the values behind its end. `full`: no SM has room for more than `programs`. `fitted`
-    decides on both.
+    partly filled one too, and clears the values behind its end. `full`: no SM has room for more than `programs` that
+    read through descriptors. `fitted` decides on both.
     """
 
     block_m: int

@@ -1,7 +1,7 @@
 """What every launch needs: the device to launch on, its size, and how a kernel follows the one before it.
 
-From sm_90 on kernels are launched while the one before them still runs (programmatic dependent launch), and wait for it
-themselves, which takes most of a launch out of the time between two kernels:
+From sm_90 on a kernel may be launched while the one before it still runs (programmatic dependent launch), and waits for it
+itself, which takes most of a launch out of the time between two kernels. All kernels wait; not all are launched early:
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """
 

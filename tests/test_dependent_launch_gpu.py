@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 import spec_ops  # noqa: E402
+from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op  # noqa: E402
 
 STEPS, CONTEXT, PAGE = 24, 300, 64
 # Kernels of every kind: (query heads, KV heads or 0 for MLA, head_dim, q_len, whether batch-invariant).
@@ -68,7 +69,41 @@ class Chain(NamedTuple):
         return x
 
 
-def make_chain(kind: str, bs: int, seed: int) -> Chain:
+class Products(NamedTuple):
+    """`STEPS` times the three products of `norm_linear.py` and `linear.py`, each of the last one's result."""
+
+    x: torch.Tensor
+    weights: list[torch.Tensor]
+    made: list[torch.Tensor]  # by the last `run`
+
+    def forget(self) -> None:
+        for result in self.made:
+            result.fill_(float("nan"))
+
+    def run(self, after_each=lambda: None) -> torch.Tensor:
+        self.made.clear()
+        x = y = self.x
+        for _ in range(STEPS):
+            y, z, squares = add_skinny_mm_op(x, self.weights[0], y, self.weights[3])
+            after_each()
+            scaled = scaled_skinny_mm_op(z, self.weights[1], None, squares, 1e-5)
+            after_each()
+            x = skinny_mm_op(scaled, self.weights[2], None)
+            after_each()
+            self.made += [y, z, squares, scaled, x]
+        return x
+
+
+def make_products(rows: int, seed: int) -> Products:
+    rng = torch.Generator("cuda").manual_seed(seed)
+    sizes = ((rows, 4096), (4096, 4096), (6144, 4096), (4096, 6144))
+    x, *weights = (torch.randn(n, k, generator=rng, device="cuda").div_(k**0.5).bfloat16() for n, k in sizes)
+    return Products(x, [*weights, torch.ones(4096, device="cuda", dtype=torch.bfloat16)], [])
+
+
+def make_chain(kind: str, bs: int, seed: int) -> Chain | Products:
+    if kind == "products":
+        return make_products(4 * bs, seed)
     heads, kv_heads, dim, q_len, _ = KINDS[kind]
     rng = torch.Generator("cuda").manual_seed(seed)
     pages = -(-(CONTEXT + STEPS * q_len) // PAGE)
@@ -83,14 +118,14 @@ def make_chain(kind: str, bs: int, seed: int) -> Chain:
     return Chain(kind, bs, q, caches, tables, slots, lens)
 
 
-def captured(chain: Chain) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def captured(chain: Chain | Products) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = chain.run()
     return graph, out
 
 
-def expected(chain: Chain) -> torch.Tensor:
+def expected(chain: Chain | Products) -> torch.Tensor:
     """One kernel at a time."""
     chain.forget()
     out = chain.run(after_each=torch.cuda.synchronize)
@@ -99,7 +134,7 @@ def expected(chain: Chain) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bs", [1, 8])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "products"])
 def test_each_kernel_sees_what_the_last_one_wrote(kind, bs):
     chain = make_chain(kind, bs, 1)
     want = expected(chain)
@@ -110,7 +145,7 @@ def test_each_kernel_sees_what_the_last_one_wrote(kind, bs):
         assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "products"])
 def test_two_chains_at_once(kind):
     """Programs of a kernel wait for one another, so all must be resident, whatever the other stream has on the GPU."""
     chains = [make_chain(kind, 8, seed) for seed in (1, 2)]

@@ -31,6 +31,7 @@ from spec_ops.backends.triton.workspace import arrival_counters
 
 CHUNK = 64  # of k: what one row of shared memory holds (128 bytes)
 WARPGROUP = tl.constexpr(64)  # columns from which a tile is one product of 128 threads
+ASKED = tl.constexpr(2)  # blocks of the weight that a program asks for before it may begin
 
 
 class Tile(NamedTuple):
@@ -53,7 +54,8 @@ MAX_ROWS = TILES[-1].block_m
 
 @dataclass(frozen=True)
 class Config:
-    """A tile, programs that share its k, Triton's count of stages, and programs that a multiprocessor holds at once."""
+    """A tile, programs that share its k, Triton's count of stages, and programs that a multiprocessor holds at once; `full`: it
+    has no room for more of them."""
 
     block_m: int
     block_n: int
@@ -62,6 +64,7 @@ class Config:
     splits: int
     num_stages: int
     programs: int
+    full: bool
 
 
 def choose(m: int, n: int, k: int, sms: int, arch: int) -> Config:
@@ -77,11 +80,33 @@ def fitted(tile: Tile, n: int, k: int, sms: int, arch: int) -> Config:
     shared = SHARED.get(arch, 99) * 1024
     programs = max(1, min(most, shared // (2 * buffer + rest)))
     # At least two blocks for each, and partial sums of at most a quarter of the weight's bytes.
-    splits = max(1, min(sms * programs // triton.cdiv(n, block_n), blocks // 2, k // (8 * block_m)))
+    tiles = triton.cdiv(n, block_n)
+    splits = max(1, min(sms * programs // tiles, blocks // 2, k // (8 * block_m)))
+    programs = min(programs, triton.cdiv(tiles * splits, sms))  # the rest of the memory is for blocks in flight
     buffers = min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits))
     # A stage is the product itself, except that Triton adds a buffer where the product is asynchronous (wgmma, tcgen05).
     asynchronous = block_n >= WARPGROUP.value and 90 <= arch < 120
-    return Config(block_m, block_n, block_k, num_warps, splits, max(2, buffers + (not asynchronous)), programs)
+    full = (programs + 1) * (buffers * buffer + 1024) > shared + 1024
+    return Config(block_m, block_n, block_k, num_warps, splits, max(2, buffers + (not asynchronous)), programs, full)
+
+
+@triton.jit
+def ask_for_weight(
+    weight, row_stride, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Before the wait for earlier kernels: this program's first blocks of the weight on their way to L2. No kernel's result is
+    read or overtaken by that, not even where one writes the weight: L2 is what all of them see."""
+    if PDL:
+        pid = tl.program_id(0)
+        first = pid % SPLITS * tl.cdiv(K, BLOCK_K) // SPLITS
+        LINES: tl.constexpr = ASKED * BLOCK_K // 64  # of 128 bytes in a row
+        i = tl.arange(0, BLOCK_N * LINES)
+        row = tl.minimum(pid // SPLITS * BLOCK_N + i // LINES, N - 1)
+        column = tl.minimum(first * BLOCK_K + i % LINES * 64, K - 1)
+        line = (weight + row.to(tl.int64) * row_stride + column).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -143,12 +168,14 @@ def store_transposed(out, acc, n, m, N, M):
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_mm_kernel(
-    x, weight, partial, counters, M, N, K, bias, out,
+    x, weight, partial, counters, M, N, K, weight_rows, row_stride, bias, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`x`, `weight`: tensor descriptors of what `_block_shape` says, of `BLOCK_M` and `BLOCK_N` rows. `partial`, `counters`: of
-    the sums that the programs of a tile exchange, None if there is one. `bias [N]` or None; `out [M, N]` is contiguous."""
+    the sums that the programs of a tile exchange, None if there is one. `weight_rows`: the weight, as a pointer. `bias [N]`
+    or None; `out [M, N]` is contiguous."""
+    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, PDL)
     await_predecessors(PDL)
     acc, complete = products(x, weight, partial, counters, K, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES)
     if complete:
@@ -186,7 +213,7 @@ def _descriptor(matrix: torch.Tensor, rows: int, config: Config) -> TensorDescri
 def run(
     kernel: Any, name: str, x: torch.Tensor, weight: torch.Tensor, config: Config | None, *args: Any, **constants: Any
 ) -> None:
-    """Launches `kernel`, which takes what `skinny_mm_kernel` takes up to `K` and then `args`, for the op `name`.
+    """Launches `kernel`, which takes what `skinny_mm_kernel` takes up to `row_stride` and then `args`, for the op `name`.
 
     An `x` that TMA cannot read is copied.
 
@@ -214,7 +241,8 @@ def run(
     with device_guard(x):
         launch(
             kernel, (tiles * splits,), _descriptor(x, block_m, config), _descriptor(weight, block_n, config), partial, counters,
-            m, n, k, *args, **constants, **_constants(config), num_warps=config.num_warps,
+            m, n, k, weight, weight.stride(0), *args, **constants, **_constants(config), num_warps=config.num_warps,
+            early=config.full,
         )  # fmt: skip
 
 
@@ -245,7 +273,7 @@ def variants(
     kernel: Any, name: str, shape: tuple[int, int, int], signature: dict[str, str], constexprs: dict[str, Any]
 ) -> Iterator[Variant]:
     """Those of `kernel` for m, n and k; `signature` and `constexprs` are of the arguments that `skinny_mm_kernel` lacks or that
-    follow its `K`."""
+    follow its `row_stride`."""
     chosen: dict[Config, list[int]] = {}
     for arch in ARCHS:
         chosen.setdefault(choose(*shape, 132, arch), []).append(arch)
@@ -256,7 +284,7 @@ def variants(
             for key, rows in (("x", config.block_m), ("weight", config.block_n))
         }
         split = {"partial": "*fp32:16", "counters": "*i32:16"}
-        sizes = {"M": "i32", "N": "i32:16", "K": "i32:16"}
+        sizes = {"M": "i32", "N": "i32:16", "K": "i32:16", "weight_rows": "*bf16:16", "row_stride": "i32:16"}
         yield Variant(
             f"{name}, {m} x {n} x {k} on sm_{archs[0]}",
             kernel,
@@ -266,4 +294,5 @@ def variants(
             num_stages=config.num_stages,
             archs=tuple(archs),
             programs=config.programs,
+            early=config.full,
         )

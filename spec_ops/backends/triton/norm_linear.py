@@ -25,7 +25,7 @@ import triton.language as tl
 from spec_ops.backends.triton import linear
 from spec_ops.backends.triton.ahead import Variant
 from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch
-from spec_ops.backends.triton.linear import Config, products, store_transposed
+from spec_ops.backends.triton.linear import Config, ask_for_weight, products, store_transposed
 from spec_ops.ops.linear import SUM_COLUMNS, sums_of
 
 SILU_BLOCK = 1024
@@ -33,12 +33,13 @@ SILU_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["M"])
 def add_skinny_mm_kernel(
-    x, weight, partial, counters, M, N, K, residual, norm_weight, y, z, squares,
+    x, weight, partial, counters, M, N, K, weight_rows, row_stride, residual, norm_weight, y, z, squares,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`residual`, `y`, `z [M, N]` contiguous; `norm_weight [N]`; `squares [M, cdiv(N, SUM_COLUMNS)]`. The rest: see
     `skinny_mm_kernel`."""
+    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, PDL)
     await_predecessors(PDL)
     tile = tl.program_id(0) // SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -66,11 +67,12 @@ def add_skinny_mm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def scaled_skinny_mm_kernel(
-    x, weight, partial, counters, M, N, K, bias, squares, eps, out,
+    x, weight, partial, counters, M, N, K, weight_rows, row_stride, bias, squares, eps, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`squares [M, SUMS]`, of which `SUMS_PAD` is a power of 2. The rest: see `skinny_mm_kernel`."""
+    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, PDL)
     await_predecessors(PDL)
     n = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
@@ -152,6 +154,7 @@ def scaled_silu_mul(gate: torch.Tensor, up: torch.Tensor, squares: torch.Tensor,
             launch(
                 scaled_silu_mul_kernel, (triton.cdiv(n, SILU_BLOCK), m), gate, up, gate.stride(0), up.stride(0),
                 squares.contiguous(), out, n, columns, eps, BLOCK=SILU_BLOCK, **_sums(columns), num_warps=4,
+                early=True,
             )  # fmt: skip
     return out
 

@@ -90,7 +90,7 @@ class Products(NamedTuple):
             after_each()
             x = skinny_mm_op(scaled, self.weights[2], None)
             after_each()
-            self.made += [y, z, squares, scaled, x]
+            self.made.extend((y, z, squares, scaled, x))
         return x
 
 

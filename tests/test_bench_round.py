@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from spec_ops import cli
 from spec_ops.bench import round_profile
 from spec_ops.bench.round import CompiledRound, RoundCase, floor_bytes
-from spec_ops.bench.round_profile import Kernel, breakdown, idle, kind_of, small_kernels
+from spec_ops.bench.round_profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
 from spec_ops.bench.round_report import above_floor, judge_auto
 from spec_ops.bench.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES
 from spec_ops.passes import explain, report
@@ -181,6 +181,13 @@ def test_small_kernels_by_name():
     found = small_kernels(kernels, 2)
     assert found == {"rope_append_kv_kernel": [1, 9], "triton_poi_add": [2, 3]}
     assert list(found) == ["rope_append_kv_kernel", "triton_poi_add"]
+
+
+def test_a_kernel_that_waits_for_the_last_one_does_not_count_twice():
+    early = [Kernel("a", 0.0, 10.0), Kernel("b", 2.0, 11.0), Kernel("c", 3.0, 4.0), Kernel("d", 15.0, 1.0)]
+    alone = [Kernel("a", 0.0, 10.0), Kernel("b", 10.0, 3.0), Kernel("c", 13.0, 0.0), Kernel("d", 15.0, 1.0)]
+    assert behind_each_other(early) == alone
+    assert behind_each_other(alone) == alone
 
 
 def test_idle_stretches_of_overlapping_kernels():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -40,6 +41,27 @@ if sys.stdin.readline().strip() == "measure":
     if case["batch_size"] == 4:
         print(json.dumps({{"error": "no such kernel", "failed": False}}), flush=True)
     print(json.dumps({{"done": True}}), flush=True)
+"""
+
+# A worker whose own process lives on, and writes to the caches, for a second.
+HAUNTED = """
+import json, os, subprocess, sys
+cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+write = '''
+import os, sys, time
+end, i = time.monotonic() + 1, 0
+while time.monotonic() < end:
+    os.makedirs(sys.argv[1], exist_ok=True)
+    open(os.path.join(sys.argv[1], str(i := i + 1)), "w").close()
+'''
+sys.stdin.readline()
+subprocess.Popen([sys.executable, "-c", write, cache], stdout=subprocess.DEVNULL)
+while not os.path.isdir(cache):
+    pass
+print(json.dumps({"compile_s": 1.0}), flush=True)
+sys.stdin.readline()
+print(json.dumps({"row": {"bs": 1}}), flush=True)
+print(json.dumps({"done": True}), flush=True)
 """
 
 # The worker itself, on a case that never compiles. Of its two threads the main one is what is told.
@@ -84,6 +106,13 @@ def test_a_process_that_dies_is_a_failed_note(tmp_path):
     assert note.failed
     assert "exit code 1; out of luck" in note.reason
     assert found[1][0]["compile_warm_s"] == 1.0
+
+
+def test_a_process_that_lives_on_costs_no_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = (sys.executable, "-c", HAUNTED)
+    ((_, (row,)),) = run([CASE], jobs=1, memory=float("inf"), warm=False, limit=60.0, command=command)
+    assert row["bs"] == 1
 
 
 def test_a_case_that_does_not_compile_in_time_says_where_it_was():

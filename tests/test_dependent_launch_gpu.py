@@ -118,9 +118,9 @@ def make_chain(kind: str, bs: int, seed: int) -> Chain | Products:
     return Chain(kind, bs, q, caches, tables, slots, lens)
 
 
-def captured(chain: Chain | Products) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+def captured(chain: Chain | Products, stream: torch.cuda.Stream | None = None) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         out = chain.run()
     return graph, out
 
@@ -150,8 +150,8 @@ def test_two_chains_at_once(kind):
     """Programs of a kernel wait for one another, so all must be resident, whatever the other stream has on the GPU."""
     chains = [make_chain(kind, 8, seed) for seed in (1, 2)]
     wants = [expected(chain) for chain in chains]
-    graphs, outs = zip(*map(captured, chains), strict=True)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]  # for the capture too: kernels have counters for each stream
+    graphs, outs = zip(*map(captured, chains, streams), strict=True)
     for _ in range(10):
         for chain in chains:
             chain.forget()

@@ -145,7 +145,8 @@ def run(
     """
     threads = max(1, (os.cpu_count() or 1) // jobs)
     for group in groups(cases, jobs, SHARED * memory):
-        with tempfile.TemporaryDirectory(prefix="spec_ops_round_") as folder, ExitStack() as stack:
+        # Inductor's compile workers may outlive the process that has them, and write while the folder is cleared.
+        with tempfile.TemporaryDirectory(prefix="spec_ops_round_", ignore_cleanup_errors=True) as folder, ExitStack() as stack:
             caches = [Path(folder) / str(index) for index in range(len(group))]
 
             def start(threads: int = threads) -> list[_Worker]:

@@ -19,7 +19,7 @@ _COLORS = {"matmul": "C0", "attention": "C1", "other": "C2", "idle": "C3"}
 
 
 class Kernel(NamedTuple):
-    """One launch on the device; microseconds, from the first launch of its round."""
+    """One launch on the device; microseconds, from the first launch of its round. See `behind_each_other`."""
 
     name: str
     start: float
@@ -51,12 +51,23 @@ def kind_of(name: str) -> str:
 def breakdown(kernels: Sequence[Kernel], rounds: int, milliseconds: float) -> dict[str, float]:
     """Where a round of `milliseconds` goes; `kernels` are those of `rounds` rounds.
 
-    Keys: `matmul_ms`, `attention_ms`, `other_ms`, and `gaps_ms`, what lies between kernels. Negative gaps mean that kernels
-    overlap.
+    Keys: `matmul_ms`, `attention_ms`, `other_ms`, and `gaps_ms`, what lies between kernels. Negative gaps mean that the kernels
+    took longer under the profiler.
     """
     spent = {f"{kind}_ms": sum(k.duration for k in kernels if k.kind == kind) / 1e3 / rounds for kind in KINDS}
     spent["gaps_ms"] = milliseconds - sum(spent.values())
     return {kind: round(value, 3) for kind, value in spent.items()}
+
+
+def behind_each_other(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Kernels in the order of their starts, each from the end of those before it: one that was launched early (`launch`) waits
+    for them on the device, and the profiler counts that as its own time."""
+    alone, free = [], float("-inf")
+    for kernel in kernels:
+        start, end = max(kernel.start, free), kernel.start + kernel.duration
+        alone.append(kernel._replace(start=start, duration=max(end - start, 0.0)))
+        free = max(free, end)
+    return alone
 
 
 def small_kernels(kernels: Sequence[Kernel], rounds: int) -> dict[str, list[float]]:
@@ -89,6 +100,7 @@ def profile(step: Callable[[], object], rounds: int = 5) -> Profile:
     names = [e.name for e in events if window.start <= e.time_range.start <= window.end]
     launched = [e for e in events if e.device_type != on_host and not e.name.startswith(("Activity", "rounds"))]
     kernels = sorted((Kernel(e.name, e.time_range.start, e.time_range.elapsed_us()) for e in launched), key=lambda k: k.start)
+    kernels = behind_each_other(kernels)
     counts = {
         "kernels": sum(not k.name.startswith("Mem") for k in kernels) / rounds,  # but not copies and fills
         "graph_launches": sum(n.startswith("cudaGraphLaunch") for n in names) / rounds,

@@ -58,12 +58,12 @@ class Rule:
 Rules = dict[int, tuple[Rule, ...]]
 
 # For each architecture by growing `max_m`: the first that holds the rows applies.
-# 112 MiB is the largest weight that measured faster at every m; 7168 x 16384 (224 MiB) took up to 1.11 times as long as cuBLAS.
+# 112 MiB is the largest weight that measured faster at every m; 7168 x 16384 (224 MiB) took up to 1.08 times as long as cuBLAS.
 RULES: Rules = {
     90: (
         Rule(max_m=16, max_n=48 * 132, min_k=4096, min_bytes=20 << 20, max_bytes=112 << 20),
-        Rule(max_m=32, max_n=32 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),
-        Rule(max_m=64, max_n=32 * 132, min_k=4096, min_bytes=96 << 20, max_bytes=112 << 20),
+        Rule(max_m=32, max_n=32 * 132, min_k=4096, min_bytes=20 << 20, max_bytes=112 << 20),
+        Rule(max_m=64, max_n=32 * 132, min_k=7168, min_bytes=20 << 20, max_bytes=112 << 20),
     ),
 }
 

@@ -68,6 +68,11 @@ def test_programs_are_resident_at_once(variant):
     assert resident == variant.programs if variant.early else resident >= variant.programs
 
 
+def test_weights_are_asked_for_before_the_wait():
+    ptx = ahead.compiled(next(linear.ahead()), 90).asm["ptx"]
+    assert 0 < ptx.find("prefetch.global.L2") < ptx.find("griddepcontrol.wait") < ptx.find("cp.async.bulk.tensor")
+
+
 def tensors(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     g = torch.Generator("cuda").manual_seed(m + n + k)
     return [torch.randn(shape, generator=g, device="cuda").to(dtype) for shape in ((m, k), (n, k), (n,))]

@@ -23,7 +23,8 @@ INTERPRETER_SMS = 4  # on CPU, for Triton's interpreter: small, so that loops ov
 
 @triton.jit
 def await_predecessors(PDL: tl.constexpr):
-    """The first thing every kernel does: what earlier ones wrote is there behind it, and what they read may be written.
+    """What every kernel does before it reads or writes: what earlier ones wrote is there behind it, and what they read may be
+    written.
 
     Then the next kernel may come as soon as a multiprocessor has room. It waits here for this one's end, as this one did, so at
     most two kernels are on the GPU, and all programs of the first have begun: those that wait for one another all have.

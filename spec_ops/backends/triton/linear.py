@@ -31,7 +31,7 @@ from spec_ops.backends.triton.workspace import arrival_counters
 
 CHUNK = 64  # of k: what one row of shared memory holds (128 bytes)
 WARPGROUP = tl.constexpr(64)  # columns from which a tile is one product of 128 threads
-ASKED = tl.constexpr(2)  # blocks of the weight that a program asks for before it may begin
+ASKED = 2  # blocks of the weight that a program asks for before it may begin, if it is launched early
 
 
 class Tile(NamedTuple):
@@ -92,11 +92,12 @@ def fitted(tile: Tile, n: int, k: int, sms: int, arch: int) -> Config:
 
 @triton.jit
 def ask_for_weight(
-    weight, row_stride, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    weight, row_stride, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, ASKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Before the wait for earlier kernels: this program's first blocks of the weight on their way to L2. No kernel's result is
-    read or overtaken by that, not even where one writes the weight: L2 is what all of them see."""
-    if PDL:
+    """Before the wait for earlier kernels: this program's first `ASKED` blocks of the weight on their way to L2. No kernel's
+    result is read or overtaken by that, not even where one writes the weight: L2 is what all of them see."""
+    if PDL and ASKED > 0:
         pid = tl.program_id(0)
         first = pid % SPLITS * tl.cdiv(K, BLOCK_K) // SPLITS
         LINES: tl.constexpr = ASKED * BLOCK_K // 64  # of 128 bytes in a row
@@ -170,12 +171,12 @@ def store_transposed(out, acc, n, m, N, M):
 def skinny_mm_kernel(
     x, weight, partial, counters, M, N, K, weight_rows, row_stride, bias, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`x`, `weight`: tensor descriptors of what `_block_shape` says, of `BLOCK_M` and `BLOCK_N` rows. `partial`, `counters`: of
     the sums that the programs of a tile exchange, None if there is one. `weight_rows`: the weight, as a pointer. `bias [N]`
     or None; `out [M, N]` is contiguous."""
-    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, PDL)
+    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL)
     await_predecessors(PDL)
     acc, complete = products(x, weight, partial, counters, K, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES)
     if complete:
@@ -249,7 +250,7 @@ def run(
 def _constants(config: Config) -> dict[str, Any]:
     return {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": CHUNK,
-        "SPLITS": config.splits, "STAGES": config.num_stages,
+        "SPLITS": config.splits, "STAGES": config.num_stages, "ASKED": ASKED if config.full else 0,
     }  # fmt: skip
 
 

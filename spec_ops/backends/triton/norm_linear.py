@@ -35,11 +35,11 @@ SILU_BLOCK = 1024
 def add_skinny_mm_kernel(
     x, weight, partial, counters, M, N, K, weight_rows, row_stride, residual, norm_weight, y, z, squares,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr, SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`residual`, `y`, `z [M, N]` contiguous; `norm_weight [N]`; `squares [M, cdiv(N, SUM_COLUMNS)]`. The rest: see
     `skinny_mm_kernel`."""
-    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, PDL)
+    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL)
     await_predecessors(PDL)
     tile = tl.program_id(0) // SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -69,10 +69,11 @@ def add_skinny_mm_kernel(
 def scaled_skinny_mm_kernel(
     x, weight, partial, counters, M, N, K, weight_rows, row_stride, bias, squares, eps, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`squares [M, SUMS]`, of which `SUMS_PAD` is a power of 2. The rest: see `skinny_mm_kernel`."""
-    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, PDL)
+    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL)
     await_predecessors(PDL)
     n = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)

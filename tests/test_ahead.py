@@ -40,7 +40,8 @@ def test_kernel_compiles(variant, arch):
 def waits_first(ptx: str) -> bool:
     """Whether a kernel awaits its predecessors before it touches memory that they might (`launch.await_predecessors`). To bring
     something to L2 is not to read it."""
-    wait, touch = ptx.find("griddepcontrol.wait"), re.search(r"\b(ld|st|atom|red)\.[\w.:]*global|\bcp\.async", ptx)
+    touch = re.search(r"\b(ld|st|atom|red)\.[\w.:]*global|\bcp\.async|\bprefetch(?!\.global\.L2 )", ptx)
+    wait = ptx.find("griddepcontrol.wait")
     assert touch is not None
     return 0 <= wait < touch.start() and ptx.index("griddepcontrol.launch_dependents") > wait
 

@@ -182,15 +182,17 @@ def test_products_that_cublas_computes_as_fast(monkeypatch):
 
 
 def test_what_counts_as_fast():
-    """As measured: at 17 to 32 rows qkv of two models takes up to 5% less with cuBLAS, less than a norm takes."""
+    """As measured: at 17 to 32 rows qkv of two models takes as long with cuBLAS, gate_up takes less. One of the two is slower
+    behind launches of its own; a chain of layers gained."""
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
     weights = [r for r in measured if r["m"] == 32 and r["n"] < 10_000 and 2 * r["n"] * r["k"] <= 112 << 20]
-    ties = {(r["n"], r["k"]) for r in weights if 0.95 < r["torch_us"] / r["us"] < 1.03}
-    assert ties == {(6144, 4096), (6144, 8192)}
-    assert all(BEHIND.refusal(n, k) is None for n, k in ties)
-    slower = {(r["n"], r["k"]) for r in measured if r["m"] in (16, 32) and r["torch_us"] / r["us"] < 0.95}
-    assert slower
-    assert all(BEHIND.refusal(n, k) for n, k in slower)
+    ties = {(r["n"], r["k"]) for r in weights if 0.97 < r["torch_us"] / r["us"] < 1.03}
+    assert ties == {(6144, 8192)}
+    in_a_chain = {(6144, 4096)}
+    assert all(BEHIND.refusal(n, k) is None for n, k in ties | in_a_chain)
+    slower = {(r["n"], r["k"]) for r in measured if r["m"] in (16, 32) and r["torch_us"] / r["us"] < 0.97}
+    assert slower > in_a_chain
+    assert all(BEHIND.refusal(n, k) for n, k in slower - in_a_chain)
 
 
 def test_report_and_order():

@@ -62,10 +62,8 @@ def test_programs_are_resident_at_once(variant):
     """One wave, as many programs as `choose` counts on, without spills."""
     arch = variant.archs[-1]
     used = ahead.compile_ahead(variant, arch)
-    # ptxas of triton 3.6 makes calls of TMA loads on sm_120, which take 8 or 16 bytes of arguments on the stack: no spill. Of
-    # one kernel it keeps values there too, with 56 registers in use; 3.7's does not, and no pass launches it on sm_120.
-    calls = 40 if variant.name == "skinny_mm, 32 x 4096 x 4096 on sm_120" else 16
-    assert used.spill_bytes <= (calls if arch == 120 and triton.__version__.startswith("3.6.") else 0)
+    # ptxas of triton 3.6 makes calls of TMA loads on sm_120, which take 8 or 16 bytes of arguments on the stack: no spill.
+    assert used.spill_bytes <= (16 if arch == 120 and triton.__version__.startswith("3.6.") else 0)
     resident = ahead.resident_blocks(used, variant.num_warps, arch)
     assert resident == variant.programs if variant.early else resident >= variant.programs
 

@@ -55,7 +55,7 @@ MAX_ROWS = TILES[-1].block_m
 @dataclass(frozen=True)
 class Config:
     """A tile, programs that share its k, Triton's count of stages, and programs that a multiprocessor holds at once; `full`: it
-    has no room for more of them."""
+    has no room for more of them, so that a launch may be early."""
 
     block_m: int
     block_n: int
@@ -86,7 +86,8 @@ def fitted(tile: Tile, n: int, k: int, sms: int, arch: int) -> Config:
     buffers = min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits))
     # A stage is the product itself, except that Triton adds a buffer where the product is asynchronous (wgmma, tcgen05).
     asynchronous = block_n >= WARPGROUP.value and 90 <= arch < 120
-    full = (programs + 1) * (buffers * buffer + 1024) > shared + 1024
+    # Not on sm_120: its 99 KiB leave two to four blocks in flight, and Triton 3.6 keeps values on the stack to ask for two.
+    full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
     return Config(block_m, block_n, block_k, num_warps, splits, max(2, buffers + (not asynchronous)), programs, full)
 
 

@@ -9,6 +9,7 @@ from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Check
 
 MAX_TREE_TOKENS = 64
 MAX_PAGE_SIZE = 128
+INT32_MAX = 2**31 - 1
 
 
 def check_tensors(
@@ -41,7 +42,8 @@ def check_tensors(
         if values.stride(-1) != 1:
             check.fail("v_cache", "contiguous in its last dimension", f"strides {values.stride()}")
         if cache.shape[2] < 1 or heads % cache.shape[2] != 0:
-            check.fail("q", f"of a head count divisible by the {cache.shape[2]} KV heads", f"{heads} heads")
+            layout = f"`k_cache` {tuple(cache.shape)}, which is read as [pages, page_size, heads, dim] (NHD)"
+            check.fail("q", f"of a head count divisible by the {cache.shape[2]} KV heads of {layout}", f"{heads} heads")
     check.tensor("seq_lens", seq_lens, rank=1, dtypes=(torch.int32,), device=device)
     bs = seq_lens.shape[0]
     if not ragged and q.shape[0] != bs:
@@ -60,14 +62,17 @@ def check_tensors(
     check.optional_tensor("sinks", sinks, shape=(heads,), dtypes=(torch.float32,), device=device)
 
 
-def check_options(check: Checker, scale, window_left, softcap, max_seq_len, backend, deterministic) -> str:
-    """What the numbers and names of an attention step must be; the backend to select by."""
+def check_options(check: Checker, scale, window_left, softcap, max_seq_len, backend, deterministic) -> tuple[int, str]:
+    """What the numbers and names of an attention step must be; the window (-1 if it is one that hides nothing) and the backend
+    to select by."""
     check.number("scale", scale, low=0.0)
     if max_seq_len is not None:
         check.integer("max_seq_len", max_seq_len, 1)
     check.integer("window_left", window_left, -1)
     check.number("softcap", softcap, low=0.0, inclusive=True)
-    return attention_backend(check, backend, deterministic)
+    # Lengths are int32, so that a window of this length, which some models' configurations say for "none", hides nothing.
+    window_left = -1 if window_left >= INT32_MAX else window_left
+    return window_left, attention_backend(check, backend, deterministic)
 
 
 def check_mask_len(check: Checker, q_len, tree_mask, mask_len) -> int:
@@ -80,4 +85,4 @@ def check_mask_len(check: Checker, q_len, tree_mask, mask_len) -> int:
     check.integer("mask_len", mask_len, 1, MAX_TREE_TOKENS)
     if q_len > mask_len:
         check.fail("mask_len", f"at least the number of queries ({q_len})", mask_len)
-    return int(mask_len)
+    return mask_len

@@ -3,17 +3,35 @@
 `Library.define` + `impl` + `register_fake` rather than `torch.library.custom_op`: the latter's Python layers cost about
 twice as much per call, and a decode step makes hundreds of calls. Nothing here imports a kernel provider: an
 implementation imports its kernels the first time it runs, so `import spec_ops` needs torch alone.
+
+The ops are for inference: none has a derivative. Without a kernel of ours for the Autograd keys torch would run them all the
+same, and hand back tensors, or caches, with a graph that leads nowhere (`torch.compile` and `torch.func`: no gradient at all).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _after_autograd_keyset,  # private, as all here: what `torch.library`'s own autograd kernels are made of
+    _any_requires_grad,
+    is_grad_enabled,
+)
+from torch.autograd import forward_ad
+
+from spec_ops.backends.registry import refuse_rocm
 
 NAMESPACE = "spec_ops"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+_CPU, _CUDA = (DispatchKeySet(key).raw_repr() for key in (DispatchKey.CPU, DispatchKey.CUDA))
+# What is asked of a call's keys: which backend, and whether a mode or a subclass (tracing, `torch.func`) comes before it.
+_BELOW_AUTOGRAD = _after_autograd_keyset.raw_repr() & ~DispatchKeySet(DispatchKey.ADInplaceOrView).raw_repr()
 
 
 def define_op(
@@ -31,15 +49,59 @@ def define_op(
         tags: besides `pt2_compliant_tag`.
 
     Returns:
-        The overload, kept by callers and passes as a module constant so that no call looks the op up by name.
+        The overload, kept by callers and passes as a module constant so that no call looks the op up by name. It raises
+        RuntimeError for an input that gradients are asked of.
     """
     name = schema.split("(", 1)[0]
+    on_cuda = impl if cuda is None else imported_at_first_call(name, cuda)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _LIBRARY.impl(name, impl, "CPU")
-    _LIBRARY.impl(name, impl if cuda is None else imported_at_first_call(name, cuda), "CUDA")
+    _LIBRARY.impl(name, on_cuda, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     packet, _, overload = name.partition(".")
-    return getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload or "default")
+    op = getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload or "default")
+    _LIBRARY.impl(name, _inference_only(op, impl, on_cuda), "Autograd", with_keyset=True)
+    return op
+
+
+def _inference_only(op: torch._ops.OpOverload, on_cpu: Callable, on_cuda: Callable) -> Callable:
+    """The Autograd kernel of `op`: refuses inputs that gradients are asked of, and calls what comes next.
+
+    For plain tensors that is the implementation itself. A second turn through the dispatcher would cost 4 us a call, this
+    kernel as it is costs less than one.
+    """
+    kernels = {_CPU: on_cpu, _CUDA: on_cuda, _CPU | _CUDA: on_cuda}  # both: `seq_lens_cpu` beside tensors on a GPU
+
+    def run(keyset: DispatchKeySet, *args: Any) -> Any:
+        # Before anything else: under `torch.no_grad` nothing of this is asked for, and in `torch.inference_mode` no call comes.
+        if is_grad_enabled() and _any_requires_grad(*args):
+            raise RuntimeError(_refusal(op, args, "require gradients", lambda tensor: tensor.requires_grad))
+        if forward_ad._current_level >= 0:
+            for tensor in _tensors(args):
+                if _is_dual(tensor):
+                    raise RuntimeError(_refusal(op, args, "carry a tangent", _is_dual))
+        kernel = kernels.get(keyset.raw_repr() & _BELOW_AUTOGRAD)
+        return op.redispatch(keyset & _after_autograd_keyset, *args) if kernel is None else kernel(*args)
+
+    return run
+
+
+def _tensors(args: tuple) -> list[torch.Tensor]:
+    """Those of an op's arguments, also in lists."""
+    flat = [part for value in args for part in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [part for part in flat if isinstance(part, torch.Tensor)]
+
+
+def _is_dual(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _refusal(op: torch._ops.OpOverload, args: tuple, what: str, refused: Callable[[torch.Tensor], bool]) -> str:
+    names = [a.name for a, value in zip(op._schema.arguments, args, strict=False) if any(map(refused, _tensors((value,))))]
+    return (
+        f"{op._schema.name.split('::')[1]}: `{names[0]}` must not {what}, got a tensor that does: spec_ops is for inference, "
+        "its ops have no derivatives. Call under `torch.inference_mode()` (or `torch.no_grad()`), or detach the tensor"
+    )
 
 
 def fakes_check() -> bool:
@@ -55,6 +117,7 @@ def imported_at_first_call(op: str, path: str) -> Callable:
     """The function at `"module:function"`, whose module is imported when it is first called.
 
     Raises (when called):
+        BackendError: the GPU is AMD's.
         ImportError: triton is not installed. No other implementation takes its place: that would only be slow, and silent.
     """
     function: Callable | None = None
@@ -62,6 +125,7 @@ def imported_at_first_call(op: str, path: str) -> Callable:
     def call(*args):
         nonlocal function
         if function is None:
+            refuse_rocm()
             module, attribute = path.split(":")
             try:
                 function = getattr(importlib.import_module(module), attribute)

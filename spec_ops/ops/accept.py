@@ -147,7 +147,8 @@ def accept_sampled(
         threshold_single, threshold_acc: in (0, 1]; must be 1 with `draft_probs`.
 
     Returns:
-        `Accepted`. Where rounding leaves no residual after a rejection, the last token is drawn from the target itself.
+        `Accepted`. Where rounding leaves no residual after a rejection, the last token is drawn from the target itself; where
+        that is no distribution either (its sum is 0, NaN or infinite), the last token is -1.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -226,7 +227,7 @@ def sample_tokens(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         probs: `[..., V]` float32, non-negative, not necessarily normalized. uniforms: `[...]` float32 in [0, 1).
 
     Returns:
-        `[...]` int64; never a token of probability 0.
+        `[...]` int64; never a token of probability 0. -1 for a row that is no distribution: its sum is 0, NaN or infinite.
 
     Raises:
         TypeError, ValueError: naming the argument.

@@ -16,6 +16,12 @@ Common contract (FlashInfer's and TensorRT-LLM's conventions):
 * `sinks [num_q_heads] float32` are logits added to the softmax denominator alone (gpt-oss).
 * `softcap` (0: none) replaces a logit `x` by `softcap * tanh(x / softcap)`.
 * A query that sees nothing gives exact zeros, so padded rows are `seq_lens[b] == 0` (or 1).
+* Keys and values that no query of their request sees influence no result, whatever they hold, NaN among it: positions from
+  `seq_lens[b]` on, those before every query's window, slots of a tree that are on no query's path. Page ids of pages without a
+  key that is seen may be anything, too; the memory of other pages may be read and is ignored. (`reference` and our own kernels;
+  FlashInfer's follow every page up to the length.) What one query sees may reach the others of its request if it is NaN or
+  infinite: they share products, in which 0 times NaN is NaN.
+* `window_left` that no length reaches, 2^31 - 1 for example, is none.
 * `kv_indptr`/`kv_indices` (CSR of token slots), `seq_lens_cpu` and `max_seq_len` are read by some kernels only; every
   attention step accepts them so that naive code can pass all it has.
 * `deterministic=True` is the batch-invariant mode: a query's result depends, to the last bit, on that query and on the keys it
@@ -42,7 +48,7 @@ from spec_ops.ops._validate import Checker
 
 _TABLES = "Tensor block_tables, Tensor seq_lens"
 _OPTIONAL = "Tensor? kv_indptr, Tensor? kv_indices, Tensor? seq_lens_cpu"
-_TREE = "Tensor? tree_mask, int mask_len"
+_TREE = "Tensor? tree_mask, SymInt mask_len"
 _RAGGED = "Tensor q_indptr, SymInt max_q_len"
 _SOFTMAX = "float scale, int window_left, Tensor? sinks, float softcap"
 _MHA_TAIL = "float k_scale, float v_scale, SymInt? max_seq_len, str backend) -> Tensor"
@@ -102,7 +108,7 @@ def _mha_uniform(
         check_tensors(name, q, (k_cache, v_cache), block_tables, seq_lens, False, tree_mask, *metadata, sinks)
     check = Checker(name)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
+    window_left, backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
     k_scale = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
     v_scale = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
     mask_len = check_mask_len(check, q.shape[1], tree_mask, mask_len)
@@ -120,7 +126,7 @@ def _mla_uniform(
         metadata = (kv_indptr, kv_indices, seq_lens_cpu)
         check_tensors(name, q, (kv_cache, kv_lora_rank), block_tables, seq_lens, False, tree_mask, *metadata, sinks)
     check = Checker(name)
-    backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
+    window_left, backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
     kv_scale = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
     mask_len = check_mask_len(check, q.shape[1], tree_mask, mask_len)
     return _op(name, backend)(
@@ -157,7 +163,7 @@ def mha_draft_decode(
         q: `[bs, q_len, num_q_heads, head_dim]` float32, bfloat16 or float16.
         k_cache, v_cache: `[num_pages, page_size, num_kv_heads, head_dim]` (`v_cache` may have its own last dimension), dtype
             of `q` or float8_e4m3fn; any strides whose last is 1; page_size 1 to 128.
-        block_tables: `[bs, max_pages]` int32, page ids; entries past a request's length are never read as keys.
+        block_tables: `[bs, max_pages]` int32, page ids; entries of pages whose keys no query sees may be anything.
         seq_lens: `[bs]` int32, KV length attended, own tokens included.
         tree_mask, mask_len: `[bs, q_len]` int64 bit mask over the last `mask_len` (default `q_len`, at most 64) KV positions.
         kv_indptr, kv_indices: `[bs + 1]` int32 and `[n]`, the same KV as CSR token slots, for kernels that want that.
@@ -295,7 +301,7 @@ def mha_extend(
         check_tensors("mha_extend", q, (k_cache, v_cache), block_tables, seq_lens, True, q_indptr, *metadata, sinks)
     check = Checker("mha_extend")
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
+    window_left, backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
     k_scale = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
     v_scale = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
     check.integer("max_q_len", max_q_len, 1)
@@ -440,7 +446,7 @@ def mla_extend(
         metadata = (kv_indptr, kv_indices, seq_lens_cpu)
         check_tensors("mla_extend", q, (kv_cache, kv_lora_rank), block_tables, seq_lens, True, q_indptr, *metadata, sinks)
     check = Checker("mla_extend")
-    backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
+    window_left, backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
     kv_scale = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
     check.integer("max_q_len", max_q_len, 1)
     return _op("mla_extend", backend)(

@@ -31,6 +31,12 @@ def check_cache(check: Checker, arg: str, cache, rank: int) -> None:
             check.fail(arg, "writable: not an expanded tensor", f"strides {cache.stride()}")
 
 
+def check_layout(check: Checker, k, k_cache) -> None:
+    """`k [tokens, heads, dim]` whose heads are where the pages' tokens should be: the cache of another package."""
+    if isinstance(k, torch.Tensor) and k.dim() == 3 and k.shape[1] == k_cache.shape[1] != k_cache.shape[2]:
+        check.fail("k_cache", f"[pages, page_size, {k.shape[1]} heads, dim] (NHD)", f"shape {tuple(k_cache.shape)}")
+
+
 def check_place(op: str, **caches) -> None:
     """For fakes: Inductor forgets a symbolic offset of a tensor that an op mutates, which then writes at 0 (2.11 to 2.15)."""
     for arg, cache in caches.items():
@@ -47,6 +53,7 @@ def _check_append_kv(k_cache, v_cache, k, v, slots) -> None:
     if v_cache is k_cache:
         check.fail("v_cache", "another tensor than `k_cache`", "the same one")
     values = FLOAT_DTYPES if k_cache.dtype in FP8_DTYPES else (k_cache.dtype,)
+    check_layout(check, k, k_cache)
     check.tensor("k", k, shape=(None, *k_cache.shape[2:]), dtypes=values, device=k_cache.device)
     check.tensor("v", v, shape=(k.shape[0], *v_cache.shape[2:]), dtypes=values, device=k_cache.device)
     check.tensor("slots", slots, shape=(k.shape[0],), dtypes=INDEX_DTYPES, device=k_cache.device)

@@ -9,7 +9,7 @@ import torch
 
 from spec_ops.ops._library import define_op, fakes_check
 from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
-from spec_ops.ops.kv_cache import check_cache, check_place
+from spec_ops.ops.kv_cache import check_cache, check_layout, check_place
 from spec_ops.ops.reference import rope as reference
 
 
@@ -23,6 +23,7 @@ def _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots) -> None:
     check.tensor("v_cache", v_cache, shape=(*k_cache.shape[:3], None), dtypes=(k_cache.dtype,), device=q.device)
     if v_cache is k_cache:
         check.fail("v_cache", "another tensor than `k_cache`", "the same one")
+    check_layout(check, k, k_cache)
     check.tensor("k", k, shape=(n, *k_cache.shape[2:]), dtypes=(q.dtype,), device=q.device)
     check.tensor("v", v, shape=(n, *v_cache.shape[2:]), dtypes=(q.dtype,), device=q.device)
     check.tensor("cos", cos, shape=(n, None), dtypes=(torch.float32,), device=q.device)

@@ -42,7 +42,9 @@ def sample_tokens(probs, uniforms):
     index = (cumulative <= uniforms.double()[..., None] * cumulative[..., -1:]).sum(-1)
     # Rounding may leave the target at the very end; the last token that can be drawn is the last positive one.
     ids = torch.arange(vocab, device=probs.device)
-    return torch.minimum(index, torch.where(probs > 0, ids, 0).amax(-1))
+    token = torch.minimum(index, torch.where(probs > 0, ids, 0).amax(-1))
+    total = cumulative[..., -1]
+    return torch.where((total > 0) & (total < torch.inf), token, -1)
 
 
 def _walk_target_only(candidates, target_probs, uniforms, parents, path_len, threshold_single, threshold_acc):

@@ -7,10 +7,10 @@ import torch
 MAX_LOGITS = 2**24  # elements held at once: a long prefill would otherwise take memory quadratic in its length
 
 
-def _check_tables(
-    op: str, block_tables: torch.Tensor, seq_lens: torch.Tensor, num_pages: int, page_size: int, max_seq_len: int | None
+def _check_lengths(
+    op: str, block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int, max_seq_len: int | None
 ) -> None:
-    """Value checks that need no sync, hence on CPU only."""
+    """Value checks that need no sync, hence on CPU only; so is `_check_pages`."""
     if seq_lens.device.type != "cpu" or seq_lens.numel() == 0:
         return
     width = block_tables.shape[1] * page_size
@@ -19,8 +19,16 @@ def _check_tables(
         raise IndexError(f"{op}: `seq_lens` must lie in [0, {width}] (width of `block_tables`), got [{low}, {high}]")
     if max_seq_len is not None and high > max_seq_len:
         raise IndexError(f"{op}: `max_seq_len` must bound every entry of `seq_lens`, got {max_seq_len} for {high}")
-    live = torch.arange(block_tables.shape[1]) * page_size < seq_lens[:, None]
-    pages = block_tables[live]
+
+
+def _check_pages(op: str, block_tables: torch.Tensor, visible: torch.Tensor, num_pages: int, page_size: int) -> None:
+    """Pages of keys that some query sees; `visible [bs, q_len, length]`."""
+    if block_tables.device.type != "cpu" or visible.numel() == 0:
+        return
+    seen = visible.any(1)
+    count = -(-seen.shape[1] // page_size)
+    seen = torch.nn.functional.pad(seen, (0, count * page_size - seen.shape[1])).unflatten(1, (count, page_size)).any(-1)
+    pages = block_tables[:, :count][seen]
     if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= num_pages):
         raise IndexError(
             f"{op}: `block_tables` must hold page ids in [0, {num_pages}), got [{int(pages.min())}, {int(pages.max())}]"
@@ -28,7 +36,7 @@ def _check_tables(
 
 
 def _gather(cache: torch.Tensor, block_tables: torch.Tensor, length: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """`[bs, length, ...]` rows of the paged `cache` in `dtype`. Page ids past a request's length may be anything."""
+    """`[bs, length, ...]` rows of the paged `cache` in `dtype`. Page ids of keys that nobody sees may be anything."""
     pages = -(-length // cache.shape[1])
     rows = cache[block_tables[:, :pages].clamp(0, cache.shape[0] - 1).long()].flatten(1, 2)[:, :length].to(dtype)
     return rows if scale == 1.0 else rows * scale
@@ -68,7 +76,8 @@ def _visible_tree(seq_lens, tree_mask, mask_len: int, length: int, window_left: 
     if window_left >= 0:
         ancestors = bits.cumsum(-1) - bits  # ancestors of the query before each draft position = that key's depth
         depth = torch.where(in_draft, ancestors.gather(2, column), bit[:, None])  # relative to the prefix's end
-        visible &= bits.sum(-1, keepdim=True) - 1 - depth <= window_left
+        own = (bits.sum(-1, keepdim=True) - 1).clamp(min=0)  # depth of the query
+        visible &= own - depth <= window_left
     return visible
 
 
@@ -82,7 +91,7 @@ def _attend(q, k, v, visible, scale: float, softcap: float, sinks) -> torch.Tens
     if rows < q_len:
         parts = zip(q.split(rows, 1), visible.split(rows, 1), strict=True)
         return torch.cat([_attend(part, k, v, seen, scale, softcap, sinks) for part, seen in parts], 1)
-    # A masked key's probability is 0, but 0 * NaN is NaN: garbage in unused pages must not reach the product.
+    # A masked key's probability is 0, but 0 * NaN is NaN: values that no query sees must not reach the product.
     v = torch.where(visible.any(1)[..., None, None], v, 0.0)
     grouped = q.to(k.dtype).reshape(bs, q_len, kv_heads, heads // kv_heads, dim)
     logits = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k) * scale
@@ -132,9 +141,10 @@ def _mha_uniform(
 ):  # fmt: skip
     if q.numel() == 0:
         return q.new_zeros(*q.shape[:-1], v_cache.shape[-1])
-    _check_tables(op, block_tables, seq_lens, k_cache.shape[0], k_cache.shape[1], max_seq_len)
+    _check_lengths(op, block_tables, seq_lens, k_cache.shape[1], max_seq_len)
     length = _kv_length(block_tables, seq_lens, k_cache.shape[1], max_seq_len)
     visible = _uniform_visible(seq_lens, tree_mask, mask_len, q.shape[1], length, window_left)
+    _check_pages(op, block_tables, visible, k_cache.shape[0], k_cache.shape[1])
     k = _gather(k_cache, block_tables, length, k_scale, torch.float32)
     v = _gather(v_cache, block_tables, length, v_scale, torch.float32)
     return _attend(q, k, v, visible, scale, softcap, sinks).to(q.dtype)
@@ -146,9 +156,10 @@ def _mla_uniform(
 ):  # fmt: skip
     if q.numel() == 0:
         return q.new_zeros(*q.shape[:-1], kv_lora_rank)
-    _check_tables(op, block_tables, seq_lens, kv_cache.shape[0], kv_cache.shape[1], max_seq_len)
+    _check_lengths(op, block_tables, seq_lens, kv_cache.shape[1], max_seq_len)
     length = _kv_length(block_tables, seq_lens, kv_cache.shape[1], max_seq_len)
     visible = _uniform_visible(seq_lens, tree_mask, mask_len, q.shape[1], length, window_left)
+    _check_pages(op, block_tables, visible, kv_cache.shape[0], kv_cache.shape[1])
     kv = _gather(kv_cache, block_tables, length, kv_scale, torch.float32)[:, :, None]
     return _attend(q, kv, kv[..., :kv_lora_rank], visible, scale, softcap, sinks).to(q.dtype)
 
@@ -157,10 +168,11 @@ def _ragged(op, q, cache, block_tables, seq_lens, q_indptr, max_q_len, max_seq_l
     """Pad ragged queries to `[bs, max_q_len]`, `attend(q, length, visible)`, and scatter back."""
     if q.numel() == 0 or seq_lens.shape[0] == 0:
         return q.new_zeros(*q.shape[:-1], v_dim)
-    _check_tables(op, block_tables, seq_lens, cache.shape[0], cache.shape[1], max_seq_len)
+    _check_lengths(op, block_tables, seq_lens, cache.shape[1], max_seq_len)
     rows, q_lens, request, offset, in_use = _ragged_rows(op, q_indptr, q.shape[0], max_q_len)
     length = _kv_length(block_tables, seq_lens, cache.shape[1], max_seq_len)
     visible = _visible_causal(seq_lens, q_lens, max_q_len, length, window_left)
+    _check_pages(op, block_tables, visible, cache.shape[0], cache.shape[1])
     out = attend(q[rows], length, visible)[request, offset]
     return torch.where(in_use[:, None, None], out, 0.0).to(q.dtype)
 

@@ -14,11 +14,13 @@ PREFIX = -1  # parent of a draft whose parent is the last committed token
 
 
 def contiguous_rows(cache: torch.Tensor, page_ids: list[int], length: int, scale: float = 1.0) -> torch.Tensor:
-    """`[length, ...]` float64 rows of one request, in order, dequantized."""
+    """`[length, ...]` float64 rows of one request, in order, dequantized; NaN where a page id lies outside of the pool."""
     page_size = cache.shape[1]
     rows = torch.zeros(length, *cache.shape[2:], dtype=torch.float64)
     for position in range(length):
-        rows[position] = cache[page_ids[position // page_size], position % page_size].cpu().double() * scale
+        page = page_ids[position // page_size]
+        there = 0 <= page < cache.shape[0]
+        rows[position] = cache[page, position % page_size].cpu().double() * scale if there else float("nan")
     return rows
 
 

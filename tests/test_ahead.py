@@ -23,18 +23,23 @@ from spec_ops.backends.triton import ahead  # noqa: E402
 VARIANTS = list(ahead.variants())
 
 
-@pytest.mark.parametrize("arch", ahead.ARCHS, ids=lambda arch: f"sm_{arch}")
-@pytest.mark.parametrize("variant", ahead.first_of_each_kernel(VARIANTS), ids=lambda variant: variant.name)
+# A few seconds each: all of the newer architectures, and of the older ones one in turn.
+TAKEN = [(v, arch) for v in ahead.first_of_each_kernel(v for v in VARIANTS if 90 in v.archs) for arch in v.archs if arch >= 90]
+for i, v in enumerate(ahead.first_of_each_kernel(v for v in VARIANTS if min(v.archs) < 90)):
+    OLDER = [arch for arch in v.archs if arch < 90]
+    TAKEN.append((v, OLDER[i % len(OLDER)]))
+
+
+@pytest.mark.parametrize(("variant", "arch"), TAKEN, ids=lambda part: getattr(part, "name", f"sm_{part}"))
 def test_kernel_compiles(variant, arch):
-    if arch not in variant.archs:
-        pytest.skip(f"not launched on sm_{arch}")
     kernel = ahead.compiled(variant, arch)
     used = ahead.resources(kernel)
     assert 0 < used.registers <= 255
     assert used.shared_bytes <= ahead.SHARED_LIMIT[arch]
     if variant.hot:
         assert used.spill_bytes == 0
-    assert waits_first(kernel.asm["ptx"])
+    ptx = kernel.asm["ptx"]
+    assert waits_first(ptx) if arch >= 90 else "griddepcontrol" not in ptx  # which sm_89 and older do not know
 
 
 def waits_first(ptx: str) -> bool:
@@ -181,7 +186,7 @@ def test_cli_prints_the_table(monkeypatch):
         scarce = dataclasses.replace(WASTEFUL, options={"maxnreg": 32}, hot=hot)
         monkeypatch.setattr(ahead, "variants", lambda scarce=scarce: [scarce])
         assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90"]).exit_code == code
-    assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "80"]).exit_code == 2
+    assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "75"]).exit_code == 2
     slow = ahead.Resources(64, 0, 0, 0, serialized=True)
     monkeypatch.setattr(ahead, "compile_ahead", lambda variant, arch: slow)
     for hot, code in ((True, 1), (False, 0)):

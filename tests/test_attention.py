@@ -194,6 +194,41 @@ def make_case(
     return case
 
 
+def poison_unseen(case: Case) -> int:
+    """Fills the keys and values that no query of their request sees with NaN, and has the table's entries of pages without any
+    other keys point out of the pool. How many keys there were."""
+    a, count = case.arguments, 0
+    caches = [a[name] for name in ("k_cache", "v_cache", "kv_cache") if name in a]
+    page_size = caches[0].shape[1]
+    for b, length in enumerate(a["seq_lens"].tolist()):
+        seen = {key for keys in case.seen(b) for key in keys}
+        for key in set(range(length)) - seen:
+            page = int(a["block_tables"][b, key // page_size])
+            for cache in caches:
+                cache[page, key % page_size] = torch.tensor(float("nan")).to(cache.dtype).to(cache.device)
+            count += 1
+        pages = {key // page_size for key in seen}
+        for page in set(range(a["block_tables"].shape[1])) - pages:
+            a["block_tables"][b, page] = OUTSIDE_POOL[(b + page) % 3]
+    return count
+
+
+def spread(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A copy of `x` whose entries along `dim` reach over more than 2^31 elements; what lies between them is not initialized."""
+    strides = list(x.contiguous().stride())
+    strides[dim] = (2**31 // (x.shape[dim] - 1) // 16 + 1) * 16
+    size = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True)) + 1
+    wide = torch.empty(size, dtype=x.dtype, device=x.device).as_strided(x.shape, strides)
+    assert (x.shape[dim] - 1) * wide.stride(dim) >= 2**31
+    return wide.copy_(x)
+
+
+# What no query sees: keys before a window; slots of a tree whose last level asks; both. With a window shorter than a tree is
+# deep its first levels are among them.
+UNSEEN = [("verify_chain", 9), ("verify_chain", 30), ("extend", 9), ("verify_tree", 9), ("draft_tree", -1), ("draft_tree", 9),
+          ("draft_tree", 1)]  # fmt: skip
+
+
 def tolerance(expected: Attended, dtype: torch.dtype) -> torch.Tensor:
     """Float32 arithmetic (see `attend`) and one rounding to `dtype`: at most eps / 2, or half a subnormal step."""
     info = torch.finfo(dtype)
@@ -359,6 +394,24 @@ def test_poison_does_not_change_a_bit(kind, mode, device):
     assert outside.any()
     assert case.arguments["q"].isnan().any() or mode == "draft_chain"
     assert torch.equal(case.run(), case.run(**clean, block_tables=torch.where(outside, 0, table)))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["same", "fp8"])
+@pytest.mark.parametrize(("mode", "window_left"), UNSEEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_that_no_query_sees(kind, mode, window_left, kv_dtype, device):
+    wanted = {"page_size": 4, "v_dim": 48, "lens": [0, 3, 30, 61], "q_lens": [0, 1, 3, 17]}
+    case = make_case(kind, mode, device, window_left=window_left, kv_dtype=kv_dtype, **wanted)
+    assert poison_unseen(case) > 0
+    check(case)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_that_hide_nothing(kind, mode, device):
+    case = make_case(kind, mode, device, v_dim=48)
+    for window_left in (2**31 - 1, 2**31 - 2, 2**40):
+        assert torch.equal(case.run(window_left=window_left), case.run(window_left=-1))
 
 
 @pytest.mark.parametrize("mode", MODES)

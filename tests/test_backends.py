@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 import spec_ops
 from spec_ops.backends import AttentionMeta, Backend, BackendError, Selection, registry, select_backend
+from spec_ops.ops._library import imported_at_first_call
 from spec_ops.ops.reference import attention as reference_attention
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -61,7 +63,7 @@ def register() -> Iterator[Callable[[Backend], Backend]]:
     yield add
     registry._BACKENDS.clear()
     registry._BACKENDS.update(before)
-    registry._selection.cache_clear()
+    registry._forget()
 
 
 def verify_call(device: str, q_len: int = 3) -> dict[str, Any]:
@@ -90,6 +92,74 @@ def test_registration_is_seen_by_cached_selections(register):
     first = select_backend(META, None).backend.name
     register(provider(rank=-1))
     assert (first, select_backend(META, None).backend.name) == ("reference", "provider")
+
+
+def test_packages_are_looked_for_once(register, monkeypatch):
+    """Not at every eager call, where it took most of the time; anew when a backend is added."""
+    asked: list[str] = []
+    monkeypatch.setattr(registry, "_importable", lambda module: asked.append(module) or module != "absent")
+    register(provider(rank=1, requires=("present", "extra")))
+    call = verify_call("cpu")
+    for _ in range(3):
+        spec_ops.mha_target_verify(**call)
+    assert asked.count("present") == 1
+    register(provider("second", rank=0, requires=("absent", "extra")))
+    spec_ops.mha_target_verify(**call)
+    assert asked.count("absent") == 1
+    assert RAN == ["verify"] * 4
+
+
+@pytest.fixture
+def unwarned(monkeypatch):
+    """Nothing has been warned of yet."""
+    monkeypatch.setattr(registry, "_warned", set())
+
+
+def test_auto_without_a_kernel_on_a_gpu_warns_once(unwarned, monkeypatch):
+    """It would be slow and silent. Another number of queries is no news, another dtype is."""
+    monkeypatch.setattr(registry, "device_arch", lambda device: 75)
+    with pytest.warns(UserWarning, match="sm_75: .*triton needs sm_80 to sm_121, not sm_75") as seen:
+        [spec_ops.mha_target_verify(**verify_call("cpu", q_len)) for q_len in (3, 3, 4)]
+    assert len(seen) == 1
+    monkeypatch.setattr(registry, "device_arch", lambda device: 90)
+    for change in ("named", "auto"):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            spec_ops.mha_target_verify(**verify_call("cpu"), backend="reference" if change == "named" else "auto")
+        texts = [str(warning.message) for warning in seen]
+        assert len(texts) == (change == "auto")
+        assert all("triton does not support query dtype torch.float32" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "arch", "reason"),
+    [
+        ({"head_dim": 320, "v_head_dim": 320}, 90, "triton supports head_dim up to 256, not 320"),
+        ({"q_len": 65}, 90, "triton supports at most 64 queries per request, not 65"),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, 100, "triton does not support query dtype torch.float32"),
+        ({}, 75, "triton needs sm_80 to sm_121, not sm_75"),
+    ],
+)
+def test_the_reason_for_no_kernel(facts, arch, reason):
+    meta = dataclasses.replace(META, **facts)
+    selection = select_backend(meta, arch)
+    assert selection.backend.name == "reference"
+    assert reason in registry.without_kernel(meta, arch, "auto", selection)
+    assert registry.without_kernel(meta, arch, "reference", selection) is None
+    assert registry.without_kernel(meta, None, "auto", select_backend(meta, None)) is None
+    assert registry.without_kernel(META, 90, "auto", select_backend(META, 90)) is None
+
+
+def test_amd_gpus_are_refused(monkeypatch):
+    """They report (9, 4) and would get kernels with PTX in them."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 4))
+    registry._cuda_arch.cache_clear()
+    with pytest.raises(BackendError, match=r"for NVIDIA GPUs, and this PyTorch is built for ROCm 6\.4"):
+        registry.device_arch(torch.device("cuda", 0))
+    with pytest.raises(BackendError, match="for NVIDIA GPUs"):
+        imported_at_first_call("append_kv", "spec_ops.backends.triton.kv_cache:append_kv")()
+    assert registry.device_arch(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ import dataclasses
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from tqdm.auto import tqdm
 
 from spec_ops.backends import get_backend
-from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
+from spec_ops.decoding import GenerationResult, Generator, SamplingParams, SpeculationConfig
+from spec_ops.decoding.arguments import Requests
+from spec_ops.decoding.generate import _Group
 from spec_ops.models.pretrained import load_pair
 from tests.pass_harness import registered
 
@@ -70,8 +73,10 @@ def test_one_graph_per_bucket_and_steady_replay(pair, config):
         while rounds < 1000:
             limits = [400 - len(p) for p in prompts]
             state = generator._state(8)
+            requests = Requests(prompts, limits, [])
+            group = _Group(range(8), state, GenerationResult([]), None, None, tqdm(disable=True))
             with torch.no_grad():
-                generator._load(state, prompts, limits, range(8), (), SamplingParams())
+                generator._load(requests, group, SamplingParams())
                 generator._prefill(state, prompts, False)
                 torch.cuda.synchronize()
                 torch.cuda.set_sync_debug_mode("error")

@@ -145,13 +145,16 @@ def test_each_kernel_sees_what_the_last_one_wrote(kind, bs):
         assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("captured_on", ["one stream", "two streams"])
 @pytest.mark.parametrize("kind", [*KINDS, "products"])
-def test_two_chains_at_once(kind):
-    """Programs of a kernel wait for one another, so all must be resident, whatever the other stream has on the GPU."""
+def test_two_chains_at_once(kind, captured_on):
+    """Programs of a kernel wait for one another, so all must be resident, whatever the other stream has on the GPU. And they
+    count themselves: graphs have counters of their own, whatever stream they were captured on."""
     chains = [make_chain(kind, 8, seed) for seed in (1, 2)]
     wants = [expected(chain) for chain in chains]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]  # for the capture too: kernels have counters for each stream
-    graphs, outs = zip(*map(captured, chains, streams), strict=True)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    captures = streams if captured_on == "two streams" else [None, None]  # None: the one that torch keeps for captures
+    graphs, outs = zip(*map(captured, chains, captures), strict=True)
     for _ in range(10):
         for chain in chains:
             chain.forget()

@@ -82,7 +82,7 @@ def test_passes_keep_it():
     head = torch.randn(64, 11).bfloat16()
 
     def fn(t: dict[str, torch.Tensor], deterministic: bool) -> torch.Tensor:
-        indptr = torch.arange(0, 13, 4, dtype=torch.int32)
+        indptr = torch.arange(0, 13, 4, dtype=torch.int32, device=t["q"].device)
         out = spec_ops.mha_extend(**t, q_indptr=indptr, max_q_len=4, deterministic=deterministic)
         return (out.view(3, 4, 64) @ head)[:, -1]
 

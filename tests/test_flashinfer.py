@@ -6,7 +6,9 @@ are compared with the reference ops; 2e-6 is a few float32 roundings of values a
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 from typing import Any
 
 import pytest
@@ -36,9 +38,9 @@ def fresh_state(monkeypatch):
     """Buffers and wrappers belong to one test."""
     provider_fakes.interpret_padding(monkeypatch)
     monkeypatch.setattr(workspace, "_buffers", {})
-    planned._wrapper.cache_clear()
+    planned._wrappers.clear()
     yield
-    planned._wrapper.cache_clear()
+    planned._wrappers.clear()
 
 
 @pytest.fixture(params=[*FLASHINFER, *INSTALLED])
@@ -337,6 +339,21 @@ def test_a_wrapper_plans_anew_but_is_made_once(fakes):
     assert names == ["__init__", "plan", "run", "plan", "run"]
 
 
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_released_workspaces_leave_no_wrapper(kind, fakes):
+    """Each holds its scratch memory, 128 MiB, and buffers of its own."""
+    args = (gqa_call if kind == "mha" else mla_call)([70, 5, 33], 2)
+    expected = getattr(reference, f"{kind}_target_verify")(*args)
+    run = getattr(planned, f"fa2_{kind}")
+    assert_same(run(*args), expected)
+    (wrapper,) = map(weakref.ref, planned._wrappers.values())
+    fakes.calls.clear()
+    workspace.release_workspaces()
+    gc.collect()
+    assert wrapper() is None
+    assert_same(run(*args), expected)  # made anew
+
+
 @pytest.mark.parametrize("call", ["gqa", "mla", "extend"])
 def test_buffers_are_ours_and_stay(call, fakes):
     """Scratch and semaphores are the same at each call, also of another size, so that nothing is allocated or zeroed per
@@ -359,6 +376,25 @@ def test_buffers_are_ours_and_stay(call, fakes):
         if name in first or "0.6" not in fakes_version(fakes, call):
             assert first[name].data_ptr() == second[name].data_ptr()
     assert len(workspace._buffers) == (2 if "multi_ctas_kv_counter_buffer" in first else 1)
+
+
+def test_more_heads_than_semaphores(fakes, monkeypatch):
+    """trtllm-gen would write past the end of the buffer: it asks for one per request and query head."""
+    monkeypatch.setattr(provider, "COUNTERS", 7)
+    args = gqa_call([20, 30], 1)
+    ragged = args[0].flatten(0, 1), *args[1:5], torch.arange(3, dtype=torch.int32), 1, *args[7:]
+    for kernel, given in ((gqa.trtllm, args), (gqa.trtllm_extend, ragged), (mla.trtllm, mla_call([20, 30], 1, heads=4))):
+        with pytest.raises(ValueError, match=r"flashinfer-trtllm: `q` must have at most 7 requests x heads, got 2 x 4"):
+            kernel(*given)
+    assert fakes.calls == []
+
+
+def test_sinks_are_made_dense(fakes):
+    sinks = torch.arange(8.0)[::2]
+    for kernel in (gqa.trtllm, gqa.xqa):
+        kernel(*gqa_call([20], 1, sinks=sinks))
+        assert torch.equal(fakes.last(DECODE)["sinks"], sinks)
+        assert fakes.last(DECODE)["sinks"].is_contiguous()
 
 
 def fakes_version(fakes: Fakes, call: str) -> str:
@@ -416,11 +452,11 @@ def test_records_match_the_installed_release(path):
 def test_ops_reach_the_kernels(fakes, monkeypatch):
     """Through the public op: selection, loading and positional arguments fit together."""
     monkeypatch.setattr(registry, "device_arch", lambda device: 100)
-    registry._importable.cache_clear()
+    registry._forget()
     args = gqa_call([70, 33], 4, page_size=64, heads=2, kv_heads=1, dim=64)
     q, k, v = (t.nan_to_num(0.0).bfloat16() for t in args[:3])
     out = spec_ops.mha_target_verify(q, k, v, args[3], args[4])
     assert fakes.last(DECODE)["backend"] == "trtllm-gen"
     expected = spec_ops.mha_target_verify(q, k, v, args[3], args[4], backend="reference")
     torch.testing.assert_close(out, expected, atol=8e-3, rtol=8e-3)  # one bfloat16 rounding on each side
-    registry._importable.cache_clear()
+    registry._forget()

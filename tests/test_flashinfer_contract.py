@@ -36,9 +36,9 @@ def installed(package: str) -> pytest.MarkDecorator:
 def fresh_state(monkeypatch):
     provider_fakes.interpret_padding(monkeypatch)
     monkeypatch.setattr(workspace, "_buffers", {})
-    planned._wrapper.cache_clear()
+    planned._wrappers.clear()
     yield
-    planned._wrapper.cache_clear()
+    planned._wrappers.clear()
 
 
 def in_bf16(args: tuple) -> tuple:
@@ -109,13 +109,13 @@ def test_every_argument_we_pass_is_needed_by_its_name(release, call, monkeypatch
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(provider_fakes.RECORDED[release], path, renamed)
             Fakes([release]).install(patch)
-            planned._wrapper.cache_clear()
+            planned._wrappers.clear()
             provider.accepts.cache_clear()
             with pytest.raises(TypeError, match=rf"'{name}(_renamed)?'"):
                 call()
         tried += 1
     assert tried >= 5
-    planned._wrapper.cache_clear()
+    planned._wrappers.clear()
 
 
 class Launches:

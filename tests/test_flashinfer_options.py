@@ -27,9 +27,9 @@ def fakes(request, monkeypatch) -> Iterator[Fakes]:
     provider_fakes.interpret_padding(monkeypatch)
     monkeypatch.setattr(workspace, "_buffers", {})
     monkeypatch.setattr(registry, "device_arch", lambda device: 100)
-    registry._importable.cache_clear()
+    registry._forget()
     yield Fakes([request.param]).install(monkeypatch)
-    registry._importable.cache_clear()
+    registry._forget()
 
 
 @pytest.fixture

@@ -142,17 +142,17 @@ def test_every_declared_kernel_exists(name):
 def test_a_missing_package_is_named_with_its_extra(name, extra, monkeypatch):
     """A named backend raises; `auto` goes to the next one and says why; a plan for a stated machine is not changed."""
     monkeypatch.setitem(sys.modules, get_backend(name).requires[0], None)  # as if not installed
-    registry._importable.cache_clear()
+    registry._forget()
     meta, arch = (GQA, 90) if name == "flashinfer-xqa" else (MLA, 100)
     missing = missing_backends()
     assert name in missing
-    with pytest.raises(BackendError, match=rf"{name} needs \w+, which is not installed: pip install spec-ops\[{extra}\]"):
+    with pytest.raises(BackendError, match=rf"{name} needs \w+, which is not installed: pip install \"\.\[{extra}\]\""):
         select_backend(meta, arch, name, missing)
     here = select_backend(meta, arch, "auto", missing)
     assert here.backend.name not in missing
     assert here.reasons[name] == get_backend(name).missing()
     assert select_backend(meta, arch, name).backend.name == name
-    registry._importable.cache_clear()
+    registry._forget()
 
 
 def test_extras_are_those_of_the_package():
@@ -165,14 +165,14 @@ def test_extras_are_those_of_the_package():
 def test_the_cache_key_knows_constraints_and_missing_packages(monkeypatch):
     """Selections end up in compiled code: installing a package must not meet a graph that was cached without it."""
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    registry._importable.cache_clear()
+    registry._forget()
     without = registry.declarations()
     assert "spec_ops.backends.flashinfer:_xqa" in without
     assert " at 0x" not in without
     Fakes([FLASHINFER[-1]]).install(monkeypatch)
-    registry._importable.cache_clear()
+    registry._forget()
     assert registry.declarations() != without
-    registry._importable.cache_clear()
+    registry._forget()
 
 
 @pytest.mark.parametrize("step", registry.STEPS)
@@ -212,7 +212,7 @@ def test_warm_up_of_a_backend_that_cannot():
 
 
 def test_backends_command(monkeypatch):
-    monkeypatch.setattr(cli.console, "width", 200)
+    monkeypatch.setattr(cli.options.console, "width", 200)
     result = CliRunner().invoke(cli.app, ["backends", "--arch", "sm100"])
     assert result.exit_code == 0, result.output
     table = {(r.step, r.kind, r.kv_dtype): r.chosen for r in choices(100)}
@@ -221,14 +221,14 @@ def test_backends_command(monkeypatch):
         assert any(all(cell in line for cell in cells) for line in result.output.splitlines()), cells
     assert "flashinfer-trtllm does not support tree_mask" in result.output
     if importlib.util.find_spec("flashinfer") is None:
-        assert "pip install spec-ops[flashinfer]" in result.output
+        assert 'pip install ".[flashinfer]"' in result.output
     short = CliRunner().invoke(cli.app, ["backends", "--arch", "90", "--no-reasons"])
     assert "plans on the host" not in short.output
     assert CliRunner().invoke(cli.app, ["backends", "--arch", "hopper"]).exit_code == 2
 
 
 def test_backends_command_for_this_machine(monkeypatch):
-    monkeypatch.setattr(cli.console, "width", 200)
+    monkeypatch.setattr(cli.options.console, "width", 200)
     result = CliRunner().invoke(cli.app, ["backends"])
     assert result.exit_code == 0, result.output
     if not torch.cuda.is_available():
@@ -306,7 +306,7 @@ def test_auto_goes_on_without_the_package(monkeypatch):
     monkeypatch.setattr(registry, "device_arch", lambda device: 100)
     for module in ("flashinfer", "tokenspeed_mla"):
         monkeypatch.setitem(sys.modules, module, None)
-    registry._importable.cache_clear()
+    registry._forget()
     q, cache = torch.randn(1, 1, 4, 64).bfloat16(), torch.randn(2, 16, 2, 64).bfloat16()
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
     triton = get_backend("triton")
@@ -320,7 +320,7 @@ def test_auto_goes_on_without_the_package(monkeypatch):
     finally:
         if triton is not None:
             spec_ops.register_backend(triton)
-        registry._importable.cache_clear()
+        registry._forget()
 
 
 DOCS = EXAMPLES.parent / "docs" / "backends.md"
@@ -338,6 +338,6 @@ def test_the_backend_of_the_docs_registers():
     try:
         meta = dataclasses.replace(GQA, tree_mask=True)
         assert select_backend(meta, 100).backend.name == "mine"
-        assert "pip install spec-ops[mine]" in get_backend("mine").missing()
+        assert 'pip install ".[mine]"' in get_backend("mine").missing()
     finally:
         spec_ops.backends.unregister_backend("mine")

@@ -23,9 +23,9 @@ BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 def serves(
     arch: int = 90, heads: int = 64, kv_heads: int = 8, q_len: int = 16, head_dim: int = 64, v_dim: int = 64,
     page_size: int = 64, pages: int = 4, dtype: torch.dtype = BF16, kv_dtype: torch.dtype = BF16,
-    window_left: int = -1, softcap: float = 0.0,
+    window_left: int = -1, softcap: float = 0.0, bs: int = 2,
 ) -> bool:  # fmt: skip
-    q = torch.empty(2, q_len, heads, head_dim, dtype=dtype)
+    q = torch.empty(bs, q_len, heads, head_dim, dtype=dtype)
     k, v = (torch.empty(pages, page_size, kv_heads, d, dtype=kv_dtype) for d in (head_dim, v_dim))
     return gqa_hopper.supports(arch, q, k, v, window_left, softcap)
 
@@ -34,7 +34,7 @@ def serves(
     "call",
     [
         {}, {"q_len": 9}, {"q_len": 40}, {"heads": 32, "q_len": 17}, {"heads": 64, "kv_heads": 1, "q_len": 2},
-        {"page_size": 128}, {"page_size": 256}, {"dtype": FP16, "kv_dtype": FP16},
+        {"page_size": 128}, {"page_size": 256}, {"dtype": FP16, "kv_dtype": FP16}, {"bs": 2048},
     ],
     ids=str,
 )  # fmt: skip
@@ -66,6 +66,8 @@ def test_layouts_of_caches():
     assert not gqa_hopper.supports(90, q, heads_first, heads_first, -1, 0.0)
     wide = torch.empty(4, 64, 1024, dtype=BF16)[..., :512].unflatten(2, (8, 64))
     assert gqa_hopper.supports(90, q, wide, wide, -1, 0.0)
+    once = torch.empty(1, 1, 8, 64, dtype=BF16).expand(4, 64, 8, 64)  # the same token everywhere
+    assert not gqa_hopper.supports(90, q, once, once, -1, 0.0)
     odd = torch.empty(4 * 64 * 512 + 4, dtype=BF16)[4:].view(4, 64, 8, 64)  # 8 bytes from a multiple of 16
     assert not gqa_hopper.supports(90, q, odd, odd, -1, 0.0)
 

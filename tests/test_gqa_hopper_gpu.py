@@ -21,7 +21,7 @@ pytestmark = [
 from spec_ops.backends.triton import workspace  # noqa: E402
 from spec_ops.backends.triton.launch import recorded  # noqa: E402
 from tests.dense_attention import mask_words  # noqa: E402
-from tests.test_attention import FP8, Case, make_case  # noqa: E402
+from tests.test_attention import FP8, Case, make_case, poison_unseen  # noqa: E402
 from tests.test_triton_attention_gpu import BF16, DEVICE, FP16, check_accuracy  # noqa: E402
 
 AROUND_BLOCKS = [0, 1, 63, 64, 65, 0, 127, 128, 129, 255, 256, 300]
@@ -101,6 +101,16 @@ def test_features(wanted):
     check_accuracy(made(16, lens=[300, 65, 0, 193, 500], **wanted))
 
 
+@pytest.mark.parametrize("draft_steps", [2, 4])
+def test_slots_of_a_tree_that_no_query_sees(draft_steps):
+    """The last level of a tree asks; dead branches hold NaN, in the last block, the one before it, or both."""
+    tree = {"width": 16, "draft_steps": draft_steps, "heads": 16, "kv_heads": 2, "dtype": BF16, "page_size": 64}
+    lens = [0, 40, 65, 79, 80, 100, 128, 191, 208, 240, 300, 5000]
+    case = HopperCase(**vars(make_case("mha", "draft_tree", DEVICE, lens=lens, **tree)))
+    assert poison_unseen(case) > 0
+    check_accuracy(case)
+
+
 def test_more_rows_than_a_program_has():
     check_long(made(20, lens=[300, 65, 0, 193, 1000]))  # 160 rows: two programs, a warpgroup without rows
 
@@ -149,9 +159,9 @@ def test_counters_are_left_at_zero_and_replays_agree():
         graph.replay()
         assert torch.equal(out, expected)  # partial results are combined in the order of the ranges
     torch.cuda.synchronize()
-    used = [slab for (_, kernel), slab in workspace._slabs.items() if kernel == "gqa_hopper"]
-    assert used
-    assert not any(slab.any() for slab in used)
+    used = [counters for (kernel, *_), counters in workspace._sets.items() if kernel == "gqa_hopper"]
+    assert len(used) > 1  # those of a stream, and the graph's
+    assert not any(counters.any() for counters in used)
 
 
 def test_which_calls_the_backend_gives_to_it():

@@ -120,10 +120,10 @@ def table(monkeypatch):
 
     def use(*rows: measured.Times) -> None:
         monkeypatch.setattr(measured, "table", lambda: rows)
-        registry._selection.cache_clear()
+        registry._forget()
 
     yield use
-    registry._selection.cache_clear()
+    registry._forget()
 
 
 def test_measured_times_decide(table):

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
-from spec_ops.backends.triton import mla_hopper_few
+from spec_ops.backends.triton import mla_hopper, mla_hopper_few
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,15 @@ from spec_ops.backends.triton import mla_hopper_few
 )
 def test_rows_of_a_request_decide(q_len, heads, few):
     assert mla_hopper_few.preferred(torch.empty(64, q_len, heads, 576, dtype=torch.bfloat16)) == few
+
+
+def test_queries_are_copied_where_tma_cannot_read_them():
+    rows = torch.arange(2 * 3 * 576, dtype=torch.float16).view(2, 1, 3, 576)
+    assert mla_hopper.query_rows(rows) is rows
+    unaligned = torch.empty(rows.numel() + 1, dtype=torch.float16)[1:].view(rows.shape).copy_(rows)
+    strided = rows.repeat(1, 2, 1, 1)[:, ::2]
+    for q in (unaligned, strided):
+        copy = mla_hopper.query_rows(q)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
+        assert torch.equal(copy, rows)

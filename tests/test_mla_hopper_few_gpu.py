@@ -21,7 +21,7 @@ pytestmark = [
 from spec_ops.backends.triton import workspace  # noqa: E402
 from spec_ops.backends.triton.launch import recorded  # noqa: E402
 from tests.dense_attention import mask_words  # noqa: E402
-from tests.test_attention import FP8, Case, make_case  # noqa: E402
+from tests.test_attention import FP8, Case, make_case, poison_unseen  # noqa: E402
 from tests.test_triton_attention_gpu import BF16, DEVICE, FP16, check_accuracy  # noqa: E402
 
 AROUND_BLOCKS = [0, 1, 63, 64, 65, 0, 127, 128, 129, 200, 1000]
@@ -100,6 +100,26 @@ def test_features(wanted):
     check_accuracy(made(8, 2, True, lens=[300, 65, 0, 193], **wanted).but(kv_scale=1.5))
 
 
+def test_slots_of_a_tree_that_no_query_sees():
+    """The last level of a tree asks; dead branches hold NaN, in the last block, the one before it, or both."""
+    tree = {"width": 2, "draft_steps": 20, "heads": 8, "head_dim": 576, "v_dim": 512, "dtype": BF16, "page_size": 64}
+    case = FewCase(**vars(make_case("mla", "draft_tree", DEVICE, lens=[0, 24, 40, 60, 64, 70, 128, 3000], **tree)))
+    assert poison_unseen(case) > 0
+    check_accuracy(case)
+
+
+@pytest.mark.parametrize("offset", [1, 4])
+def test_queries_at_any_address(offset):
+    case = made(lens=[300, 65])
+    q = case.arguments["q"]
+    moved = q.new_empty(q.numel() + offset)[offset:].view(q.shape).copy_(q)
+    assert moved.is_contiguous()
+    assert moved.data_ptr() % 16 != 0
+    expected = case.run()
+    case.arguments["q"] = moved
+    assert torch.equal(case.run(), expected)
+
+
 # Splits are combined by powers of two up to 64, and more in turns.
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5, 8, 9, 16, 17, 32, 40, 64, 70, 150, 700])
 def test_one_request_over_many_programs(blocks):
@@ -143,9 +163,9 @@ def test_counters_are_left_at_zero_and_replays_agree():
         graph.replay()
         assert torch.equal(out, expected)  # partial results are combined in the order of the ranges
     torch.cuda.synchronize()
-    used = [slab for (_, kernel), slab in workspace._slabs.items() if kernel == "mla_hopper_few"]
-    assert used
-    assert not any(slab.any() for slab in used)
+    used = [counters for (kernel, *_), counters in workspace._sets.items() if kernel == "mla_hopper_few"]
+    assert len(used) > 1  # those of a stream, and the graph's
+    assert not any(counters.any() for counters in used)
 
 
 def test_which_calls_the_backend_gives_to_it():

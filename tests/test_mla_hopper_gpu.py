@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
 ]
 
-from spec_ops.backends.triton.workspace import arrival_counters  # noqa: E402
-from tests.test_attention import Case, make_case  # noqa: E402
+from spec_ops.backends.triton import workspace  # noqa: E402
+from tests.test_attention import Case, make_case, poison_unseen  # noqa: E402
 from tests.test_triton_attention_gpu import BF16, DEVICE, FP16, check_accuracy  # noqa: E402
 
 
@@ -64,6 +64,27 @@ def test_features(wanted):
     check_accuracy(made("verify_tree", heads=128, lens=[300, 65, 0, 193], **wanted))
 
 
+@pytest.mark.parametrize(("width", "draft_steps"), [(4, 3), (8, 7)])
+def test_slots_of_a_tree_that_no_query_sees(width, draft_steps):
+    """The last level of a tree asks; dead branches hold NaN, in an even block, an odd one, or both."""
+    lens = [0, 40, 52, 60, 64, 70, 116, 122, 128, 200, 3000]
+    case = made("draft_tree", heads=32, width=width, draft_steps=draft_steps, lens=lens)
+    assert poison_unseen(case) > 0
+    check_accuracy(case)
+
+
+@pytest.mark.parametrize("offset", [1, 4])
+def test_queries_at_any_address(offset):
+    case = made("verify_chain", lens=[300, 65])
+    q = case.arguments["q"]
+    moved = q.new_empty(q.numel() + offset)[offset:].view(q.shape).copy_(q)
+    assert moved.is_contiguous()
+    assert moved.data_ptr() % 16 != 0
+    expected = case.run()
+    case.arguments["q"] = moved
+    assert torch.equal(case.run(), expected)
+
+
 # 2, 4, 16, 64 and more splits have each their way of combining; it also depends on the rows (16 or 80 here).
 @pytest.mark.parametrize("mode", ["draft_chain", "verify_chain"])
 @pytest.mark.parametrize("blocks", [2, 3, 9, 33, 64, 70])
@@ -92,8 +113,10 @@ def test_counters_are_left_at_zero_and_replays_agree():
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, expected)  # partial results are combined in the order of the ranges
-    with torch.cuda.stream(stream):  # counters belong to a stream
-        assert not arrival_counters(out.device, 64).any()
+    torch.cuda.synchronize()
+    used = [counters for (kernel, *_), counters in workspace._sets.items() if kernel == "mla_hopper"]
+    assert len(used) > 1  # those of a stream, and the graph's
+    assert not any(counters.any() for counters in used)
 
 
 def test_what_is_not_supported():

@@ -23,7 +23,18 @@ import spec_ops  # noqa: E402
 from spec_ops.backends.triton import workspace  # noqa: E402
 from spec_ops.bench.accuracy import torch_attention  # noqa: E402
 from tests.dense_attention import attend, contiguous_rows, mask_words  # noqa: E402
-from tests.test_attention import FP8, OUTSIDE_POOL, STEP_OF_MODE, TREE_MODES, Case, make_case, verify_tree  # noqa: E402
+from tests.test_attention import (  # noqa: E402
+    FP8,
+    OUTSIDE_POOL,
+    STEP_OF_MODE,
+    TREE_MODES,
+    UNSEEN,
+    Case,
+    make_case,
+    poison_unseen,
+    spread,
+    verify_tree,
+)
 
 DEVICE, BACKEND = "cuda", "triton"
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -45,7 +56,7 @@ def eager_attention(q, k, v, visible, scale: float, softcap: float, sinks: torch
     return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
 
 
-def check_accuracy(case: Case) -> None:
+def check_accuracy(case: Case, backend: str = BACKEND) -> None:
     """Against float64, number by number; then the whole case's error at most 1.5 times that of torch's own attention.
 
     Fp8 caches have the same bound: e4m3 values are exact in both dtypes, so torch gets them as they are stored, and both apply
@@ -54,7 +65,7 @@ def check_accuracy(case: Case) -> None:
     `attend`, four times it because tensor cores truncate where `attend` assumes rounding.
     """
     a = case.arguments
-    out = case.run(backend=BACKEND)
+    out = case.run(backend=backend)
     q, dtype, device = a["q"], a["q"].dtype, a["q"].device
     v_dim = a["v_cache"].shape[-1] if case.kind == "mha" else a["kv_lora_rank"]
     assert (out.shape, out.dtype) == ((*q.shape[:-1], v_dim), dtype)
@@ -76,6 +87,8 @@ def check_accuracy(case: Case) -> None:
         else:
             keys = contiguous_rows(a["kv_cache"], pages, length)[:, None]
             values = keys[..., :v_dim]
+        hidden = torch.tensor(sorted(set(range(length)).difference(*seen)), dtype=torch.long)
+        keys[hidden], values[hidden] = 0.0, 0.0  # may be NaN, which torch's attention would take into its sums
         how = {"scale": scale, "sinks": a["sinks"], "softcap": a["softcap"]}
         exact = attend(mine, keys * k_scale, values * v_scale, seen, **how)
         weighted = attend(mine, keys * k_scale, (values * v_scale).abs(), seen, **how).out
@@ -168,6 +181,63 @@ def test_strided_caches(mode, layout):
         swapped = {name: case.arguments[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("k_cache", "v_cache")}
         case = case.but(**swapped)
     check_accuracy(case)
+
+
+# By pointers and descriptors, of a block's pages and more; by small and large products.
+@pytest.mark.parametrize("wanted", [{"page_size": 16}, {"page_size": 64}, {"page_size": 64, "heads": 32, "width": 8}], ids=str)
+@pytest.mark.parametrize(("mode", "window_left"), UNSEEN)
+@pytest.mark.parametrize("backend", ["triton", "triton-deterministic"])
+def test_keys_that_no_query_sees(mode, window_left, wanted, backend):
+    case = made("mha", mode, window_left=window_left, lens=[0, 3, 70, 200], q_lens=[0, 1, 3, 40], **wanted)
+    assert poison_unseen(case) > 0
+    check_accuracy(case, backend)
+
+
+@pytest.mark.parametrize("wanted", [{"page_size": 16}, {"page_size": 64}, {"page_size": 64, "heads": 32}], ids=str)
+@pytest.mark.parametrize(("mode", "window_left"), [("verify_chain", 9), ("extend", 9), ("draft_tree", -1), ("draft_tree", 9)])
+@pytest.mark.parametrize("backend", ["triton", "triton-deterministic"])
+def test_keys_of_mla_that_no_query_sees(mode, window_left, wanted, backend):
+    case = made("mla", mode, window_left=window_left, lens=[0, 3, 70, 200], q_lens=[0, 1, 3, 40], **{"heads": 4, **wanted})
+    assert poison_unseen(case) > 0
+    check_accuracy(case, backend)
+
+
+def test_keys_of_fp8_that_no_query_sees():
+    for mode, window_left, heads in (("verify_chain", 9, 4), ("draft_tree", 9, 4), ("verify_tree", 9, 32)):
+        case = made("mha", mode, window_left=window_left, lens=[3, 200], page_size=64, kv_dtype=FP8, heads=heads)
+        assert poison_unseen(case) > 0
+        check_accuracy(case)
+
+
+@pytest.mark.parametrize("backend", ["triton", "triton-deterministic"])
+@pytest.mark.parametrize("mode", ["draft_chain", "verify_chain", "verify_tree", "extend"])
+def test_windows_that_hide_nothing(mode, backend):
+    """Beside padded requests, whose lengths are below the number of queries."""
+    case = made("mha", mode, lens=[0, 1, 3, 200], q_lens=[0, 1, 3, 40])
+    for window_left in (2**31 - 1, 2**31 - 2, 100_000):
+        assert torch.equal(case.run(backend=backend, window_left=window_left), case.run(backend=backend))
+
+
+def test_strided_sinks():
+    case = made("mha", "verify_chain", lens=[3, 200], sinks=True)
+    strided = case.arguments["sinks"].repeat_interleave(3)[::3]
+    assert torch.equal(case.run(backend=BACKEND, sinks=strided), case.run(backend=BACKEND))
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_many_tiles(heads):
+    """1,025 requests of 32 KV heads are 32,800 tiles; of a few tokens each, and one that is cut into many pieces."""
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    bs, pages = 1025, 400
+    lens = torch.randint(0, 100, (bs,), generator=rng, device=DEVICE, dtype=torch.int32)
+    lens[500] = 10_000
+    k, v = (torch.randn(pages, 64, 32, 64, generator=rng, device=DEVICE).bfloat16() for _ in range(2))
+    q = torch.randn(bs, 1, heads, 64, generator=rng, device=DEVICE).bfloat16()
+    tables = torch.randint(0, pages, (bs, 160), generator=rng, device=DEVICE, dtype=torch.int32)
+    a = {"q": q, "k_cache": k, "v_cache": v, "block_tables": tables, "seq_lens": lens}
+    name = "mha_draft_decode"
+    out, expected, weighted = call(name, a).float(), in_float32(name, a), in_float32(name, a, absolute_values=True)
+    assert ((out - expected).abs() <= 1.05 * torch.finfo(BF16).eps / 2 * (weighted + expected.abs()) + 3e-4).all()
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
@@ -417,8 +487,8 @@ def test_inside_a_compiled_graph(family, monkeypatch):
     """The op's very first call on the device, and its others, inside `torch.compile(mode="reduce-overhead")`."""
     name, a, sets = static_call(family, 7, 4)
     expected = [call(name, a | given) for given in sets]
-    monkeypatch.setattr(workspace, "_slabs", {})
-    monkeypatch.setattr(workspace, "_parts", {})
+    monkeypatch.setattr(workspace, "_sets", {})
+    monkeypatch.setattr(workspace, "_room", {})
     torch._dynamo.reset()
     counters.clear()
 
@@ -481,6 +551,40 @@ def test_addresses_past_2_31_elements(mode, layout):
     expected = run(small, 0)
     assert expected.isfinite().all()
     assert torch.equal(run(large, pages - few), expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "triton-deterministic"])
+@pytest.mark.parametrize("mode", ["verify_chain", "verify_tree", "extend"])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_strides_of_queries_past_2_31_elements(kind, mode, backend):
+    """Of requests, of a request's queries and of heads."""
+    case = made(kind, mode, lens=[3, 64, 200], q_lens=[1, 2, 9], heads=8, page_size=64)
+    expected = case.run(backend=backend)
+    for dim in range(case.arguments["q"].dim() - 1):
+        assert torch.equal(case.run(backend=backend, q=spread(case.arguments["q"], dim)), expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "triton-deterministic"])
+@pytest.mark.parametrize("mode", ["verify_chain", "extend"])
+@pytest.mark.parametrize(("kind", "dim"), [("mha", 0), ("mha", 1), ("mha", 2), ("mla", 0), ("mla", 1)])
+def test_strides_of_caches_past_2_31_elements(kind, dim, mode, backend):
+    """Of pages, of a page's tokens and of KV heads."""
+    case = made(kind, mode, lens=[3, 64, 200], q_lens=[1, 2, 9], heads=8, kv_heads=4, page_size=64)
+    names = ("k_cache", "v_cache") if kind == "mha" else ("kv_cache",)
+    far = {name: spread(case.arguments[name], dim) for name in names}
+    # Entries along `dim` at some distance: no descriptor reads either cache.
+    near = {name: case.arguments[name].movedim(dim, 0) for name in names}
+    near = {name: torch.stack([cache, cache], 1)[:, 0].movedim(0, dim) for name, cache in near.items()}
+    got, expected = case.run(backend=backend, **far), case.run(backend=backend, **near)
+    assert expected.isfinite().all()
+    assert torch.equal(got, expected)
+
+
+def test_strides_of_masks_past_2_31_elements():
+    case = made("mha", "verify_tree", lens=[3, 64, 200], page_size=64)
+    words = case.arguments["tree_mask"]
+    expected = case.run(backend=BACKEND)
+    assert torch.equal(case.run(backend=BACKEND, tree_mask=spread(words, 0)), expected)
 
 
 def test_queries_past_2_31_elements():

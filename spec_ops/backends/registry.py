@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
+from spec_ops._extras import install_hint
 from spec_ops.backends import measured
 
 STEPS = tuple(
     f"{kind}_{step}" for kind in ("mha", "mla") for step in ("draft_decode", "target_verify", "draft_extend", "extend")
 )
+REFERENCE = "reference"
+RAGGED = ("mha_extend", "mla_extend")
 APPENDS = (
     "append_kv",
     "append_mla_kv",
 )  # used by name only: "auto" is the op's own kernel, one launch that casts and drops rows
+ANY_Q_LEN = 2**31 - 1  # what an int32 `q_indptr` can say: the bound of a number of queries that nothing else bounds
 OPTIONAL_INPUTS = frozenset({"kv_indptr", "kv_indices", "seq_lens_cpu", "max_seq_len"})
 
 
@@ -28,8 +35,11 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class AttentionMeta:
-    """Trace-time facts of one attention call, or of one append (a query per row, no queries' heads): all that selection may
-    depend on."""
+    """Facts of one attention call, or of one append (a query per row, no queries' heads): all that selection may depend on.
+
+    `q_len` is the number of queries per request, of a ragged call (`mha_extend`, `mla_extend`) the bound `max_q_len`. While
+    compiling, sizes may be symbols: `known_while_compiling` says whether that matters.
+    """
 
     step: str
     dtype: torch.dtype
@@ -44,6 +54,9 @@ class AttentionMeta:
     window: bool
     sinks: bool
     softcap: bool
+
+
+_SIZES = tuple(f.name for f in fields(AttentionMeta) if f.type == "int")
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,8 @@ class Backend:
             if allowed is not None and value not in allowed:
                 return f"does not support {what} {value}"
         if self.max_q_len is not None and meta.q_len > self.max_q_len:
-            return f"supports at most {self.max_q_len} queries per request, not {meta.q_len}"
+            came = "any number of them" if meta.q_len == ANY_Q_LEN else meta.q_len
+            return f"supports at most {self.max_q_len} queries per request, not {came}"
         for feature in ("tree_mask", "window", "sinks", "softcap"):
             if getattr(meta, feature) and not getattr(self, feature):
                 return f"does not support {feature}"
@@ -123,10 +137,9 @@ class Backend:
 
     def install_hint(self) -> str:
         module, extra = self.requires or ("its package", "")
-        return f"needs {module}, which is not installed: pip install spec-ops[{extra}]"
+        return f"needs {module}, which is not installed: {install_hint(extra)}"
 
 
-@functools.cache
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -162,7 +175,7 @@ def register_backend(backend: Backend) -> None:
     if unknown := set(backend.reads) - OPTIONAL_INPUTS:
         raise ValueError(f"register_backend: `reads` must be a subset of {sorted(OPTIONAL_INPUTS)}, got {sorted(unknown)}")
     _BACKENDS[backend.name] = backend
-    _selection.cache_clear()
+    _forget()
 
 
 def available_backends() -> tuple[str, ...]:
@@ -183,7 +196,7 @@ def unregister_backend(name: str) -> Backend:
     """
     if name not in _BACKENDS:
         raise ValueError(f"unregister_backend: `name` must be one of {list(available_backends())}, got {name!r}")
-    _selection.cache_clear()
+    _forget()
     return _BACKENDS.pop(name)
 
 
@@ -230,9 +243,16 @@ def select_backend(
     return _selection(meta, arch, name, missing)
 
 
+@functools.cache
 def missing_backends() -> frozenset[str]:
-    """Names of the backends whose package is not installed."""
+    """Names of the backends whose package is not installed. Looked up once: every eager call of an attention op asks."""
     return frozenset(name for name, backend in _BACKENDS.items() if backend.missing() is not None)
+
+
+def _forget() -> None:
+    """Select anew: backends, their packages or the measured times have changed."""
+    _selection.cache_clear()
+    missing_backends.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -284,25 +304,35 @@ def device_arch(device: torch.device) -> int | None:
 
 @functools.cache
 def _cuda_arch(index: int | None) -> int:
+    refuse_rocm()
     major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor
 
 
+def refuse_rocm() -> None:
+    """Raise on AMD GPUs, which call themselves `cuda` and report capabilities like (9, 4): the kernels are for NVIDIA's."""
+    if torch.version.hip is not None:
+        raise BackendError(
+            f"spec_ops: its GPU kernels are for NVIDIA GPUs, and this PyTorch is built for ROCm {torch.version.hip}: "
+            "put the tensors on the CPU"
+        )
+
+
 def attention_meta(op: str, args: tuple) -> AttentionMeta:
-    """The trace-time facts of a call to attention op `op` with positional `args` (its schema's order)."""
+    """The facts of a call to attention op `op` with positional `args` (its schema's order); sizes stay what they are there."""
     q, cache = args[0], args[1]
-    mha, ragged = op.startswith("mha_"), op.endswith("_extend") and not op.endswith("_draft_extend")
+    mha, ragged = op.startswith("mha_"), op in RAGGED
     window_left, sinks, softcap = args[11:14]
     return AttentionMeta(
         step=op,
         dtype=q.dtype,
         kv_dtype=cache.dtype,
-        num_heads=int(q.shape[-2]),
-        num_kv_heads=int(cache.shape[2]) if mha else 1,
-        head_dim=int(q.shape[-1]),
-        v_head_dim=int(args[2].shape[-1]) if mha else int(args[2]),
-        page_size=int(cache.shape[1]),
-        q_len=int(args[6]) if ragged else int(q.shape[1]),
+        num_heads=q.shape[-2],
+        num_kv_heads=cache.shape[2] if mha else 1,
+        head_dim=q.shape[-1],
+        v_head_dim=args[2].shape[-1] if mha else args[2],
+        page_size=cache.shape[1],
+        q_len=args[6] if ragged else q.shape[1],
         tree_mask=not ragged and args[5] is not None,
         window=window_left >= 0,
         sinks=sinks is not None,
@@ -310,14 +340,32 @@ def attention_meta(op: str, args: tuple) -> AttentionMeta:
     )
 
 
+def known_while_compiling(meta: AttentionMeta) -> AttentionMeta | str:
+    """`meta` with the numbers that selection needs, or why they are not known, for a call whose sizes may be symbols.
+
+    No guard is made: it would compile anew for each value, and `torch.export` would bake the first one in. The bound of a
+    ragged call's queries may stay open, since backends limit it from above alone; then it is the largest that it can be.
+    """
+    found: dict[str, int] = {}
+    for name in _SIZES:
+        if isinstance(size := getattr(meta, name), torch.SymInt):
+            if (known := size.node.maybe_as_int()) is None:
+                if name != "q_len" or meta.step not in RAGGED:
+                    return f"{name} is dynamic ({size}), so the kernel is chosen when the call runs"
+                upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+                known = int(upper) if upper < ANY_Q_LEN else ANY_Q_LEN
+            found[name] = known
+    return dataclasses.replace(meta, **found) if found else meta  # type: ignore[arg-type]
+
+
 def append_meta(op: str, args: tuple) -> AttentionMeta:
     """As `attention_meta`, of a call to `append_kv` or `append_mla_kv`."""
     cache, mha = args[0], op == "append_kv"
     rows = args[2] if mha else args[1]
-    heads = int(cache.shape[2]) if mha else 1
+    heads = cache.shape[2] if mha else 1
     return AttentionMeta(
-        step=op, dtype=rows.dtype, kv_dtype=cache.dtype, num_heads=heads, num_kv_heads=heads, head_dim=int(cache.shape[-1]),
-        v_head_dim=int(args[1].shape[-1] if mha else rows.shape[-1]), page_size=int(cache.shape[1]), q_len=1, tree_mask=False,
+        step=op, dtype=rows.dtype, kv_dtype=cache.dtype, num_heads=heads, num_kv_heads=heads, head_dim=cache.shape[-1],
+        v_head_dim=args[1].shape[-1] if mha else rows.shape[-1], page_size=cache.shape[1], q_len=1, tree_mask=False,
         window=False, sinks=False, softcap=False,
     )  # fmt: skip
 
@@ -334,16 +382,45 @@ def _load(path: str) -> Callable:
     return getattr(importlib.import_module(module), function)
 
 
+def _on_device_of(tensor: torch.Tensor, kernel: Callable, args: tuple, options: Mapping[str, Any]) -> Any:
+    """Calls a kernel with the tensor's device current: those of other packages may launch on the one that is."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        with torch.cuda.device(tensor.device):
+            return kernel(*args, **options)
+    return kernel(*args, **options)
+
+
+def without_kernel(meta: AttentionMeta, arch: int | None, name: str, selection: Selection) -> str | None:
+    """Why `"auto"` gave a call on a GPU to `reference`, which is right and slow; None if it did not."""
+    if arch is None or name != "auto" or selection.backend.name != REFERENCE:
+        return None
+    reasons = "; ".join(f"{n} {why}" for n, why in selection.reasons.items() if not why.startswith("has no kernel"))
+    return f"{meta.step} runs on `{REFERENCE}`, slow plain PyTorch, since no kernel can run it on sm_{arch}: {reasons}"
+
+
+_warned: set[tuple] = set()
+
+
+def warn_once(meta: AttentionMeta, arch: int | None, text: str) -> None:
+    """Warn of `text`, once for calls that differ in their step and number of queries alone."""
+    if (key := (dataclasses.replace(meta, step=meta.step[:3], q_len=0), arch)) not in _warned:
+        _warned.add(key)
+        warnings.warn(text, stacklevel=2)
+
+
 def run_attention(op: str, args: tuple) -> torch.Tensor:
     """The implementation of every attention op: select, load, call."""
-    selection = select_backend(attention_meta(op, args), device_arch(args[0].device), args[-1], missing_backends())
-    return _load(selection.backend.kernels[op])(*args[:-1], **selection.backend.options)
+    meta, arch = attention_meta(op, args), device_arch(args[0].device)
+    selection = select_backend(meta, arch, args[-1], missing_backends())
+    if arch is not None and selection.backend.name == REFERENCE and (text := without_kernel(meta, arch, args[-1], selection)):
+        warn_once(meta, arch, text)
+    return _on_device_of(args[0], _load(selection.backend.kernels[op]), args[:-1], selection.backend.options)
 
 
 def run_append(op: str, args: tuple) -> None:
     """The implementation of an append whose backend is named."""
     backend = select_backend(append_meta(op, args), device_arch(args[0].device), args[-1], missing_backends()).backend
-    _load(backend.kernels[op])(*args[:-1])
+    _on_device_of(args[0], _load(backend.kernels[op]), args[:-1], {})
 
 
 def declarations() -> str:

@@ -8,17 +8,21 @@ semaphores at zero; never moved, and freed by `release_workspaces` alone, since 
 from __future__ import annotations
 
 import threading
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
-_Key = TypeVar("_Key")
+from spec_ops.backends.capture import capture_of_current_stream, relax_this_thread
+
+_Buffers = TypeVar("_Buffers", bound=dict)
+LOCK = threading.RLock()  # of all that is kept: two threads must not make a buffer twice, and get one each
 _buffers: dict[tuple[str, torch.device, int], torch.Tensor] = {}
-_kept: list[dict] = [_buffers]
+_kept: list[dict[Any, Any]] = [_buffers]
 
 
-def kept(buffers: dict[_Key, torch.Tensor]) -> dict[_Key, torch.Tensor]:
-    """`buffers` itself, which `release_workspaces` will empty."""
+def kept(buffers: _Buffers) -> _Buffers:
+    """`buffers` itself, which `release_workspaces` will empty: of tensors, or of what holds some."""
     _kept.append(buffers)
     return buffers
 
@@ -29,10 +33,12 @@ def release_workspaces() -> None:
     For a process that goes on without this package, or that accounts for its memory. CUDA graphs recorded before must not be
     replayed after: they hold the old addresses.
     """
-    for device in {buffer.device for buffers in _kept for buffer in buffers.values() if buffer.is_cuda}:
-        torch.cuda.synchronize(device)  # launches on other streams than the one that allocated may still use it
-    for buffers in _kept:
-        buffers.clear()
+    with LOCK:
+        held = [buffer for buffers in _kept for buffer in buffers.values() if isinstance(buffer, torch.Tensor)]
+        for device in {buffer.device for buffer in held if buffer.is_cuda}:
+            torch.cuda.synchronize(device)  # launches on other streams than the one that allocated may still use it
+        for buffers in _kept:
+            buffers.clear()
 
 
 def workspace(use: str, device: torch.device, num_bytes: int) -> torch.Tensor:
@@ -43,19 +49,28 @@ def workspace(use: str, device: torch.device, num_bytes: int) -> torch.Tensor:
     Raises:
         ValueError: `use` has a smaller buffer already. RuntimeError: the first call comes inside a CUDA graph capture.
     """
+    device = indexed(device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (use, device, stream)
     found = _buffers.get(key)
     if found is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"workspace {use!r}: its first use on a stream must come before a CUDA graph capture: call the same step once, "
-                "or `spec_ops.backends.warm_up`, on that stream"
-            )
-        found = _buffers[key] = zeros_outside_graph_pools(device, num_bytes)
+        with LOCK:
+            found = _buffers.get(key)
+            if found is None:
+                if device.type == "cuda" and capture_of_current_stream(device.index):
+                    raise RuntimeError(
+                        f"workspace {use!r}: its first use on a stream must come before a CUDA graph capture: call the same "
+                        "step once, or `spec_ops.backends.warm_up`, on that stream"
+                    )
+                found = _buffers[key] = zeros_outside_graph_pools(device, num_bytes)
     if found.numel() < num_bytes:
         raise ValueError(f"workspace {use!r}: `num_bytes` must be at most {found.numel()}, got {num_bytes}")
     return found[:num_bytes]
+
+
+def indexed(device: torch.device) -> torch.device:
+    """`device` with its index: `cuda` alone is the current one of whichever thread asks."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
 def zeros_outside_graph_pools(device: torch.device, num_bytes: int) -> torch.Tensor:
@@ -64,16 +79,15 @@ def zeros_outside_graph_pools(device: torch.device, num_bytes: int) -> torch.Ten
     On a thread of its own: while torch's CUDA graph trees warm a function up, they serve the calling *thread* from the graph's
     pool (`_cuda_beginAllocateCurrentThreadToPool`), and later restore that pool to a state that does not know this buffer.
     """
-    made: list[torch.Tensor] = []
+    device = indexed(device)
 
-    def allocate() -> None:
-        made.append(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+    def allocate() -> torch.Tensor:
+        if device.type != "cuda":
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        relax_this_thread()
+        made = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        return made
 
-    thread = threading.Thread(target=allocate)
-    thread.start()
-    thread.join()
-    if not made:
-        raise torch.cuda.OutOfMemoryError(f"workspace: cannot allocate {num_bytes} bytes on {device}")
-    return made[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(allocate).result()

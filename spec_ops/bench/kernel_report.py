@@ -183,5 +183,4 @@ def _show(
     if notes:
         console.print(notes_table(notes))
     if plot is not None and rows:
-        facts = environment()
-        roofline.plot(plot, rows, ceilings, f"{facts['machine']}, torch {facts['torch']}, commit {facts['commit']}")
+        roofline.plot(plot, rows, ceilings, roofline.title(environment()))

@@ -1,8 +1,13 @@
-"""The rows of `python -m spec_ops bench kernels` under the machine's roofline, as a PNG."""
+"""The rows of `python -m spec_ops bench kernels` under the machine's roofline, as a PNG.
+
+python -m spec_ops.bench.roofline benchmarks/results/h200-kernels.json    # draws h200-kernels.png anew
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +16,16 @@ from spec_ops.bench.timing import Ceilings
 MARKERS = {"gqa": "o", "mla": "^"}
 
 
+def title(environment: Mapping[str, str]) -> str:
+    """Where and of which tree the rows were measured, as their file says."""
+    return f"{environment['machine']}, torch {environment['torch']}, commit {environment['commit']}"
+
+
 def plot(path: Path, rows: Sequence[dict[str, Any]], ceilings: Ceilings, title: str) -> None:
     """Left: operations a second over operations per byte, under the two ceilings. Right: share of the floor over bytes.
 
     Raises:
-        ImportError: matplotlib is missing (`pip install spec-ops[bench]`). ValueError: no rows.
+        ImportError: matplotlib, of the extra `bench`, is missing. ValueError: no rows.
     """
     if not rows:
         raise ValueError("plot: `rows` must hold at least one row, got none")
@@ -57,4 +67,17 @@ def plot(path: Path, rows: Sequence[dict[str, Any]], ceilings: Ceilings, title: 
     roof.legend(fontsize="small")
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, format="png")
+    figure.savefig(path, dpi=130, format="png", metadata={"Title": title})
+
+
+def redraw(results: Path) -> Path:
+    """The picture of a file of results, next to it and under its name."""
+    found = json.loads(results.read_text(encoding="utf-8"))
+    picture = results.with_suffix(".png")
+    plot(picture, found["rows"], Ceilings(**found["ceilings"]), title(found["environment"]))
+    return picture
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(redraw(Path(name)))

@@ -18,7 +18,7 @@ import triton.language as tl  # noqa: E402
 
 from spec_ops.backends.triton import schedule, steps, visibility  # noqa: E402
 from spec_ops.backends.triton.tuning import Config  # noqa: E402
-from tests.test_attention import FP8, KINDS, Case, check, differs, make_case  # noqa: E402
+from tests.test_attention import FP8, KINDS, UNSEEN, Case, check, differs, make_case, poison_unseen, spread  # noqa: E402
 
 # (block_m, block_n, multiprocessors, min_blocks, tma, clear). With one program on each of so many multiprocessors: one range of
 # keys or many, ranges of several blocks, tiles of fewer rows than a request has and of more. A program takes 25 ms.
@@ -135,7 +135,7 @@ def test_fp8_caches_of_even_and_odd_rows(kind, head_dim, v_dim, mode, as_pairs):
             wide[..., 1:] = cache
             case.arguments[name] = wide[..., 1:]
     caches = [case.arguments[name] for name in (names[0], names[-1])]
-    keys = steps.kernel_keys(*caches, v_dim, kind == "mla", Config(16, 16, 4, 2, 1, tma=False))
+    keys = steps.kernel_keys(case.arguments["q"], *caches, v_dim, kind == "mla", Config(16, 16, 4, 2, 1, tma=False))
     assert keys.tensors[0].dtype == keys.tensors[2].dtype == (torch.int16 if as_pairs else FP8)
     for cut in ("few ranges", "many ranges", "pointers", "wide blocks"):
         check(case, run(case, cut))
@@ -298,10 +298,71 @@ def test_ragged_padding_of_any_length(kind, padding):
     check(case, run(case, "few ranges"))
 
 
+@pytest.mark.parametrize("cut", ["few ranges", "pointers", "wide blocks", "blocks wider than pages"])
+@pytest.mark.parametrize(("mode", "window_left"), UNSEEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_that_no_query_sees(kind, mode, window_left, cut):
+    wanted = {"page_size": 8 if cut == "blocks wider than pages" else 64, "lens": [0, 3, 30, 150], "q_lens": [0, 1, 3, 40]}
+    case = made(kind, mode, window_left=window_left, **wanted)
+    assert poison_unseen(case) > 0
+    check(case, run(case, cut))
+
+
+@pytest.mark.parametrize("cut", ["few ranges", "pointers"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_of_fp8_that_no_query_sees(kind, cut):
+    for mode, window_left in (("verify_chain", 9), ("draft_tree", 9)):
+        case = made(kind, mode, window_left=window_left, kv_dtype=FP8, page_size=64, lens=[3, 70], head_dim=96, v_dim=64)
+        assert poison_unseen(case) > 0
+        check(case, run(case, cut))
+
+
+@pytest.mark.parametrize("mode", ["verify_chain", "verify_tree", "extend"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_that_hide_nothing(kind, mode):
+    """Among them lengths that are subtracted in int32, of requests that have fewer keys than queries."""
+    case = made(kind, mode, lens=[0, 3, 30], q_lens=[0, 1, 3])
+    for window_left in (2**31 - 1, 2**31 - 2, 200):
+        check(case, run(case, "few ranges", window_left=window_left))
+
+
+def test_strided_sinks():
+    case = made("mha", "verify_chain", heads=4, sinks=True, lens=[3, 40])
+    strided = case.arguments["sinks"].repeat_interleave(3)[::3]
+    check(case, run(case, "few ranges", sinks=strided))
+
+
+@pytest.mark.parametrize("mode", ["verify_tree", "extend"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides_past_2_31_elements(kind, mode):
+    """Of pages, of a page's tokens and of KV heads; of requests, of queries and of heads. Memory that nobody touches costs
+    nothing; an address that wraps lies outside of it."""
+    heads = {"heads": 6, "kv_heads": 3} if kind == "mha" else {"heads": 3}
+    case = made(kind, mode, kv_dtype=FP8, lens=[3, 40], q_lens=[2, 9], **heads)
+    names = ("k_cache", "v_cache") if kind == "mha" else ("kv_cache",)
+    for dim in range(len(names) + 1):
+        check(case, run(case, "wide blocks", **{name: spread(case.arguments[name], dim) for name in names}))
+    case = case.but(q=case.arguments["q"].half())
+    expected = run(case, "wide blocks")
+    for dim in range(case.arguments["q"].dim() - 1):
+        assert torch.equal(run(case, "wide blocks", q=spread(case.arguments["q"], dim)), expected)
+
+
+def test_more_tiles_than_counters(monkeypatch):
+    """A range has a counter, not a tile: 12 tiles, of which two are in pieces."""
+    asked = []
+    monkeypatch.setattr(
+        steps, "arrival_counters", lambda device, count: asked.append(count) or torch.zeros(6, dtype=torch.int32)
+    )
+    case = made("mha", "draft_chain", lens=[5, 90, 3, 0, 120, 7], heads=2, kv_heads=2)
+    check(case, run(case, (16, 16, 6, 1, True, True)))
+    assert asked == [6]
+
+
 def test_counters_open_a_new_generation(monkeypatch):
     """Counters are never cleared: each launch leaves their low half at zero and adds one to the high half of those it used."""
     kept = torch.full((64,), -2 << 16, dtype=torch.int32)  # the high half goes through all ones
-    monkeypatch.setattr(steps, "arrival_counters", lambda device, tiles: kept[:tiles])
+    monkeypatch.setattr(steps, "arrival_counters", lambda device, count: kept[:count])
     split = made("mha", "draft_chain", lens=[120, 5, 90], kv_heads=2)
     whole = made("mha", "draft_chain", lens=[5, 5], kv_heads=2, seed=1)
     for launch in range(1, 4):

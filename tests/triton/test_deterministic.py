@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 from spec_ops.backends.triton import deterministic_steps as steps
 from spec_ops.backends.triton.tuning import Config
-from tests.test_attention import FP8, KINDS, Case, check, make_case
+from tests.test_attention import FP8, KINDS, UNSEEN, Case, check, make_case, poison_unseen
 
 # (multiprocessors, bytes for partial results, tma): requests split and whole, side by side and all; tables read by descriptors
 # and by pointers.
@@ -96,6 +96,20 @@ def test_results_with_every_option(kind, mode, sinks, softcap, window_left):
 def test_results_on_fp8_and_other_pages(kind, mode, page_size):
     case = made(kind, mode, page_size=page_size, kv_dtype=FP8)
     check(case, run(case, rotated(page_size)))
+
+
+@pytest.mark.parametrize(("mode", "window_left"), UNSEEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_that_no_query_sees(kind, mode, window_left):
+    case = made(kind, mode, window_left=window_left, lens=[0, 3, 30, 150], q_lens=[0, 1, 3, 40], page_size=64)
+    assert poison_unseen(case) > 0
+    check(case, run(case, rotated(kind, mode, window_left)))
+
+
+@pytest.mark.parametrize("mode", ["verify_chain", "extend"])
+def test_windows_that_hide_nothing(mode):
+    case = made("mha", mode, lens=[0, 3, 30], q_lens=[0, 1, 3])
+    check(case, run(case, window_left=2**31 - 1))
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ SLOTS = {
 @pytest.fixture(params=FLASHINFER)
 def fakes(request, monkeypatch) -> Fakes:
     monkeypatch.setattr(registry, "device_arch", lambda device: 90)  # ops ask where they run
-    registry._importable.cache_clear()
+    registry._forget()
     yield Fakes([request.param]).install(monkeypatch)
-    registry._importable.cache_clear()
+    registry._forget()
 
 
 def normal(*shape: int) -> torch.Tensor:

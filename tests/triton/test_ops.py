@@ -84,12 +84,35 @@ def test_addresses_past_2_31_elements():
 
 
 def test_samplers_without_any_weight():
-    """As the reference: all zero gives token 0; a subnormal weight is one."""
-    probs = torch.zeros(3, 200)
-    probs[1, 140], probs[2, 70] = 0.5, 1e-44
-    args = probs, torch.tensor([0.3, 0.999, 0.5])
-    compare(torch.tensor([0, 140, 70]), kernel("sample_tokens")(*args), args)
-    compare(torch.tensor([0, 140, 70]), reference("sample_tokens")(*args), args)
+    """No distribution (all zero, a NaN, an infinity) gives -1; a subnormal weight is one."""
+    probs = torch.zeros(6, 200)
+    probs[1, 140], probs[2, 70], probs[3, 199], probs[5, 3] = 0.5, 1e-44, torch.nan, torch.inf
+    probs[4] = torch.nan
+    args = probs, torch.tensor([0.3, 0.999, 0.5, 0.5, 0.0, 0.5])
+    wanted = torch.tensor([-1, 140, 70, -1, -1, -1])
+    compare(wanted, kernel("sample_tokens")(*args), args)
+    compare(wanted, reference("sample_tokens")(*args), args)
+
+
+@pytest.mark.parametrize("kind", ["chain", "reduced", "tree"])
+def test_acceptance_ends_where_the_target_is_no_distribution(kind):
+    """The path so far is kept and its last token is -1. A draft that is none is rejected: the target alone decides."""
+    p = torch.full((3, 3, 200), 1 / 200)
+    p[0, 1], p[1, 0] = torch.nan, 0.0
+    q = torch.full((3, 2, 200), 1 / 200)
+    q[2] = torch.nan
+    candidates, coins = torch.tensor([[0, 70, 130]] * 3), torch.zeros(3, 3)
+    ids = torch.arange(199, -1, -1) if kind == "reduced" else None
+    final = torch.full((3,), 0.5)
+    if kind == "tree":
+        args = (candidates, p, coins, final, torch.tensor([[-1, 0, 1]] * 3), None, None, 3, 1.0, 1.0)
+    else:
+        args = (candidates, p, coins, final, None, q, ids, 3, 1.0, 1.0)
+    wanted = reference("accept_sampled")(*args)
+    assert wanted[0][:2].tolist() == [[70, -1, -1], [-1, -1, -1]]
+    assert wanted[2].tolist() == [2, 1, 3 if kind == "tree" else 1]
+    assert wanted[0][2, 0] == (70 if kind == "tree" else 100)
+    compare(wanted, kernel("accept_sampled")(*args), args)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.25, 0.75, ALMOST_ONE])

@@ -40,12 +40,12 @@ def trtllm(
         bmm2_scale=v_scale / out_scale,
         window_left=window_left,
         out=out.view(-1, heads, dim),
-        sinks=sinks,
+        sinks=None if sinks is None else sinks.contiguous(),
         kv_layout="NHD",
         backend="trtllm-gen",
         q_len_per_req=q_len,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        **counters(trtllm_batch_decode_with_kv_cache, q.device),
+        **counters(trtllm_batch_decode_with_kv_cache, q.device, len(q), heads),
     )
     return clear(out, ready.hidden)
 
@@ -90,7 +90,7 @@ def xqa(
         bmm2_scale=v_scale / out_scale,
         window_left=window_left,
         out=result.view(-1, heads, dim),
-        sinks=sinks,
+        sinks=None if sinks is None else sinks.contiguous(),
         kv_layout="NHD",
         backend="xqa",
         q_len_per_req=span,
@@ -132,9 +132,9 @@ def trtllm_extend(
         window_left=window_left,
         out=out,
         kv_layout="NHD",
-        sinks=sinks,
+        sinks=None if sinks is None else sinks.contiguous(),
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        **counters(trtllm_batch_context_with_kv_cache, q.device),
+        **counters(trtllm_batch_context_with_kv_cache, q.device, bs, q.shape[1]),
     )
     return clear_ragged(out, seq_lens, q_indptr)
 

@@ -26,7 +26,9 @@ def _decode(
     if out.numel() == 0:
         return out
     ready = prepare(block_tables, seq_lens, q_len, page_size, width_multiple=KEY_TILE // page_size)
-    own = counters(trtllm_batch_decode_with_kv_cache_mla, q.device) if kernel == "trtllm-gen" else {}
+    own = {}
+    if kernel == "trtllm-gen":
+        own = counters(trtllm_batch_decode_with_kv_cache_mla, q.device, len(q), q.shape[2])
     trtllm_batch_decode_with_kv_cache_mla(
         query=queries_for(kv_cache, q),
         kv_cache=kv_cache,

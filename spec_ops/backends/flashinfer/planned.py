@@ -8,6 +8,7 @@ https://docs.flashinfer.ai/api/attention.html#flashinfer.prefill.BatchPrefillWit
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 from spec_ops.backends.flashinfer.gqa import clear_ragged
 from spec_ops.backends.flashinfer.provider import scratch
+from spec_ops.backends.workspace import LOCK, kept
 from spec_ops.ops.reference.attention import _visible_tree
 
 
@@ -45,9 +47,10 @@ def _live_pages(block_tables, seq_lens, seq_lens_cpu, q_lens: torch.Tensor, page
     return _Pages(lens, _indptr(pages), indices, (lens - 1) % page_size + 1)
 
 
-@functools.cache
-def _wrapper(kind: str, kernel: str, device: torch.device, stream: int) -> Any:
-    """One wrapper per kind, device and stream: each holds buffers of its own, on the host too."""
+_wrappers: dict[tuple[str, str, torch.device, int], Any] = kept({})  # each holds buffers of its own, on the host too
+
+
+def _wrapper(kind: str, kernel: str, device: torch.device) -> Any:
     if kind == "mha":
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -59,27 +62,32 @@ def _wrapper(kind: str, kernel: str, device: torch.device, stream: int) -> Any:
     return BatchMLAPagedAttentionWrapper(float_workspace_buffer=scratch(kernel, device), backend=kernel)
 
 
-# While `prepare` plans a call: where its run is noted. Such a call has a wrapper of its own, which no later plan changes.
-_noted: list[Callable[[], Any]] | None = None
+class _Noting(threading.local):
+    """While this thread's `prepare` plans a call: where its run is noted. Such a call has a wrapper of its own, which no later
+    plan changes."""
+
+    runs: list[Callable[[], Any]] | None = None
+
+
+_noting = _Noting()
 
 
 def _run(wrapper: Any, **arguments: Any) -> None:
-    if _noted is not None:
-        _noted.append(functools.partial(wrapper.run, **arguments))
+    if _noting.runs is not None:
+        _noting.runs.append(functools.partial(wrapper.run, **arguments))
     wrapper.run(**arguments)
 
 
 def prepare(op: str, arguments: tuple) -> Callable[[], torch.Tensor]:
     """Plan a call of a uniform step once (`arguments` of the op, the backend's name last). What is returned runs the kernel
     alone, as long as lengths and tables stay what they are: for benchmarks, which state times without planning."""
-    global _noted
     kernel = arguments[-1].removeprefix("flashinfer-")
-    _noted = []
+    _noting.runs = []
     try:
         out = globals()[f"{kernel}_{op[:3]}"](*arguments[:-1])
-        (run,) = _noted
+        (run,) = _noting.runs
     finally:
-        _noted = None
+        _noting.runs = None
 
     def call() -> torch.Tensor:
         run()
@@ -89,10 +97,15 @@ def prepare(op: str, arguments: tuple) -> Callable[[], torch.Tensor]:
 
 
 def _wrapper_for(kind: str, kernel: str, device: torch.device) -> Any:
-    if _noted is not None:
-        return _wrapper.__wrapped__(kind, kernel, device, 0)
+    """One per kind, device and stream."""
+    if _noting.runs is not None:
+        return _wrapper(kind, kernel, device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _wrapper(kind, kernel, device, stream)
+    key = (kind, kernel, device, stream)
+    with LOCK:
+        if key not in _wrappers:
+            _wrappers[key] = _wrapper(kind, kernel, device)
+        return _wrappers[key]
 
 
 def _mha(

@@ -12,7 +12,8 @@ import torch
 from spec_ops.backends.workspace import workspace
 
 SCRATCH_BYTES = 128 << 20  # what FlashInfer's own examples and every engine give it
-COUNTER_BYTES = 1 << 20  # trtllm-gen's semaphores: four bytes per (request, query head)
+COUNTER_BYTES = 1 << 20  # trtllm-gen's semaphores
+COUNTERS = COUNTER_BYTES // 4  # one per (request, query head)
 
 
 def scratch(use: str, device: torch.device) -> torch.Tensor:
@@ -25,11 +26,20 @@ def accepts(function: Callable, parameter: str) -> bool:
     return parameter in inspect.signature(function).parameters
 
 
-def counters(function: Callable, device: torch.device) -> dict[str, Any]:
+def counters(function: Callable, device: torch.device, requests: int, heads: int) -> dict[str, Any]:
     """trtllm-gen's semaphores as an argument: without ours, every call allocates and zeroes some. Releases before 0.7 keep them
-    in the scratch buffer instead."""
+    in the scratch buffer instead.
+
+    Raises:
+        ValueError: more requests times query heads than there are semaphores.
+    """
     if not accepts(function, "multi_ctas_kv_counter_buffer"):
         return {}
+    if requests * heads > COUNTERS:
+        raise ValueError(
+            f"flashinfer-trtllm: `q` must have at most {COUNTERS} requests x heads, got {requests} x {heads}: trtllm-gen has a "
+            "semaphore for each; split the batch"
+        )
     return {"multi_ctas_kv_counter_buffer": workspace("flashinfer counters", device, COUNTER_BYTES)}
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.registry import APPENDS, STEPS, AttentionMeta, Backend, register_backend
+from spec_ops.backends.registry import APPENDS, RAGGED, STEPS, AttentionMeta, Backend, register_backend
 
 _FP8 = torch.float8_e4m3fn
 MAX_Q_LEN = 64
-RAGGED = ("mha_extend", "mla_extend")
 
 
 def _constraint(meta: AttentionMeta, arch: int | None) -> str | None:

@@ -102,7 +102,7 @@ def _weigh(given, taken, rejected, dropped, following, start, vocab, BLOCK: tl.c
     first of them from `start` on."""
     weights = given
     if rejected is not None:
-        weights = tl.maximum(given - taken, 0.0)
+        weights = tl.where(taken > given, 0.0, given - taken)  # a NaN stays one, unlike in tl.maximum
     if dropped is not None:
         ids = start + tl.arange(0, BLOCK)
         while following < min(start + BLOCK, vocab):
@@ -134,18 +134,21 @@ def _block_sums(
 def _draw(
     uniform, probs, stride, rejected, rejected_stride, subtract, dropped, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Inverse CDF in float64: the first token whose cumulative weight exceeds `uniform * total`."""
+    """Inverse CDF in float64: the first token whose cumulative weight exceeds `uniform * total`; -1 where the total is zero,
+    NaN or infinite."""
     block = tl.arange(0, BLOCKS)
     sums = _block_sums(probs, stride, rejected, rejected_stride, subtract, dropped, vocab, BLOCK, BLOCKS)
     if rejected is not None or dropped is not None:  # noqa: SIM102  decided while compiling, unlike what follows
-        # Rounding may leave nothing although a draft was rejected; the target itself is then the distribution.
-        if tl.max(sums, 0) == 0:
+        # Rounding may leave nothing although a draft was rejected, and a draft's NaN no distribution: the target itself is then
+        # the distribution.
+        if (tl.sum(sums, 0) > 0) == 0:
             if rejected is not None:
                 subtract = subtract & False
             if dropped is not None:
                 dropped = tl.full(dropped.shape, -1, dropped.dtype)
             sums = _block_sums(probs, stride, rejected, rejected_stride, subtract, dropped, vocab, BLOCK, BLOCKS)
-    level = uniform.to(tl.float64) * tl.sum(sums, 0)
+    total = tl.sum(sums, 0)
+    level = uniform.to(tl.float64) * total
     chosen = tl.sum((tl.cumsum(sums, 0) <= level).to(tl.int32), 0)
     chosen = tl.minimum(chosen, tl.max(tl.where(sums > 0, block, 0), 0))
     start = chosen * BLOCK
@@ -159,7 +162,8 @@ def _draw(
     first = tl.min(tl.where((cumulative > level) & (weights > 0), at, BLOCK), 0)
     # Partial sums of another order may end a rounding below the block's: the last token with a weight is then meant.
     last = tl.max(tl.where(weights > 0, at, 0), 0)
-    return (start + tl.where(first < BLOCK, first, last)).to(tl.int64)
+    token = start + tl.where(first < BLOCK, first, last)
+    return tl.where((total > 0) & (total < float("inf")), token, -1).to(tl.int64)
 
 
 @triton.jit
@@ -237,7 +241,7 @@ def accept_sampled_chain_kernel(
     draft_probs += request * draft_row_stride
     drafted_at = candidates + request * candidate_row_stride + (node.to(tl.int64) + 1) * candidate_stride
     drafted = tl.load(drafted_at, mask=inner, other=-1).to(tl.int64)
-    uniform = tl.load(uniforms + request * uniform_row_stride + node * uniform_stride, mask=inner, other=0.0)
+    uniform = tl.load(uniforms + request * uniform_row_stride + node.to(tl.int64) * uniform_stride, mask=inner, other=0.0)
     final_uniform = tl.load(final_uniforms + request * final_stride)
     p = tl.load(target_probs + node.to(tl.int64) * target_node_stride + drafted * target_stride, mask=inner, other=0.0)
     draft_ids = drafted

@@ -19,9 +19,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-ARCHS = (90, 100, 103, 120)
+from spec_ops.backends.triton.tuning import SHARED
+
+ARCHS = (80, 86, 89, 90, 100, 103, 120)
 # Bytes that one block may use: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
-SHARED_LIMIT = {90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024}
+SHARED_LIMIT = {arch: SHARED.get(arch, 99) * 1024 for arch in ARCHS}
+
+FP8_ARCHS = tuple(arch for arch in ARCHS if arch >= 89)  # that convert to and from e4m3
 
 ArgType = str | tuple["ArgType", ...]
 
@@ -36,14 +40,16 @@ class Variant:
         signature: Triton type of each argument that is no constant: `"*bf16"`, `"i32"`, `"fp32"`, a tuple of types for a tuple
             argument. `":16"` at the end (`"*bf16:16"`, `"i64:16"`) promises a multiple of 16, as a launch finds for aligned
             pointers and for strides; without it nothing is vectorized.
-        constexprs: value of each constexpr (but `PDL`, which is true: `launch.py`), and of each other argument that a launch
-            makes a constant: None, and integers of value 1 such as the stride of a last dimension.
+        constexprs: value of each constexpr (but `PDL`, which is true from sm_90 on: `launch.py`), and of each other argument
+            that a launch makes a constant: None, and integers of value 1 such as the stride of a last dimension.
         num_warps, num_stages: as in the launch.
         hot: on the path of a decode step, where no spill is tolerated.
         archs: architectures it is launched on.
         options: further compile options, such as `{"maxnreg": 168}`.
         programs: blocks that must be resident on a multiprocessor at once, as a cooperative launch relies on.
         early: as in `launch`: then no more than `programs` may fit, or they would not spread evenly.
+        estimated: bytes of shared memory that the launch counts on (`tuning.py`); below sm_90 it takes no more. None if nothing
+            is counted on.
     """
 
     name: str
@@ -57,6 +63,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     programs: int = 1
     early: bool = False
+    estimated: int | None = None
 
 
 class Resources(NamedTuple):
@@ -84,7 +91,8 @@ def resident_blocks(used: Resources, num_warps: int, arch: int) -> int:
     By the occupancy calculator's rules: registers go to warps in units of 8 a thread, out of a quarter of 65,536 for each of
     the four schedulers; a block takes 1 KB of shared memory more than it asks for.
     """
-    warps_per_scheduler = min(16384 // (32 * -(-used.registers // 8) * 8), 12 if arch == 120 else 16)
+    most = 12 if arch in (86, 89, 120) else 16
+    warps_per_scheduler = min(16384 // (32 * -(-used.registers // 8) * 8), most)
     by_shared = (SHARED_LIMIT[arch] + 1024) // (used.shared_bytes + 1024)
     return min(4 * warps_per_scheduler // num_warps, by_shared)
 
@@ -120,7 +128,7 @@ def compiled(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
             f"compile_ahead: `variant.kernel` must be a compiled @triton.jit function, got {type(kernel).__name__}; "
             "unset TRITON_INTERPRET"
         )
-    constexprs = dict(variant.constexprs) | ({"PDL": True} if "PDL" in kernel.arg_names else {})
+    constexprs = dict(variant.constexprs) | ({"PDL": arch >= 90} if "PDL" in kernel.arg_names else {})
     given = [*variant.signature, *constexprs]
     if sorted(given) != sorted(kernel.arg_names):
         wanted = f"must name each of {kernel.arg_names} once"

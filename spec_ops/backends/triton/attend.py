@@ -13,10 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.visibility import visible
+from spec_ops.backends.triton.visibility import seen_by_any, visible
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def times(index, stride, WIDE: tl.constexpr):
+    """How far `index` elements with that stride reach. Strides may be of any size: an index within a page or a request is
+    multiplied in 64 bits where that is needed (`WIDE`), which takes registers, and every other one always."""
+    return index.to(tl.int64) * stride if WIDE else index * stride
 
 
 @triton.jit
@@ -35,7 +42,7 @@ def denominator(m, l, sinks, head, in_use, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def _softmax_step(
-    s, m, l, n, masked, seq_len, query, q_len, words, qk_scale, softcap,
+    s, m, l, n, masked, seq_len, position, words, qk_scale, softcap,
     MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One block of the online softmax: from products `s [rows, keys]` to weights, and what scales the output so far."""
@@ -47,7 +54,7 @@ def _softmax_step(
     else:
         logit_scale = qk_scale
     if masked:
-        s = tl.where(visible(n, seq_len, query, q_len, words, MASK_LEN, WINDOW), s, float("-inf"))
+        s = tl.where(visible(n, seq_len, position, words, MASK_LEN, WINDOW), s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * logit_scale)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
     p = tl.exp2(s * logit_scale - shift[:, None])
@@ -146,21 +153,23 @@ def _outputs(p, v, acc, acc_odd, dtype: tl.constexpr):
 
 @triton.jit
 def attend(
-    q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, first_key, last_key, seq_len, all_seen, query, q_len, words,
-    qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+    q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, first_key, last_key, seq_len, all_seen, position, words,
+    first_seen, slots, qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CLEAR: tl.constexpr,
+    CLEAR: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of rows over the keys `[first_key, last_key)` of one request and KV head.
 
-    `first_key` is a multiple of `BLOCK_N`; keys before `all_seen` are seen by every row. Returns each row's maximum (base 2),
-    sum and unnormalized output.
+    `first_key` is a multiple of `BLOCK_N`; keys before `all_seen` are seen by every row. `position`, `words`: of `query_rows`;
+    `first_seen`, `slots`, `HOLES`: of `seen_by_any`; `WIDE`: of `times`. Returns each row's maximum (base 2), sum and
+    unnormalized output.
     """
     stored: tl.constexpr = k_cache.dtype if TMA else k_cache.dtype.element_ty
     PAIRS: tl.constexpr = stored == tl.int16
     PER: tl.constexpr = 2 if PAIRS else 1  # numbers in one of the cache's
+    SOME_UNSEEN: tl.constexpr = WINDOW >= 0 or HOLES
     q0, q0_odd = _columns(_operand(q0, stored), PAIRS)
     q1, q1_odd = _columns(_operand(q1, stored), PAIRS)
     d0 = tl.arange(0, D0 // PER)
@@ -173,7 +182,7 @@ def attend(
     # Page ids are loaded one block ahead: a load whose address depends on a load of the same iteration would take
     # pipeline stages from the keys and values.
     if TMA:
-        # What lies behind `seq_len` in a request's last page may be NaN, and zero times NaN is NaN. Either the loop clears such
+        # What lies after `seq_len` in a request's last page may be NaN, and zero times NaN is NaN. Either the loop clears such
         # values, or a partly filled block comes after it, and pays the latency of its loads.
         full = last_key if CLEAR else tl.minimum(last_key, seq_len // BLOCK_N * BLOCK_N)
         for start in tl.range(first_key, full, BLOCK_N, num_stages=STAGES):
@@ -187,23 +196,41 @@ def attend(
                 s = _logits(q1, q1_odd, k1, s)
             masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
             p, m, l, shrink = _softmax_step(
-                s, m, l, n, masked, seq_len, query, q_len, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
+                s, m, l, n, masked, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
             )
             acc = acc * shrink
             acc_odd = acc_odd * shrink if PAIRS else acc_odd
             v = k0 if SHARED_KV else _read(v_cache.load([slot, kv_head * (DV // PER)]), q0.dtype)
             if CLEAR:
-                if start + BLOCK_N > seq_len:
-                    acc, acc_odd = _outputs(p, tl.where((n < seq_len)[:, None], v, 0), acc, acc_odd, q0.dtype)
+                unseen = start + BLOCK_N > (seq_len - MASK_LEN if HOLES else seq_len)
+                if WINDOW >= 0:
+                    unseen = unseen | (start < first_seen)
+                if unseen:
+                    valid = seen_by_any(n, first_seen, seq_len, slots, MASK_LEN, WINDOW, HOLES)
+                    acc, acc_odd = _outputs(p, tl.where(valid[:, None], v, 0), acc, acc_odd, q0.dtype)
                 else:
                     acc, acc_odd = _outputs(p, v, acc, acc_odd, q0.dtype)
             else:
                 acc, acc_odd = _outputs(p, v, acc, acc_odd, q0.dtype)
-        # One turn at most: a loop, so that its keys and values are asked for together.
+        if SOME_UNSEEN and not CLEAR:
+            # Nor are the values of keys that no query sees cleared in that loop: their weights are 0. If the result is not a
+            # number, one of them may be why, and all blocks go through the loop that clears. (With `max` alone Triton 3.7 fails
+            # on sm_100: it follows the accumulator's layout to that vector, where a second reduction has none.)
+            sums = tl.sum(acc + acc_odd if PAIRS else acc, 1)
+            if tl.max(tl.cumsum((sums != sums).to(tl.int32), 0), 0) > 0:
+                m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                l = tl.zeros([BLOCK_M], tl.float32)
+                acc = opaque_zeros(BLOCK_M, BLOCK_DV // PER)
+                acc_odd = acc if PAIRS else 0.0
+                full = first_key
+                page = first_pages(table, first_key, last_key, seq_len, PAGE, BLOCK_N)
+        # Otherwise one turn at most: a loop, so that its keys and values are asked for together.
         for start in tl.range(full, last_key, BLOCK_N, num_stages=2):
             slot = page * PAGE + start % PAGE
+            if SOME_UNSEEN:
+                page = tl.load(table + (start + BLOCK_N) // PAGE, mask=start + BLOCK_N < last_key, other=0)
             n = start + tl.arange(0, BLOCK_N)
-            valid = n < seq_len
+            valid = seen_by_any(n, first_seen, seq_len, slots, MASK_LEN, WINDOW, HOLES)
             k0 = _read(k_cache.load([slot, kv_head * (D // PER)]), q0.dtype)
             if SHARED_KV:
                 k0 = tl.where(valid[:, None], k0, 0)
@@ -212,20 +239,22 @@ def attend(
                 k1 = _read(k_rest.load([slot, kv_head * (D // PER) + D0 // PER]), q0.dtype)
                 s = _logits(q1, q1_odd, k1, s)
             p, m, l, shrink = _softmax_step(
-                s, m, l, n, True, seq_len, query, q_len, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
+                s, m, l, n, True, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
             )
             acc = acc * shrink
             acc_odd = acc_odd * shrink if PAIRS else acc_odd
             v = k0 if SHARED_KV else tl.where(valid[:, None], _read(v_cache.load([slot, kv_head * (DV // PER)]), q0.dtype), 0)
             acc, acc_odd = _outputs(p, v, acc, acc_odd, q0.dtype)
     else:
+        k_head = k_cache + kv_head.to(tl.int64) * k_stride_h
+        v_head = v_cache + kv_head.to(tl.int64) * v_stride_h
         # From 0: where a loop begins at another value, Triton 3.7 sees no contiguous addresses and reads 2 bytes at a time.
         for walked in tl.range(0, last_key - first_key, BLOCK_N, num_stages=STAGES):
             start = first_key + walked
             n = start + tl.arange(0, BLOCK_N)
-            valid = n < seq_len
-            k_row = k_cache + page.to(tl.int64) * k_stride_page + kv_head * k_stride_h + (n % PAGE) * k_stride_token
-            v_row = v_cache + page.to(tl.int64) * v_stride_page + kv_head * v_stride_h + (n % PAGE) * v_stride_token
+            valid = seen_by_any(n, first_seen, seq_len, slots, MASK_LEN, WINDOW, HOLES)
+            k_row = k_head + page.to(tl.int64) * k_stride_page + times(n % PAGE, k_stride_token, WIDE)
+            v_row = v_head + page.to(tl.int64) * v_stride_page + times(n % PAGE, v_stride_token, WIDE)
             if PAGE % BLOCK_N == 0:
                 page = tl.load(table + (start + BLOCK_N) // PAGE, mask=start + BLOCK_N < last_key, other=0)
             else:
@@ -238,7 +267,7 @@ def attend(
                 s = _logits(q1, q1_odd, _read(k1, q0.dtype), s)
             masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
             p, m, l, shrink = _softmax_step(
-                s, m, l, n, masked, seq_len, query, q_len, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
+                s, m, l, n, masked, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
             )
             acc = acc * shrink
             acc_odd = acc_odd * shrink if PAIRS else acc_odd

@@ -12,6 +12,7 @@ import triton.language as tl
 from spec_ops.backends.triton.attend import attend, denominator, first_pages
 from spec_ops.backends.triton.launch import await_predecessors
 from spec_ops.backends.triton.schedule import arrive, await_all, kv_blocks, pick, range_of, range_start, whole_ranges
+from spec_ops.backends.triton.visibility import query_rows, seen_of_request
 
 
 @triton.jit
@@ -99,7 +100,7 @@ def split_kv_attention_kernel(
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
-    COOPERATIVE: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    COOPERATIVE: tl.constexpr, WARPS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [bs, Q_LEN, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
 
@@ -109,13 +110,13 @@ def split_kv_attention_kernel(
 
     Keys are read in two parts, `D0` (a power of two) and `D1` (the rest, 0 if none). `SHARED_KV`: values are the first
     `DV == D0` entries of the keys (MLA), and are loaded once. `softcap` comes times log2(e), `qk_scale` too unless there is a
-    soft cap. `CLEAR`: see `tuning.Config`.
+    soft cap. `CLEAR`: see `tuning.Config`. `TILE`: numbers of a tile's rows in use, as a power of two. `WIDE`: see `times`.
     """
     await_predecessors(PDL)
     HM: tl.constexpr = KV_HEADS * ROW_BLOCKS
     ROWS: tl.constexpr = Q_LEN * GROUP
-    SPAN: tl.constexpr = MASK_LEN + 1 if MASK_LEN > 0 else Q_LEN
-    TILE: tl.constexpr = triton.next_power_of_2(min(ROWS, BLOCK_M)) * BLOCK_DV
+    SPAN: tl.constexpr = MASK_LEN if MASK_LEN > 0 else Q_LEN
+    HOLES: tl.constexpr = MASK_LEN > Q_LEN
     pid = tl.program_id(0)
     index = pid // HM
     hm = pid % HM
@@ -168,15 +169,19 @@ def split_kv_attention_kernel(
 
         table = block_tables + b.to(tl.int64) * table_stride
         pages = first_pages(table, first_key, last_key, seq_len, PAGE, BLOCK_N)
-        q_row = q + b.to(tl.int64) * q_stride_b + query * q_stride_q + head * q_stride_h
+        # As `times`, but in place: with calls of it Triton 3.6 orders the products otherwise, and GQA 32/8 spills 8 bytes.
+        wide_query, wide_head = (query.to(tl.int64), head.to(tl.int64)) if WIDE else (query, head)
+        q_row = q + b.to(tl.int64) * q_stride_b + wide_query * q_stride_q + wide_head * q_stride_h
         q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
         q1 = q0
         if D1 > 0:
             d1 = D0 + tl.arange(0, D1)
             q1 = tl.load(q_row[:, None] + d1[None, :], mask=in_use[:, None] & (d1 < D)[None, :], other=0.0)
         words = query.to(tl.int64)
+        masks = tree_mask
         if MASK_LEN > 0:
-            words = tl.load(tree_mask + b * mask_stride + query, mask=in_use, other=0)
+            masks = tree_mask + b * mask_stride
+            words = tl.load(masks + query, mask=in_use, other=0)
         # Here, while the loads above are on their way.
         holder = index
         until = index
@@ -187,11 +192,15 @@ def split_kv_attention_kernel(
         splits = until - holder + 1
         all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else Q_LEN - 1)  # keys before this are seen by every query
 
+        first_seen, slots = seen_of_request(seq_len, masks, Q_LEN, MASK_LEN, WINDOW, HOLES)
+        row_position, row_words = query_rows(seq_len, query, Q_LEN, words, MASK_LEN, WINDOW)
+
         m, l, acc = attend(
-            q0, q1, k_cache, k_rest, v_cache, table, pages, kv_head, first_key, last_key, seq_len, all_seen, query, Q_LEN,
-            words, qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+            q0, q1, k_cache, k_rest, v_cache, table, pages, kv_head, first_key, last_key, seq_len, all_seen, row_position,
+            row_words, first_seen, slots, qk_scale, softcap,
+            k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES,
-            CLEAR,
+            CLEAR, HOLES, WIDE,
         )  # fmt: skip
 
         o = out + ((b * Q_LEN + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV
@@ -206,7 +215,8 @@ def split_kv_attention_kernel(
             tl.store(partial_acc + (slot * BLOCK_M + local)[:, None] * BLOCK_DV + dv[None, :], acc, mask=in_use[:, None])
             tl.store(partial_ml + slot * (2 * BLOCK_M) + local, m)
             tl.store(partial_ml + slot * (2 * BLOCK_M) + BLOCK_M + local, l)
-            before = arrive(counters + b * HM + hm, splits)
+            # Of the tiles that begin in one range only the last goes on after it: a range has one counter.
+            before = arrive(counters + holder * HM + hm, splits)
             if b == first_request:
                 before_first, holder_first = before, holder
             else:
@@ -225,7 +235,7 @@ def split_kv_attention_kernel(
         splits = (until_last if alone | (side == 1) else index) - first_range + 1
         if splits > 1:
             if COOPERATIVE:
-                await_all(counters + request * HM + hm, before, splits)
+                await_all(counters + first_range * HM + hm, before, splits)
                 unit, units = index - first_range, splits
             else:
                 unit, units = tl.where((before & 0xFFFF) == splits - 1, 0, BLOCK_M * BLOCK_DV), 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton import deterministic_steps, gqa_hopper, mla_hopper, mla_hopper_few, steps, tuning
-from spec_ops.backends.triton.ahead import ARCHS, ArgType, Variant
+from spec_ops.backends.triton.ahead import ARCHS, FP8_ARCHS, ArgType, Variant
 from spec_ops.backends.triton.launch import Launch, recorded
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -47,6 +48,9 @@ MLA_128 = Shape("MLA 128 heads", 128, 0, 576, 512)
 MLA_16 = Shape("MLA 16 heads", 16, 0, 576, 512)
 MLA_FP8 = MLA_16._replace(label="MLA 16 heads fp8", kv_dtype=FP8)
 
+# The other head sizes of models. In registers and shared memory they are as wide as the next power of two, or as two of them.
+OTHER_SIZES = [Shape(f"GQA 32/8 D{width}", 32, 8, width, width) for width in (16, 32, 48, 80, 96, 112, 160, 192)]
+
 # (shape, queries, whether they are a tree)
 UNIFORM = [
     *((shape, *queries) for shape in (GQA_128, GQA_64) for queries in ((1, False), (4, False), (16, False), (16, True))),
@@ -54,8 +58,9 @@ UNIFORM = [
     (GQA_64_WINDOW, 16, True), (GQA_64_FP8, 4, False), (GQA_FP8, 1, False), (GQA_FP8, 16, True),
     *((shape, q_len, False) for shape in (MLA_128, MLA_16) for q_len in (1, 4)), (MLA_16, 16, True),
     (MLA_FP8, 1, False),
+    *((shape, q_len, False) for shape in OTHER_SIZES for q_len in (1, 16)),
 ]  # fmt: skip
-RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8]
+RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SIZES]
 DETERMINISTIC = [(GQA_64, 16, True), (GQA_128, 4, False), (MLA_128, 1, False)]
 
 
@@ -85,6 +90,7 @@ def _variant(name: str, launch: Launch, config: tuning.Config, archs: tuple[int,
         given["COOPERATIVE"] = config.cooperative  # the meta device is no CUDA device
     constants = {p.name for p in kernel.params if p.is_constexpr}
     plain = {p.name for p in kernel.params if p.do_not_specialize}
+    hot = hot and min(archs) >= 90  # before, 255 registers do not hold all the pointers: some words of a loop's bounds spill
     types = {n: None if n in constants else "i32" if n in plain else _type(value) for n, value in given.items()}
     return Variant(
         name,
@@ -99,6 +105,12 @@ def _variant(name: str, launch: Launch, config: tuning.Config, archs: tuple[int,
         programs=config.programs,
         early=early,
     )
+
+
+def _counted_on(shape: Shape, config: tuning.Config, variant: Variant) -> Variant:
+    """With the shared memory that `tuning.fitted` took it to need."""
+    row = not shape.kv_heads, shape.head_dim, shape.v_dim, shape.kv_dtype.itemsize
+    return replace(variant, estimated=tuning.most_shared_bytes(config, *row))
 
 
 def _arguments(shape: Shape, queries: tuple, q_rows: tuple[int, ...], bs: int) -> tuple[str, tuple]:
@@ -118,7 +130,7 @@ def _arguments(shape: Shape, queries: tuple, q_rows: tuple[int, ...], bs: int) -
 def _by_config(choose: Any, shape: Shape, rows: int, *window: int) -> Iterator[tuple[tuning.Config, tuple[int, ...], str]]:
     """The distinct choices over the architectures, the architectures of each, and what to add to the variant's name."""
     chosen: dict[tuple[tuning.Config, bool, bool], list[int]] = {}
-    for arch in ARCHS:
+    for arch in FP8_ARCHS if shape.kv_dtype == FP8 else ARCHS:
         element = shape.kv_dtype.itemsize
         config = choose(arch, not shape.kv_heads, shape.head_dim, shape.v_dim, element, rows, *window)
         chosen.setdefault((config, config.clear, config.full), []).append(arch)
@@ -162,11 +174,12 @@ def ahead() -> Iterator[Variant]:
             (launch,) = _launches(call)
             # MLA has kernels of its own on Hopper (below) and on Blackwell (other backends'), GQA of many rows on Hopper.
             if gqa_on_hopper and 90 in archs:
-                yield _variant(f"{name} on sm_90", launch, config, (90,), hot=False)
+                yield _counted_on(shape, config, _variant(f"{name} on sm_90", launch, config, (90,), hot=False))
                 archs = tuple(arch for arch in archs if arch != 90)
                 suffix = f" on sm_{archs[0]}" if archs else ""
             if archs:
-                yield _variant(f"{name}{suffix}", launch, config, archs, hot=kind == "mha")
+                hot = kind == "mha" and shape not in OTHER_SIZES  # those were never timed
+                yield _counted_on(shape, config, _variant(f"{name}{suffix}", launch, config, archs, hot))
         hopper = gqa_hopper.mha if gqa_on_hopper else None
         if kind == "mla" and shape.kv_dtype == BF16:
             hopper = (mla_hopper_few if mla_hopper_few.preferred(args[0]) else mla_hopper).mla
@@ -184,4 +197,4 @@ def ahead() -> Iterator[Variant]:
         for config, archs, suffix in _by_config(tuning.choose_ragged, shape, most * shape.heads // max(shape.kv_heads, 1)):
             call = functools.partial(getattr(steps, f"{kind}_extend"), *args, config=config)
             (launch,) = _launches(call)
-            yield _variant(f"ragged attention, {shape.label}{suffix}", launch, config, archs, hot=False)
+            yield _counted_on(shape, config, _variant(f"ragged attention, {shape.label}{suffix}", launch, config, archs, False))

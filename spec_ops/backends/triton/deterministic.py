@@ -22,9 +22,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.attend import attend, denominator, first_pages
+from spec_ops.backends.triton.attend import attend, denominator, first_pages, times
 from spec_ops.backends.triton.launch import await_predecessors
 from spec_ops.backends.triton.schedule import kv_blocks, pick
+from spec_ops.backends.triton.visibility import query_rows, seen_of_request
 
 
 @triton.jit
@@ -46,12 +47,13 @@ def finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def attend_chunks(
-    q0, q1, k_cache, k_rest, v_cache, table, kv_head, first_chunk, last_chunk, first_key, last_key, seq_len, all_seen, query,
-    q_len, words, qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+    q0, q1, k_cache, k_rest, v_cache, table, kv_head, first_chunk, last_chunk, first_key, last_key, seq_len, all_seen,
+    position, words, first_seen, slots, qk_scale, softcap,
+    k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CLEAR: tl.constexpr, CHUNK: tl.constexpr,
+    CLEAR: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`attend` over the chunks `[first_chunk, last_chunk)`, merged. No row sees a key outside `[first_key, last_key)`."""
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -62,9 +64,11 @@ def attend_chunks(
         end = tl.minimum(chunk * CHUNK + CHUNK, last_key)
         page = first_pages(table, begin, end, seq_len, PAGE, BLOCK_N)
         m_next, l_next, acc_next = attend(
-            q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, begin, end, seq_len, all_seen, query, q_len, words,
-            qk_scale, softcap, k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+            q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, begin, end, seq_len, all_seen, position, words,
+            first_seen, slots, qk_scale, softcap,
+            k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
+            HOLES, WIDE,
         )  # fmt: skip
         m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
     return m, l, acc
@@ -109,7 +113,7 @@ def deterministic_attention_kernel(
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
-    CHUNK: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [bs, q_len, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
 
@@ -122,7 +126,7 @@ def deterministic_attention_kernel(
     rows = q_len * GROUP
     d0 = tl.arange(0, D0)
     dv = tl.arange(0, BLOCK_DV)
-    span = MASK_LEN + 1 if MASK_LEN > 0 else q_len
+    span = MASK_LEN if MASK_LEN > 0 else q_len
     pieces = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
     ends = tl.cumsum(pieces, 0)
     for item in tl.range(tl.program_id(0), tl.sum(pieces, 0) * tiles, tl.num_programs(0), num_stages=1):
@@ -143,23 +147,27 @@ def deterministic_attention_kernel(
             first_chunk += part
             last_chunk = first_chunk + 1
 
-        q_row = q + b.to(tl.int64) * q_stride_b + query * q_stride_q + head * q_stride_h
+        q_row = q + b.to(tl.int64) * q_stride_b + times(query, q_stride_q, WIDE) + times(head, q_stride_h, WIDE)
         q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
         q1 = q0
         if D1 > 0:
             d1 = D0 + tl.arange(0, D1)
             q1 = tl.load(q_row[:, None] + d1[None, :], mask=in_use[:, None] & (d1 < D)[None, :], other=0.0)
         words = query.to(tl.int64)
+        masks = tree_mask
         if MASK_LEN > 0:
-            words = tl.load(tree_mask + b.to(tl.int64) * mask_stride + query, mask=in_use, other=0)
+            masks = tree_mask + b.to(tl.int64) * mask_stride
+            words = tl.load(masks + query, mask=in_use, other=0)
         all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else q_len - 1)  # keys before this are seen by every query
-        first_key = tl.maximum(seq_len - span - WINDOW, 0) if WINDOW >= 0 else 0
+        first_seen, slots = seen_of_request(seq_len, masks, q_len, MASK_LEN, WINDOW, HOLES)
+        position, words = query_rows(seq_len, query, q_len, words, MASK_LEN, WINDOW)
+        first_key = tl.maximum(first_seen, 0) if WINDOW >= 0 else 0
         m, l, acc = attend_chunks(
             q0, q1, k_cache, k_rest, v_cache, block_tables + b.to(tl.int64) * table_stride, kv_head, first_chunk, last_chunk,
-            first_key, seq_len, seq_len, all_seen, query, q_len, words, qk_scale, softcap,
+            first_key, seq_len, seq_len, all_seen, position, words, first_seen, slots, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            CHUNK,
+            HOLES, WIDE, CHUNK,
         )  # fmt: skip
 
         if count > 1:
@@ -190,7 +198,7 @@ def deterministic_combine_kernel(
     rows = q_len * GROUP
     in_use = row < rows
     dv = tl.arange(0, BLOCK_DV)
-    span = MASK_LEN + 1 if MASK_LEN > 0 else q_len
+    span = MASK_LEN if MASK_LEN > 0 else q_len
     pieces = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
     count = pick(pieces, b, BS)
     if count > 1:
@@ -227,7 +235,7 @@ def deterministic_extend_kernel(
     PAGE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [total_q, KV_HEADS * GROUP, D]`, ragged; `out` holds zeros. One program a tile, in which all chunks are merged."""
     await_predecessors(PDL)
@@ -245,7 +253,7 @@ def deterministic_extend_kernel(
         in_use = query < q_len
         d0 = tl.arange(0, D0)
         dv = tl.arange(0, BLOCK_DV)
-        q_row = q + (begin + query).to(tl.int64) * q_stride_q + head * q_stride_h
+        q_row = q + (begin + query).to(tl.int64) * q_stride_q + times(head, q_stride_h, WIDE)
         q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
         q1 = q0
         if D1 > 0:
@@ -256,11 +264,11 @@ def deterministic_extend_kernel(
         first_key = tl.maximum(low - WINDOW, 0) if WINDOW >= 0 else 0
         m, l, acc = attend_chunks(
             q0, q1, k_cache, k_rest, v_cache, block_tables + b.to(tl.int64) * table_stride, kv_head, first_key // CHUNK,
-            tl.cdiv(last_key, CHUNK), first_key, last_key, seq_len, low + 1, query, q_len, query.to(tl.int64),
-            qk_scale, softcap,
+            tl.cdiv(last_key, CHUNK), first_key, last_key, seq_len, low + 1, seq_len - q_len + query, query.to(tl.int64),
+            low - WINDOW, 0, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, 0, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            CHUNK,
+            False, WIDE, CHUNK,
         )  # fmt: skip
         result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)
         o = out + ((begin + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV

@@ -14,7 +14,7 @@ from spec_ops.backends.triton.deterministic import (
     deterministic_extend_kernel,
 )
 from spec_ops.backends.triton.launch import device_guard, launch, num_sms
-from spec_ops.backends.triton.steps import kernel_arch, kernel_keys, softmax_arguments, unit_rows
+from spec_ops.backends.triton.steps import kernel_arch, kernel_keys, packed, softmax_arguments, unit_rows, window_within
 
 CHUNK = 512  # keys
 TILE_ROWS = 64  # the least that Hopper's and Blackwell's large products take: fewer would leave longer queries to small ones
@@ -42,18 +42,20 @@ def _uniform(
     q = unit_rows(q)
     tree_mask = None if tree_mask is None else unit_rows(tree_mask)
     mask_len = 0 if tree_mask is None else mask_len
-    seq_lens, block_tables = seq_lens.contiguous(), unit_rows(block_tables)
+    seq_lens, sinks = seq_lens.contiguous(), packed(sinks)
+    window_left = window_within(window_left, block_tables, k_cache.shape[1])
+    block_tables = unit_rows(block_tables)
     kv_heads = 1 if shared_kv else k_cache.shape[2]
     group = heads // kv_heads
     rows = q_len * group
     config = config or choose(kernel_arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size())
-    keys = kernel_keys(k_cache, v_cache, v_dim, shared_kv, config)
+    keys = kernel_keys(q, k_cache, v_cache, v_dim, shared_kv, config)
     row_blocks = triton.cdiv(rows, config.block_m)
     tiles = kv_heads * row_blocks
     # As many chunks as a table's width allows: lengths are on the device.
     most = max(1, triton.cdiv(block_tables.shape[1] * k_cache.shape[1], CHUNK))
     if window_left >= 0:
-        most = min(most, (max(mask_len + 1, q_len) + window_left) // CHUNK + 2)
+        most = min(most, (max(mask_len, q_len) + window_left) // CHUNK + 2)
     programs = num_sms(q.device) * config.programs
     ranges = max(1, programs // tiles)
     chunk_rows = kv_heads * rows
@@ -72,7 +74,7 @@ def _uniform(
             q, *keys.tensors, out, block_tables, seq_lens, tree_mask, sinks, *partials, *softmax,
             bs, q_len, row_blocks, ranges, capacity, *q.stride()[:3], *keys.strides, block_tables.stride(0),
             0 if tree_mask is None else tree_mask.stride(0),
-            HAS_SOFTCAP=softcap > 0, **keys.constants, num_warps=config.num_warps, **common,
+            HAS_SOFTCAP=softcap > 0, HOLES=mask_len > q_len, **keys.constants, num_warps=config.num_warps, **common,
         )  # fmt: skip
         if capacity > 0:
             rows_each = max(1, 128 * COMBINE_WARPS // keys.block_dv)  # four numbers a thread
@@ -97,8 +99,9 @@ def _ragged(
     kv_heads = 1 if shared_kv else k_cache.shape[2]
     group = heads // kv_heads
     config = config or choose(kernel_arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size())
-    keys = kernel_keys(k_cache, v_cache, v_dim, shared_kv, config)
-    block_tables = unit_rows(block_tables)
+    keys = kernel_keys(q, k_cache, v_cache, v_dim, shared_kv, config)
+    window_left = window_within(window_left, block_tables, k_cache.shape[1])
+    block_tables, sinks = unit_rows(block_tables), packed(sinks)
     with device_guard(q):
         launch(
             deterministic_extend_kernel, (triton.cdiv(max_q_len * group, config.block_m), kv_heads, bs),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.attend import attend, denominator, first_pages
+from spec_ops.backends.triton.attend import attend, denominator, first_pages, times
 from spec_ops.backends.triton.launch import await_predecessors
 
 
@@ -22,7 +22,8 @@ def ragged_attention_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [total_q, KV_HEADS * GROUP, D]`; arguments as `split_kv_attention_kernel`. Rows past `q_indptr[-1]` belong to
     "request" `bs`, and become zeros.
@@ -64,7 +65,7 @@ def ragged_attention_kernel(
             last_key = tl.maximum(high + 1, first_key)
             table = block_tables + b.to(tl.int64) * table_stride
             page = first_pages(table, first_key, last_key, seq_len, PAGE, BLOCK_N)
-            q_row = q + (first_row + query).to(tl.int64) * q_stride_q + head * q_stride_h
+            q_row = q + (first_row + query).to(tl.int64) * q_stride_q + times(head, q_stride_h, WIDE)
             q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
             q1 = q0
             if D1 > 0:
@@ -72,10 +73,10 @@ def ragged_attention_kernel(
                 q1 = tl.load(q_row[:, None] + d1[None, :], mask=in_use[:, None] & (d1 < D)[None, :], other=0.0)
             m, l, acc = attend(
                 q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, first_key, last_key, seq_len, low + 1,
-                query, q_len, query.to(tl.int64), qk_scale, softcap,
+                before + query, query.to(tl.int64), low - WINDOW, 0, qk_scale, softcap,
                 k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
                 D, D0, D1, DV, BLOCK_DV, PAGE, 0, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES,
-                CLEAR,
+                CLEAR, False, WIDE,
             )  # fmt: skip
             result = acc * (denominator(m, l, sinks, head, in_use, HAS_SINKS) * v_scale)[:, None]
             o = out + ((first_row + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV

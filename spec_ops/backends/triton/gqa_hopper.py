@@ -36,6 +36,8 @@ from spec_ops.backends.triton.hopper import (
     next_stage,
     padded,
     range_start,
+    seen_by_any,
+    seen_slots,
     whole_ranges,
 )
 from spec_ops.backends.triton.hopper_combine import combine_unfinished, finish, striped
@@ -51,20 +53,26 @@ KEYS, VALUES = gl.constexpr(2), gl.constexpr(3)
 
 
 @gluon.jit
-def _clear_rows(v, valid, WARPGROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr):
-    """Clear this warpgroup's half of the rows from `valid` on of `v [BLOCK_N, D]`.
-
-    Behind a request's end there may be NaN, and 0 * NaN is NaN.
-    """
+def _clear_rows(
+    v, valid, slots, cleared, clears, MASK_LEN: gl.constexpr, HOLES: gl.constexpr, WARPGROUP: gl.constexpr
+):  # fmt: skip
+    """Clear the rows of `v [BLOCK_N, D]` that no query sees (`seen_by_any`), where there may be NaN, and 0 * NaN is NaN: each
+    warpgroup half of the block, for both. How often that was done, `clears` times before."""
+    BLOCK_N: gl.constexpr = v.shape[0]
+    D: gl.constexpr = v.shape[1]
     HALF: gl.constexpr = BLOCK_N // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     chunks = v._reinterpret(v.dtype, [D // 64, BLOCK_N, 64], v.layout)
     row = WARPGROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    seen = gl.expand_dims(seen_by_any(row, valid, slots, MASK_LEN, HOLES), 1)
     for c in gl.static_range(D // 64):
         chunk = chunks.index(c).slice(WARPGROUP * HALF, HALF)
         x = chunk.load(layout)
-        chunk.store(gl.where(gl.expand_dims(row < valid, 1), x, gl.zeros_like(x)))
+        chunk.store(gl.where(seen, x, gl.zeros_like(x)))
     fence_async_shared()
+    arrive(cleared.index(0))
+    mbarrier.wait(cleared.index(0), clears & 1)
+    return clears + 1
 
 
 @gluon.jit
@@ -145,13 +153,20 @@ def _logits(q, k, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _turns(
-    turns, start, q, k_smem, v_smem, full, free, order, acc, p, m, l, stage, phase, v_stage, issued,
-    seq_len, query, words, qk_scale, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    WARPGROUP: gl.constexpr,
+    turns, start, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l, stage, phase, v_stage, issued, clears,
+    seq_len, query, words, slots, qk_scale, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """Weights of `turns` blocks from key `start` on, and the outputs of the blocks one before, whose values are there."""
     BLOCK_N: gl.constexpr = k_smem.shape[1]
+    HOLES: gl.constexpr = MASK_LEN > Q_LEN
     for turn in range(turns):
+        if MASKED and HOLES:  # else only a request's last block has values that no query sees
+            before = start + (turn - 1) * BLOCK_N
+            if before + BLOCK_N > seq_len - MASK_LEN:
+                clears = _clear_rows(
+                    v_smem.index(v_stage), seq_len - before, slots, cleared, clears, MASK_LEN, HOLES, WARPGROUP
+                )  # fmt: skip
         mbarrier.wait(full.index(KEYS + 2 * stage), phase)
         mbarrier.wait(order.index(WARPGROUP), (issued & 1) ^ (1 - WARPGROUP))
         s_token = _logits(q, k_smem.index(stage), BLOCK_N)
@@ -173,7 +188,7 @@ def _turns(
         p = gl.convert_layout(weights.to(q.dtype), p.type.layout)
         v_stage = stage
         stage, phase = next_stage(stage, phase, STAGES)
-    return acc, p, m, l, stage, phase, v_stage, issued
+    return acc, p, m, l, stage, phase, v_stage, issued, clears
 
 
 @gluon.jit
@@ -189,6 +204,7 @@ def _attend(
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     ROWS: gl.constexpr = Q_LEN * GROUP
     TILES: gl.constexpr = KV_HEADS * ROW_BLOCKS * 2
+    HOLES: gl.constexpr = MASK_LEN > Q_LEN
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -201,7 +217,7 @@ def _attend(
     stage = 0
     phase = 0
     segments = 0
-    ends = 0
+    clears = 0
     issued = 0
     first_b = b
     first_begin = begin
@@ -216,6 +232,11 @@ def _attend(
             words = query.to(gl.int64)
             if MASK_LEN > 0:
                 words = gl.load(tree_mask + b * mask_stride + query, mask=row < ROWS, other=0)
+            some_seen = seq_len  # keys before this are seen by some query
+            slots = 0
+            if HOLES:
+                some_seen = seq_len - MASK_LEN
+                slots = seen_slots(tree_mask + b * mask_stride, Q_LEN)
             # Keys before this are seen by every query; `seen` counts the blocks of such keys only.
             all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else Q_LEN - 1)
             seen = gl.maximum(gl.minimum(gl.maximum(all_seen, 0) // BLOCK_N, last), first + 1)
@@ -236,24 +257,23 @@ def _attend(
             v_stage = stage
             stage, phase = next_stage(stage, phase, STAGES)
 
-            acc, p, m, l, stage, phase, v_stage, issued = _turns(
-                seen - first - 1, (first + 1) * BLOCK_N, q, k_smem, v_smem, full, free, order, acc, p, m, l,
-                stage, phase, v_stage, issued, seq_len, query, words, qk_scale,
+            acc, p, m, l, stage, phase, v_stage, issued, clears = _turns(
+                seen - first - 1, (first + 1) * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
+                stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
                 Q_LEN, MASK_LEN, STAGES, False, WARPGROUP,
             )  # fmt: skip
-            acc, p, m, l, stage, phase, v_stage, issued = _turns(
-                last - seen, seen * BLOCK_N, q, k_smem, v_smem, full, free, order, acc, p, m, l,
-                stage, phase, v_stage, issued, seq_len, query, words, qk_scale,
+            acc, p, m, l, stage, phase, v_stage, issued, clears = _turns(
+                last - seen, seen * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
+                stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
                 Q_LEN, MASK_LEN, STAGES, True, WARPGROUP,
             )  # fmt: skip
             arrive(free.index(segments & 1))
             segments += 1
 
-            if last * BLOCK_N > seq_len:
-                _clear_rows(v_smem.index(v_stage), seq_len - (last - 1) * BLOCK_N, WARPGROUP, BLOCK_N, D)
-                arrive(cleared.index(0))
-                mbarrier.wait(cleared.index(0), ends & 1)
-                ends += 1
+            if last * BLOCK_N > some_seen:
+                clears = _clear_rows(
+                    v_smem.index(v_stage), seq_len - (last - 1) * BLOCK_N, slots, cleared, clears, MASK_LEN, HOLES, WARPGROUP
+                )  # fmt: skip
             o_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, [o_token, p])
             arrive(free.index(VALUES + 2 * v_stage))
@@ -376,6 +396,7 @@ def _is_token_rows(cache: torch.Tensor) -> bool:
     return (
         cache.stride(3) == 1
         and cache.stride(2) == cache.shape[3]
+        and cache.stride(1) >= cache.shape[2] * cache.shape[3]
         and cache.stride(0) == cache.shape[1] * cache.stride(1)
         and cache.stride(1) % 8 == 0
         and cache.data_ptr() % 16 == 0
@@ -416,6 +437,7 @@ def mha(
         return out
     if not _is_token_rows(q):
         q = q.clone(memory_format=torch.contiguous_format)
+    sinks = sinks.contiguous() if sinks is not None else None
     tree_mask = tree_mask.contiguous() if tree_mask is not None else None
     page_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.ahead import ArgType, Variant
+from spec_ops.backends.triton.ahead import ARCHS, FP8_ARCHS, ArgType, Variant
 from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch, num_sms
 
 E4M3_MAX = tl.constexpr(448.0)
@@ -145,8 +145,8 @@ def _move_columns(
     offset = (column // INNER).to(tl.int64) * OUTER_STRIDE + column % INNER
     row = tl.arange(0, ROWS)
     if stage is None:
-        source = tl.load(src + row * src_stride, mask=row < n, other=-1)
-        target = tl.load(dst + row * dst_stride, mask=row < n, other=-1)
+        source = tl.load(src + row.to(tl.int64) * src_stride, mask=row < n, other=-1)
+        target = tl.load(dst + row.to(tl.int64) * dst_stride, mask=row < n, other=-1)
         live = ((source >= 0) & (target >= 0))[:, None] & (column < OUTER * INNER)[None, :]
         start = slot_start(cache, source, PAGE_STRIDE, SLOT_STRIDE, PAGE_SIZE)
         values = tl.load(start[:, None] + offset[None, :], mask=live)
@@ -158,8 +158,8 @@ def _move_columns(
         for writing in tl.static_range(2):
             for first in range(0, n, ROWS):
                 at = first + row
-                source = tl.load(src + at * src_stride, mask=at < n, other=-1)
-                target = tl.load(dst + at * dst_stride, mask=at < n, other=-1)
+                source = tl.load(src + at.to(tl.int64) * src_stride, mask=at < n, other=-1)
+                target = tl.load(dst + at.to(tl.int64) * dst_stride, mask=at < n, other=-1)
                 live = ((source >= 0) & (target >= 0))[:, None] & (column < OUTER * INNER)[None, :]
                 slot = target if writing else source
                 stored = slot_start(cache, slot, PAGE_STRIDE, SLOT_STRIDE, PAGE_SIZE)[:, None] + offset[None, :]
@@ -241,7 +241,7 @@ def move_kv(caches: Sequence[torch.Tensor], src_slots, dst_slots) -> None:
 
 def ahead() -> Iterator[Variant]:
     index = "*i64:16"
-    for cache, value in (("bf16", "bf16"), ("fp8e4nv", "bf16")):
+    for cache, value, archs in (("bf16", "bf16", ARCHS), ("fp8e4nv", "bf16", FP8_ARCHS)):
         yield Variant(
             f"append_kv {cache}, 8 heads of 128",
             append_kv_kernel,
@@ -250,6 +250,7 @@ def ahead() -> Iterator[Variant]:
             | {"k_scale": "fp32", "v_scale": "fp32"},
             {"k_row_dim_stride": 1, "v_row_dim_stride": 1, "slots_stride": 1}
             | {"HEADS": 8, "K_DIM": 128, "V_DIM": 128, "PAGE_SIZE": 64, "BLOCK": 1024},
+            archs=archs,
         )
         yield Variant(
             f"append_mla_kv {cache}, 512 + 64",
@@ -259,6 +260,7 @@ def ahead() -> Iterator[Variant]:
             {"c_dim_stride": 1, "r_dim_stride": 1, "slots_stride": 1}
             | {"RANK": 512, "ROPE": 64, "PAGE_SIZE": 64, "RANK_BLOCK": 512, "ROPE_BLOCK": 64},
             num_warps=2,
+            archs=archs,
         )
     for tile, (row_bytes, num_warps) in MOVE_TILES.items():
         for stage in (None, "*u8:16"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -58,7 +59,29 @@ class Launch(NamedTuple):
     early: bool
 
 
-_recorded: list[Launch] | None = None
+class _Recording(threading.local):
+    launches: list[Launch] | None = None
+
+
+_recording = _Recording()  # of this thread: what others launch meanwhile has to run
+
+
+class _Context(threading.local):
+    made = False
+
+
+_context = _Context()
+
+
+def _make_context() -> None:
+    """Give this thread a CUDA context.
+
+    A thread that has called nothing of the CUDA runtime has none, and Triton makes TMA descriptors, which need it, before
+    it makes one. A thread that captures a graph has it.
+    """
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.mem_get_info()  # any call of the runtime does; torch skips `cudaSetDevice` for the device that is current
+    _context.made = True
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, **kwargs: Any) -> None:
@@ -69,11 +92,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, 
             there is room first. So not where they share the machine's bandwidth, and a multiprocessor has room for more of them
             than its share: 1.4 times the time was measured.
     """
-    if _recorded is None:
+    if _recording.launches is None:
+        if not _context.made:
+            _make_context()
         kernel[grid](*args, **kwargs, **pdl_arguments(kernel, early))
         return
     arguments = dict(zip(kernel.arg_names, args, strict=False)) | {n: kwargs.pop(n) for n in kernel.arg_names if n in kwargs}
-    _recorded.append(Launch(kernel, arguments, kwargs, early))
+    _recording.launches.append(Launch(kernel, arguments, kwargs, early))
 
 
 def pdl_arguments(kernel: Any, early: bool) -> dict[str, bool]:
@@ -91,10 +116,18 @@ def _has_pdl(device: int) -> bool:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Inside, launches are noted in the list and nothing runs: what is compiled ahead is then what would be launched."""
-    global _recorded
-    _recorded = []
+    """Inside, this thread's launches are noted in the list and nothing runs: what is compiled ahead is then what would be
+    launched."""
+    launches: list[Launch] = []
+    _recording.launches = launches
     try:
-        yield _recorded
+        yield launches
     finally:
-        _recorded = None
+        _recording.launches = None
+
+
+def too_large_a_grid(error: RuntimeError) -> bool:
+    """Whether CUDA refused a cooperative launch because its programs cannot all be resident at once: in a green context, or for
+    an MPS client, that has a part of the multiprocessors. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html
+    (CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE)"""
+    return "too many blocks in cooperative launch" in str(error)

@@ -277,7 +277,7 @@ def variants(
     """Those of `kernel` for m, n and k; `signature` and `constexprs` are of the arguments that `skinny_mm_kernel` lacks or that
     follow its `row_stride`."""
     chosen: dict[Config, list[int]] = {}
-    for arch in ARCHS:
+    for arch in (a for a in ARCHS if a >= 90):  # older ones have no tensor descriptors, and no pass gives them these products
         chosen.setdefault(choose(*shape, 132, arch), []).append(arch)
     m, n, k = shape
     for config, archs in chosen.items():

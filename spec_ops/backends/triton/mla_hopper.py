@@ -29,7 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.triton.hopper import LOG2E, add, await_predecessors, exp_shift, opaque_zero, range_start
+from spec_ops.backends.triton.hopper import (
+    LOG2E,
+    add,
+    await_predecessors,
+    exp_shift,
+    opaque_zero,
+    range_start,
+    seen_by_any,
+    seen_slots,
+)
 from spec_ops.backends.triton.hopper_combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.launch import launch, num_sms
 from spec_ops.backends.triton.workspace import arrival_counters
@@ -65,15 +74,16 @@ def _visible(s, start, seq_len, query, words, Q_LEN: gl.constexpr, MASK_LEN: gl.
 
 
 @gluon.jit
-def _zero_rows(v, valid):
-    """Clear the rows from `valid` on of `v [64, 256]`: behind a request's end there may be NaN, and 0 * NaN is NaN."""
+def _zero_rows(v, valid, slots, MASK_LEN: gl.constexpr, HOLES: gl.constexpr):
+    """Clear the rows of `v [64, 256]` that no query sees (`seen_by_any`): there may be NaN, and 0 * NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     chunks = v._reinterpret(v.dtype, [4, 64, 64], v.layout)
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    seen = gl.expand_dims(seen_by_any(row, valid, slots, MASK_LEN, HOLES), 1)
     for c in range(4):
         chunk = chunks.index(c)
         x = chunk.load(layout)
-        chunk.store(gl.where(gl.expand_dims(row < valid, 1), x, gl.zeros_like(x)))
+        chunk.store(gl.where(seen, x, gl.zeros_like(x)))
     fence_async_shared()
 
 
@@ -182,6 +192,7 @@ def _attend(
     even_max = row_smem.index(0)
     odd_max = row_smem.index(1)
     sums = row_smem.index(2)
+    HOLES: gl.constexpr = MASK_LEN > Q_LEN
     even_weights = kv_rest_smem.index(0)
     odd_weights = kv_rest_smem.index(1)
     segments = 0
@@ -200,6 +211,11 @@ def _attend(
             if MASK_LEN > 0:
                 words = gl.load(tree_mask + b * mask_stride + query, mask=row < ROWS, other=0)
             all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else Q_LEN - 1)  # keys before this are seen by every query
+            some_seen = seq_len  # keys before this are seen by some query
+            slots = 0
+            if HOLES:
+                some_seen = seq_len - MASK_LEN
+                slots = seen_slots(tree_mask + b * mask_stride, Q_LEN)
             m = gl.full([64], float("-inf"), gl.float32, S_ROW)
             l = gl.full([64], 0.0, gl.float32, S_ROW)
             acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
@@ -231,6 +247,9 @@ def _attend(
                         # Ahead of this warpgroup's own product: the even one has nothing to do until it hears this.
                         mbarrier.arrive(bars.index(ODD_WEIGHTS))
                         acc = _scale_rows(acc, shrink)
+                        if HOLES:  # noqa: SIM102  decided while compiling: else only a last block, which has no partner
+                            if start + 64 > some_seen:
+                                _zero_rows(kv_smem.index(1), seq_len - start, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(kv_rest_smem.index(z), kv_smem.index(z + 1), acc, is_async=True)
                         l = l * shrink
                         shrink = gl.exp2(m_even - shift)
@@ -238,8 +257,8 @@ def _attend(
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(EVEN_RIGHT + FREE))
                         acc = _scale_rows(acc, shrink)
-                        if start + 128 > seq_len:
-                            _zero_rows(kv_smem.index(3), seq_len - start - 64)
+                        if start + 128 > some_seen:
+                            _zero_rows(kv_smem.index(3), seq_len - start - 64, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(gl.convert_layout(weights, P_LAYOUT), kv_smem.index(z + 3), acc, is_async=True)
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(ODD_RIGHT + FREE))
@@ -251,8 +270,8 @@ def _attend(
                         l = l * shrink
                         m = m_even
                         acc = _scale_rows(acc, shrink)
-                        if start + 64 > seq_len:
-                            _zero_rows(kv_smem.index(1), seq_len - start)
+                        if start + 64 > some_seen:
+                            _zero_rows(kv_smem.index(1), seq_len - start, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(kv_rest_smem.index(z), kv_smem.index(z + 1), acc, is_async=True)
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(EVEN_RIGHT + FREE))
@@ -273,8 +292,8 @@ def _attend(
                     l = l * shrink + gl.sum(p, 1)
                     m = m_even
                     acc = _scale_rows(acc, shrink)
-                    if start + 64 > seq_len:
-                        _zero_rows(kv_smem.index(0), seq_len - start)
+                    if start + 64 > some_seen:
+                        _zero_rows(kv_smem.index(0), seq_len - start, slots, MASK_LEN, HOLES)
                     token = warpgroup_mma(gl.convert_layout(weights, P_LAYOUT), kv_smem.index(z), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, [token])
                     mbarrier.arrive(bars.index(EVEN_LEFT + FREE))
@@ -284,8 +303,8 @@ def _attend(
                         shrink = gl.exp2(m_even - exp_shift(m))
                         l = l * shrink
                         acc = _scale_rows(acc, shrink)
-                        if start + 128 > seq_len:
-                            _zero_rows(kv_smem.index(2), seq_len - start - 64)
+                        if start + 128 > some_seen:
+                            _zero_rows(kv_smem.index(2), seq_len - start - 64, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(kv_rest_smem.index(z + 1), kv_smem.index(z + 2), acc, is_async=True)
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(ODD_LEFT + FREE))
@@ -415,12 +434,18 @@ def supports(q, kv_cache, kv_lora_rank: int, window_left: int, softcap: float) -
         and pages > 0
         and page_size % 64 == 0
         and kv_cache.stride(2) == 1
+        and kv_cache.stride(1) >= dim
         and kv_cache.stride(0) == page_size * kv_cache.stride(1)
         and kv_cache.stride(1) % 8 == 0
         and kv_cache.data_ptr() % 16 == 0
         and window_left < 0
         and softcap == 0
     )
+
+
+def query_rows(q: torch.Tensor) -> torch.Tensor:
+    """`q`, or a copy that TMA can read: contiguous, from a multiple of 16 bytes on."""
+    return q if q.is_contiguous() and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
 
 
 def mla(
@@ -432,7 +457,7 @@ def mla(
     out = q.new_empty(bs, q_len, heads, 512)
     if out.numel() == 0:
         return out
-    q = q.contiguous()
+    q, sinks = query_rows(q), sinks.contiguous() if sinks is not None else None
     tree_mask = tree_mask.contiguous() if tree_mask is not None else None
     rows = q_len * heads
     tiles = triton.cdiv(rows, 64)

@@ -37,9 +37,12 @@ from spec_ops.backends.triton.hopper import (
     opaque_zero,
     padded,
     range_start,
+    seen_by_any,
+    seen_slots,
     whole_ranges,
 )
 from spec_ops.backends.triton.launch import launch, num_sms
+from spec_ops.backends.triton.mla_hopper import query_rows
 from spec_ops.backends.triton.mla_hopper_few_combine import combine_unfinished, finish
 from spec_ops.backends.triton.workspace import arrival_counters
 
@@ -64,17 +67,14 @@ def _visible(s, start, seq_len, query, words, Q_LEN: gl.constexpr, MASK_LEN: gl.
 
 
 @gluon.jit
-def _zero_keys(kv_smem, stage, valid, CHUNKS: gl.constexpr):
-    """Clear the keys from `valid` on of a part's first chunks.
-
-    Behind a request's end there may be NaN, and 0 * NaN is NaN.
-    """
+def _zero_keys(kv_smem, stage, valid, slots, CHUNKS: gl.constexpr, MASK_LEN: gl.constexpr, HOLES: gl.constexpr):
+    """Clear the keys of a part's first chunks that no query sees (`seen_by_any`): there may be NaN, and 0 * NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    valid_key = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)) < valid, 1)
+    seen = gl.expand_dims(seen_by_any(gl.arange(0, 64, gl.SliceLayout(1, layout)), valid, slots, MASK_LEN, HOLES), 1)
     for c in gl.static_range(CHUNKS):
         chunk = kv_smem.index(stage * 3 + c)
         x = chunk.load(layout)
-        chunk.store(gl.where(valid_key, x, gl.zeros_like(x)))
+        chunk.store(gl.where(seen, x, gl.zeros_like(x)))
 
 
 @gluon.jit
@@ -147,6 +147,7 @@ def _attend(
     """The warpgroup that computes."""
     N: gl.constexpr = q_smem.shape[1]
     ROWS: gl.constexpr = Q_LEN * HEADS
+    HOLES: gl.constexpr = MASK_LEN > Q_LEN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])  # [64 keys or columns, N rows]
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     row = gl.arange(0, N, by_row)
@@ -168,6 +169,11 @@ def _attend(
             if MASK_LEN > 0:
                 words = gl.load(tree_mask + b * mask_stride + query, mask=row < ROWS, other=0)
             all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else Q_LEN - 1)  # keys before this are seen by every query
+            some_seen = seq_len  # keys before this are seen by some query
+            slots = 0
+            if HOLES:
+                some_seen = seq_len - MASK_LEN
+                slots = seen_slots(tree_mask + b * mask_stride, Q_LEN)
             m = gl.full([N], float("-inf"), gl.float32, by_row)
             l = gl.zeros([64, N], gl.float32, layout)  # sums of every 64th key's weights
             zero = gl.zeros([64, N], gl.float32, layout)
@@ -193,10 +199,10 @@ def _attend(
                 shift = exp_shift(m_new)
                 p = gl.exp2(s * qk_scale - gl.expand_dims(shift, 0))
                 p_smem.store(p.to(p_smem.dtype))
-                if start + 64 > seq_len:
-                    _zero_keys(kv_smem, stage, seq_len - start, 3)
-                    _zero_keys(kv_smem, stage1, seq_len - start, 3)
-                    _zero_keys(kv_smem, stage2, seq_len - start, 2)
+                if start + 64 > some_seen:
+                    _zero_keys(kv_smem, stage, seq_len - start, slots, 3, MASK_LEN, HOLES)
+                    _zero_keys(kv_smem, stage1, seq_len - start, slots, 3, MASK_LEN, HOLES)
+                    _zero_keys(kv_smem, stage2, seq_len - start, slots, 2, MASK_LEN, HOLES)
                 fence_async_shared()
                 shrink = gl.expand_dims(gl.exp2(m - shift), 0)
                 l = l * shrink + p
@@ -335,7 +341,7 @@ def mla(
     out = q.new_empty(bs, q_len, heads, 512)
     if out.numel() == 0:
         return out
-    q = q.contiguous()
+    q, sinks = query_rows(q), sinks.contiguous() if sinks is not None else None
     tree_mask = tree_mask.contiguous() if tree_mask is not None else None
     rows = q_len * heads
     ranges = num_sms(q.device)

@@ -95,7 +95,7 @@ def scaled_silu_mul_kernel(
 ):  # fmt: skip
     """A row and `BLOCK` columns of it: `gate`, `up [M, N]` with rows `gate_row` and `up_row` apart, `out [M, N]` contiguous."""
     await_predecessors(PDL)
-    row = tl.program_id(1)
+    row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, SUMS_PAD)
     sums = tl.load(squares + row * SUMS + place, mask=place < SUMS, other=0.0)

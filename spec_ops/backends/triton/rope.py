@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.ahead import Variant
+from spec_ops.backends.triton.ahead import ARCHS, FP8_ARCHS, Variant
 from spec_ops.backends.triton.kv_cache import slot_start, stored
 from spec_ops.backends.triton.launch import await_predecessors, device_guard, launch
 
@@ -20,7 +20,7 @@ def _rotated(x, row_stride, head_stride, dim_stride, row, head, i, cos, sin, the
     """Both halves of a head, `[heads, half]` each, rotated in float32."""
     at = x + row * row_stride + head.to(tl.int64)[:, None] * head_stride + i.to(tl.int64)[None, :] * dim_stride
     first = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF * dim_stride, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(at + tl.full([], HALF, tl.int64) * dim_stride, mask=there, other=0.0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -121,4 +121,5 @@ def ahead() -> Iterator[Variant]:
             | {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "V_DIM": 128, "HALF": half, "PAGE_SIZE": 64}
             | {"BLOCK_HEADS": HEADS_BLOCK, "BLOCK_HALF": half, "BLOCK_V": 128}
             | {"BLOCK_REST": triton.next_power_of_2(max(128 - 2 * half, 1))},
+            archs=ARCHS if cache == "bf16" else FP8_ARCHS,
         )

@@ -5,7 +5,7 @@ requests, laid end to end, are divided into `ranges` of about equal size (stream
 balance by themselves; where it costs a block at most, ranges end with requests (`whole_ranges`). Each range is walked once per
 (KV head, row block) by one program; programs of one range are neighbours in the grid and read the same pages at about the same
 time. A tile that lies inside one range is finished there. Otherwise each of its ranges writes a partial result and announces it
-(a counter per tile); then its programs share the work of combining them, in the order of the ranges.
+(a counter per range); then its programs share the work of combining them, in the order of the ranges.
 """
 
 import triton

@@ -14,7 +14,7 @@ from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton import tuning
 from spec_ops.backends.triton.attention import split_kv_attention_kernel
 from spec_ops.backends.triton.extend import ragged_attention_kernel
-from spec_ops.backends.triton.launch import device_guard, launch, num_sms
+from spec_ops.backends.triton.launch import device_guard, launch, num_sms, too_large_a_grid
 from spec_ops.backends.triton.workspace import arrival_counters
 
 LOG2E = 1.4426950408889634
@@ -30,17 +30,10 @@ class _Keys(NamedTuple):
     tma: bool
 
 
-def head_parts(head_dim: int) -> tuple[int, int]:
-    """A power of two and the padded rest: 192 is 128 + 64, 576 is 512 + 64."""
-    first = max(16, 1 << (head_dim.bit_length() - 1))
-    rest = head_dim - first
-    return first, (max(16, triton.next_power_of_2(rest)) if rest > 0 else 0)
-
-
-def kernel_keys(k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Config) -> _Keys:
+def kernel_keys(q, k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Config) -> _Keys:
     head_dim = k_cache.shape[-1]
-    d0, d1 = head_parts(head_dim)
-    block_dv = max(16, triton.next_power_of_2(v_dim))
+    d0, d1 = tuning.head_parts(head_dim)
+    block_dv = tuning.value_width(v_dim)
     # `mma.sync`, up to 32 rows, takes e4m3 as pairs (`attend.py`); a product is at least 16 long and wide.
     per = 1
     if config.block_m < 64 and min(d0, d1 or d0, block_dv) >= 32 and all(map(_holds_pairs, (k_cache, v_cache))):
@@ -65,6 +58,7 @@ def kernel_keys(k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Co
         "D": head_dim, "D0": d0, "D1": d1, "DV": v_dim, "BLOCK_DV": block_dv, "PAGE": k_cache.shape[1], "SHARED_KV": shared_kv,
         "TMA": tma, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
         "CLEAR": config.clear,
+        "WIDE": _is_wide(q, 1, q.dim() - 2) or (not tma and (_is_wide(k_cache, 1) or _is_wide(v_cache, 1))),
     }  # fmt: skip
     strides = (*_page_token_head(k_cache), *_page_token_head(v_cache))
     return _Keys(tensors, strides, constants, block_dv, tma)
@@ -82,11 +76,17 @@ def _page_token_head(cache: torch.Tensor) -> tuple[int, int, int]:
     return cache.stride(0), cache.stride(1), cache.stride(2) if cache.dim() == 4 else 0
 
 
+def _is_wide(x: torch.Tensor, *dims: int) -> bool:
+    """Whether one of the dimensions reaches over 2^31 elements or more."""
+    return any((x.shape[dim] - 1) * x.stride(dim) >= 2**31 for dim in dims)
+
+
 def _is_token_rows(cache: torch.Tensor, block_n: int) -> bool:
     """Whether a descriptor can read `cache` as `[tokens, row]`: rows at one distance, 16-byte steps, whole blocks in a page."""
     stride = cache.stride(1)
     return (
         cache.shape[1] % block_n == 0
+        and stride >= math.prod(cache.shape[2:])
         and cache.stride(0) == cache.shape[1] * stride
         and (cache.dim() == 3 or cache.stride(2) == cache.shape[3])
         and stride * cache.element_size() % 16 == 0
@@ -116,6 +116,15 @@ def unit_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def packed(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def window_within(window_left: int, block_tables: torch.Tensor, page_size: int) -> int:
+    """`window_left`, or -1 if it hides no key that the tables have room for: kernels subtract it from positions, in int32."""
+    return window_left if window_left < block_tables.shape[1] * page_size else -1
+
+
 def _aligned_ranges(bs: int, ranges: int) -> int:
     """A few ranges less, if that makes requests of equal length end where ranges end."""
     aligned = ranges // bs * bs if bs <= ranges else triton.cdiv(bs, triton.cdiv(bs, ranges))
@@ -131,8 +140,9 @@ def _uniform(
     if out.numel() == 0:
         return out
     q = unit_rows(q)
-    tree_mask = None if tree_mask is None else unit_rows(tree_mask)
-    seq_lens = seq_lens.contiguous()
+    if tree_mask is not None:
+        tree_mask = tree_mask.contiguous() if _is_wide(tree_mask, 0) else unit_rows(tree_mask)
+    seq_lens, sinks = seq_lens.contiguous(), packed(sinks)
     block_tables = unit_rows(block_tables)
     kv_heads = 1 if shared_kv else k_cache.shape[2]
     group = heads // kv_heads
@@ -140,7 +150,7 @@ def _uniform(
     sms = num_sms(q.device)
     arch, item = kernel_arch(q.device), k_cache.element_size()
     config = config or tuning.choose(arch, shared_kv, head_dim, v_dim, item, rows, window_left)
-    keys = kernel_keys(k_cache, v_cache, v_dim, shared_kv, config)
+    keys = kernel_keys(q, k_cache, v_cache, v_dim, shared_kv, config)
     row_blocks = triton.cdiv(rows, config.block_m)
     tiles = kv_heads * row_blocks
     ranges = _aligned_ranges(bs, max(1, sms * config.programs // tiles))
@@ -148,18 +158,28 @@ def _uniform(
     slots = ranges * tiles * 2 * config.block_m
     partial = torch.empty(slots * (keys.block_dv + 2), dtype=torch.float32, device=q.device)
     cooperative = config.cooperative and q.is_cuda and ranges * tiles <= sms * config.programs  # else not all resident at once
-    with device_guard(q):
+
+    def start(cooperative: bool) -> None:
         launch(
             split_kv_attention_kernel, (ranges * tiles,), q, *keys.tensors, out, block_tables, seq_lens, tree_mask, sinks,
-            partial, partial[slots * keys.block_dv :], arrival_counters(q.device, bs * tiles),
+            partial, partial[slots * keys.block_dv :], arrival_counters(q.device, ranges * tiles),
             *softmax_arguments(scale, k_scale, v_scale, softcap), bs, ranges,
             *q.stride()[:3], *keys.strides, block_tables.stride(0), 0 if tree_mask is None else tree_mask.stride(0),
             Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, MASK_LEN=0 if tree_mask is None else mask_len,
             WINDOW=window_left, HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap > 0,
             BS=max(2, triton.next_power_of_2(bs)), MIN_BLOCKS=config.min_blocks, COOPERATIVE=cooperative,
-            WARPS=config.num_warps, maxnreg=config.max_registers, early=config.full and keys.tma,
-            **keys.constants, num_warps=config.num_warps, launch_cooperative_grid=cooperative,
+            WARPS=config.num_warps, TILE=triton.next_power_of_2(min(rows, config.block_m)) * keys.block_dv,
+            maxnreg=config.max_registers, early=config.full and keys.tma, **keys.constants, num_warps=config.num_warps,
+            launch_cooperative_grid=cooperative,
         )  # fmt: skip
+
+    with device_guard(q):
+        try:
+            start(cooperative)
+        except RuntimeError as error:
+            if not (cooperative and too_large_a_grid(error)):
+                raise
+            start(False)
     return out
 
 
@@ -172,14 +192,15 @@ def _ragged(
     if out.numel() == 0:
         return out
     q = unit_rows(q)
-    seq_lens, q_indptr = seq_lens.contiguous(), q_indptr.contiguous()
+    seq_lens, q_indptr, sinks = seq_lens.contiguous(), q_indptr.contiguous(), packed(sinks)
+    window_left = window_within(window_left, block_tables, k_cache.shape[1])
     block_tables = unit_rows(block_tables)
     kv_heads = 1 if shared_kv else k_cache.shape[2]
     group = heads // kv_heads
     config = config or tuning.choose_ragged(
         kernel_arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), max_q_len * group
     )
-    keys = kernel_keys(k_cache, v_cache, v_dim, shared_kv, config)
+    keys = kernel_keys(q, k_cache, v_cache, v_dim, shared_kv, config)
     bs, row_blocks = seq_lens.shape[0], triton.cdiv(max_q_len * group, config.block_m)
     with device_guard(q):
         launch(
@@ -198,15 +219,20 @@ def mha(
     sinks, softcap, k_scale, v_scale, max_seq_len, config=None,
 ):  # fmt: skip
     """mha_draft_decode, mha_target_verify, mha_draft_extend."""
+    window_left = window_within(window_left, block_tables, k_cache.shape[1])
     if config is None and q.is_cuda and kernel_arch(q.device) == 90:
         from spec_ops.backends.triton import gqa_hopper  # Gluon: not on other platforms
 
         if gqa_hopper.supports(kernel_arch(q.device), q, k_cache, v_cache, window_left, softcap):
-            with device_guard(q):
-                return gqa_hopper.mha(
-                    q, k_cache, v_cache, unit_rows(block_tables), seq_lens.contiguous(), tree_mask, mask_len, kv_indptr,
-                    kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len,
-                )  # fmt: skip
+            try:
+                with device_guard(q):
+                    return gqa_hopper.mha(
+                        q, k_cache, v_cache, unit_rows(block_tables), seq_lens.contiguous(), tree_mask, mask_len, kv_indptr,
+                        kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len,
+                    )  # fmt: skip
+            except RuntimeError as error:
+                if not too_large_a_grid(error):  # its programs wait for one another; those below need not
+                    raise
     return _uniform(
         q, k_cache, v_cache, v_cache.shape[-1], False, block_tables, seq_lens, tree_mask, mask_len, scale, window_left, sinks,
         softcap, k_scale, v_scale, config,
@@ -218,16 +244,21 @@ def mla(
     window_left, sinks, softcap, kv_scale, max_seq_len, config=None,
 ):  # fmt: skip
     """mla_draft_decode, mla_target_verify, mla_draft_extend."""
+    window_left = window_within(window_left, block_tables, kv_cache.shape[1])
     if config is None and q.is_cuda and kernel_arch(q.device) == 90:
         from spec_ops.backends.triton import mla_hopper, mla_hopper_few  # Gluon: not on other platforms
 
         if mla_hopper.supports(q, kv_cache, kv_lora_rank, window_left, softcap):
             kernel = mla_hopper_few if mla_hopper_few.preferred(q) else mla_hopper
-            with device_guard(q):
-                return kernel.mla(
-                    q, kv_cache, kv_lora_rank, unit_rows(block_tables), seq_lens.contiguous(), tree_mask, mask_len, kv_indptr,
-                    kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len,
-                )  # fmt: skip
+            try:
+                with device_guard(q):
+                    return kernel.mla(
+                        q, kv_cache, kv_lora_rank, unit_rows(block_tables), seq_lens.contiguous(), tree_mask, mask_len,
+                        kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len,
+                    )  # fmt: skip
+            except RuntimeError as error:
+                if not too_large_a_grid(error):  # its programs wait for one another; those below need not
+                    raise
     return _uniform(
         q, kv_cache, kv_cache, kv_lora_rank, True, block_tables, seq_lens, tree_mask, mask_len, scale, window_left, sinks,
         softcap, kv_scale, kv_scale, config,

@@ -157,11 +157,38 @@ def choose_ragged(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_byte
     return _choose("ragged", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, -1)
 
 
+def head_parts(head_dim: int) -> tuple[int, int]:
+    """A power of two and the padded rest: 192 is 128 + 64, 576 is 512 + 64."""
+    first = max(16, 1 << (head_dim.bit_length() - 1))
+    rest = head_dim - first
+    return first, (max(16, _power_of_2(rest)) if rest > 0 else 0)
+
+
+def value_width(v_dim: int) -> int:
+    """What a row of values takes in registers and shared memory."""
+    return max(16, _power_of_2(v_dim))
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
 def shared_bytes(config: Config, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> int:
     """Shared memory of a program; an estimate a little above what Triton takes."""
-    row = head_dim + (0 if shared_kv else v_dim)
+    keys = sum(head_parts(head_dim))
+    row = keys + (0 if shared_kv else value_width(v_dim))
     buffers = config.num_stages - (config.block_m < 64)  # warpgroup instructions read the block being computed
-    return 2 * config.block_m * (head_dim + config.block_n) + buffers * config.block_n * row * kv_bytes + 1024
+    return 2 * config.block_m * (keys + config.block_n) + buffers * config.block_n * row * kv_bytes + 1024
+
+
+def most_shared_bytes(config: Config, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> int:
+    """`shared_bytes`, and what `clear` takes more."""
+    needed = shared_bytes(config, shared_kv, head_dim, v_dim, kv_bytes)
+    return needed + (_cleared_bytes(config, v_dim, kv_bytes) if config.clear else 0)
+
+
+def _cleared_bytes(config: Config, v_dim: int, kv_bytes: int) -> int:
+    return config.block_n * value_width(v_dim) * (kv_bytes + 2)
 
 
 def fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> Config:
@@ -171,6 +198,8 @@ def fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int
     buffer of values more and one that brings them back into the operand's layout. Values for `mma.sync`, up to 32 rows, pass
     through registers anyway; `wgmma` reads them from shared memory, and MLA's are its keys.
     """
+    if arch < 90:
+        config = replace(config, tma=False)  # Triton emulates descriptors there, and their loads take more shared memory
     limit = SHARED.get(arch, 99) * 1024
     needed = functools.partial(shared_bytes, shared_kv=shared_kv, head_dim=head_dim, v_dim=v_dim, kv_bytes=kv_bytes)
     while config.programs > 1 and config.programs * needed(config) > limit:
@@ -184,7 +213,7 @@ def fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int
             config = replace(config, block_m=config.block_m // 2)
         else:
             config = replace(config, block_n=config.block_n // 2)
-    more = config.block_n * v_dim * (kv_bytes + 2)
+    more = _cleared_bytes(config, v_dim, kv_bytes)
     clear = config.block_m < 64 and not shared_kv and config.programs * (needed(config) + more) <= limit
     # Eight warps fill the registers: of at most 255 a thread these kernels take 225 and more. Fp8 may need little for `clear`.
     # What keys in two parts need (head_dim 96, 192) differs between versions of Triton.

@@ -1,4 +1,9 @@
-"""Which keys a query row sees: causal chains, tree bit masks, sliding windows by depth."""
+"""Which keys a query row sees: causal chains, tree bit masks, sliding windows by depth.
+
+A key that no query of a request sees has weight 0 in every row. Its value still enters the products, where 0 * NaN is NaN, so
+kernels clear it or do not load it (`seen_by_any`): pages before a window may belong to other requests, and slots of a tree to
+branches that are dead.
+"""
 
 import triton
 import triton.language as tl
@@ -15,28 +20,82 @@ def popcount(x):
 
 
 @triton.jit
-def visible(n, seq_len, query, q_len, words, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr):
-    """`[rows, keys]` bool for key positions `n [keys]`.
+def _nearest(words, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr):
+    """Tree masks without the ancestors that are more than `WINDOW` levels above a query: bits are in topological order."""
+    if WINDOW >= 0:
+        for _ in range(MASK_LEN - WINDOW - 1):
+            words = tl.where(popcount(words) > WINDOW + 1, words & (words - 1), words)
+    return words
 
-    `query [rows]` is each row's query index of `q_len`; `words [rows]` its tree mask (read when `MASK_LEN` > 0: bit `j` is
-    key `j` of the last `MASK_LEN` positions). `WINDOW` < 0 means none.
+
+@triton.jit
+def _depth(words):
+    """Level of a query in its tree: how many ancestors it has there."""
+    return tl.maximum(popcount(words) - 1, 0)
+
+
+@triton.jit
+def query_rows(seq_len, query, q_len, words, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr):
+    """What `visible` asks of rows: the position of each one's query, and its tree mask within the window.
+
+    `query` is each row's query index of `q_len`; `words` its tree mask (looked at if `MASK_LEN` > 0: bit `j` is key `j` of the
+    last `MASK_LEN` positions). `WINDOW` < 0 means none.
     """
     if MASK_LEN == 0:
-        position = seq_len - q_len + query
+        return seq_len - q_len + query, words
+    else:
+        return seq_len - MASK_LEN + _depth(words), _nearest(words, MASK_LEN, WINDOW)
+
+
+@triton.jit
+def visible(n, seq_len, position, words, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr):
+    """`[rows, keys]` bool for key positions `n [keys]`; `position`, `words`: of `query_rows`."""
+    if MASK_LEN == 0:
         seen = n[None, :] <= position[:, None]
         if WINDOW >= 0:
             seen = seen & (position[:, None] - n[None, :] <= WINDOW)
     else:
-        prefix = seq_len - MASK_LEN
-        bit = n - prefix
+        bit = n - (seq_len - MASK_LEN)
         in_tree = (bit >= 0) & (bit < MASK_LEN)
         shift = tl.where(in_tree, bit, 0).to(tl.int64)
         chosen = ((words[:, None] >> shift[None, :]) & 1) != 0
-        seen = (n < prefix)[None, :] | (in_tree[None, :] & chosen)
+        before = (bit < 0)[None, :]
         if WINDOW >= 0:
-            # Depth of a draft key as the query sees it: the query's ancestors before that key.
-            before = (tl.full(shift.shape, 1, tl.int64) << shift) - 1
-            ancestors = popcount(words[:, None] & before[None, :])
-            depth = tl.where(in_tree[None, :], ancestors, bit[None, :])
-            seen = seen & (popcount(words)[:, None] - 1 - depth <= WINDOW)
+            before = before & (position[:, None] - n[None, :] <= WINDOW)
+        seen = before | (in_tree[None, :] & chosen)
+    return seen
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def seen_of_request(
+    seq_len, masks, q_len, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HOLES: tl.constexpr
+):  # fmt: skip
+    """Of a request, for `seen_by_any`: the first key that any of its queries sees, and the slots of its tree that any sees, as
+    bits; each looked at only where there is a window, or holes. `masks`: its tree masks, `q_len` of them."""
+    first_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else q_len) - WINDOW
+    slots = 0
+    if HOLES:
+        i = tl.arange(0, 64)
+        words = tl.load(masks + i, mask=i < q_len, other=0)
+        slots = tl.reduce(_nearest(words, MASK_LEN, WINDOW), 0, _or)
+        first_seen += tl.min(tl.where(i < q_len, _depth(words), MASK_LEN), 0)
+    return first_seen, slots
+
+
+@triton.jit
+def seen_by_any(n, first_seen, seq_len, slots, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HOLES: tl.constexpr):
+    """`[keys]` bool: the keys among `n [keys]` that any query of the request sees; `first_seen`, `slots`: of `seen_of_request`.
+    `HOLES`: queries are some of the tree's nodes; where they are all, each slot is seen by its own."""
+    seen = n < seq_len
+    if WINDOW >= 0:
+        seen = seen & (n >= first_seen)
+    if HOLES:
+        bit = n - (seq_len - MASK_LEN)
+        shift = tl.minimum(tl.maximum(bit, 0), MASK_LEN - 1).to(tl.int64)
+        seen = seen & ((bit < 0) | (((slots >> shift) & 1) != 0))
     return seen

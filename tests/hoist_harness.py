@@ -7,6 +7,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from spec_ops.passes.analysis.outputs import Watch
 from spec_ops.passes.base import PassContext, PassResult
 from spec_ops.passes.graph import arg, attention_calls, value
 from spec_ops.passes.hoist_row_select import HoistRowSelect
@@ -19,8 +20,10 @@ BS, D, K = 3, 4, 16
 
 def hoist(graph: torch.fx.Graph) -> PassResult:
     result = PassResult(HoistRowSelect.name)
+    watch = Watch(graph)
     HoistRowSelect().run(graph, PassContext(), result)
     graph.eliminate_dead_code()
+    watch.check(result)
     graph.lint()
     return result
 

@@ -28,10 +28,16 @@ from torch.utils._pytree import tree_map_only
 import spec_ops
 from spec_ops.backends import Backend, get_backend, unregister_backend
 from spec_ops.passes import GraphPass, GraphReport, PassContext, PassManager, PassResult, manager
+from spec_ops.passes.analysis.outputs import Watch
 
 
 def compile_interpreted(
-    fn: Callable, passes: dict[str, bool] | None = None, *, on: bool = True, arch: int | None = None
+    fn: Callable,
+    passes: dict[str, bool] | None = None,
+    *,
+    on: bool = True,
+    arch: int | None = None,
+    dynamic: bool | None = False,
 ) -> tuple[Callable, list[GraphReport]]:
     """`fn` compiled with the passes (`on`) or without, and the list that collects a report per graph."""
     reports: list[GraphReport] = []
@@ -48,7 +54,7 @@ def compile_interpreted(
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,
     )
-    return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False), reports
+    return torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic), reports
 
 
 def capture(fn: Callable, *args: Any, write_back: bool = False) -> tuple[fx.GraphModule, list[torch.Tensor]]:
@@ -117,8 +123,10 @@ def capture_for_cuda(fn: Callable, *args: Any) -> fx.GraphModule:
 def run_pass(graph_pass: GraphPass, module: fx.GraphModule, arch: int | None = None) -> PassResult:
     """One pass, as the manager runs it."""
     result = PassResult(graph_pass.name)
+    watch = Watch(module.graph)
     graph_pass.run(module.graph, PassContext(arch), result)
     module.graph.eliminate_dead_code()
+    watch.check(result)
     module.graph.lint()
     module.recompile()
     return result

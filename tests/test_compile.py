@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -53,7 +54,7 @@ def test_round_is_one_graph(mla, kind, config, sampled):
     torch._dynamo.reset()
     target = make_target(mla)
     draft = make_draft(kind, target)
-    sampling = SamplingParams(temperature=float(sampled), top_k=30, top_p=0.9)
+    sampling = SamplingParams(temperature=float(sampled), top_k=30, top_p=0.9, seed=0)
     expected = Generator(target, draft, config, **OPTIONS).generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling)
     generator = compiled_generator(target, draft, config, "aot_eager")
     counters.clear()
@@ -96,6 +97,81 @@ def has_cpp_compiler() -> bool:
 needs_cpp_compiler = pytest.mark.skipif(
     not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack"
 )
+
+
+@pytest.fixture
+def without_inductor(monkeypatch):
+    """What Dynamo captured runs as it is: seconds less, for tests of what `compile` returns."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda module, inputs, **options: module.forward)
+
+
+class Scaled(torch.nn.Linear):
+    """A module with an attribute of its own, and a method beside `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.factor = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+    def twice(self) -> float:
+        return 2 * self.factor
+
+
+def test_a_compiled_module_is_a_module(without_inductor):
+    """With `torch.compile`'s own for comparison."""
+    module = Scaled()
+    compiled, theirs = spec_ops.compile(module), torch.compile(module)
+    assert isinstance(compiled, torch._dynamo.OptimizedModule)
+    assert compiled.state_dict().keys() == theirs.state_dict().keys()
+    assert dict(compiled.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    assert next(iter(compiled.parameters())) is module.weight
+    assert (compiled.factor, compiled.twice(), compiled.in_features) == (2.0, 4.0, 4)
+    seen: list[int] = []
+    module.register_forward_hook(lambda *_: seen.append(1))
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert len(seen) == 2
+    compiled.factor = 3.0
+    assert module.factor == 3.0
+    torch.testing.assert_close(compiled(x), module(x))
+    assert compiled.eval() is compiled
+    assert not module.training
+    assert compiled.to(torch.float64).weight.dtype == torch.float64
+    copied = copy.deepcopy(compiled)
+    assert copied.weight is not module.weight
+    torch.testing.assert_close(copied(x.double()), module(x.double()))
+    torch.nn.Sequential(compiled)(x.double())  # as a part of another
+
+
+def test_as_a_decorator(without_inductor):
+    @spec_ops.compile
+    def bare(x):
+        """Adds one."""
+        return x + 1
+
+    @spec_ops.compile(mode="default", fullgraph=False, passes={"split_argmax": False})
+    def configured(x):
+        torch._dynamo.graph_break()
+        return x + 2
+
+    assert (bare(torch.ones(1)), configured(torch.ones(1))) == (2, 3)
+    assert (bare.__name__, bare.__doc__) == ("bare", "Adds one.")
+    with pytest.raises(TypeError, match=r"compile: `fn` must be a function or a module, got int"):
+        spec_ops.compile(3)
+
+
+@pytest.mark.parametrize(("mode", "resets"), [("reduce-overhead", 1), ("default", 0)])
+def test_resetting_dynamo_resets_cuda_graphs(mode, resets, without_inductor, monkeypatch):
+    """As for plain `torch.compile`: what the CUDA graphs hold must not outlive the functions."""
+    calls: list[int] = []
+    monkeypatch.setattr("torch._inductor.cudagraph_trees.reset_cudagraph_trees", lambda: calls.append(1))
+    compiled = spec_ops.compile(lambda x: x + 1, mode=mode)
+    compiled(torch.ones(1))
+    torch._dynamo.reset()
+    assert len(calls) == resets
 
 
 @needs_cpp_compiler

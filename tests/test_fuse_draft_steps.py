@@ -18,7 +18,7 @@ from spec_ops.passes import manager
 from spec_ops.passes.base import PassContext, PassResult
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
 from spec_ops.passes.graph import ATTENTION_OPS, INDEX_OPS, arg
-from tests.pass_harness import compile_interpreted
+from tests.pass_harness import compile_interpreted, run_pass
 
 BS, WIDTH, PAGE, HEADS, DIM = 3, 32, 4, 1, 4
 NAMES = {**ATTENTION_OPS, **INDEX_OPS}
@@ -224,7 +224,20 @@ def read_twice(i: Inputs, table: torch.Tensor, lens: torch.Tensor) -> torch.Tens
     return torch.ops.spec_ops.mha_draft_decode.default(i.q, i.k, i.v, table, lens, *options)
 
 
+def fine(i: Inputs) -> Inputs:
+    """The same caches in pages of half the size."""
+    return Inputs({**i, "k": i.k.view(-1, PAGE // 2, HEADS, DIM), "v": i.v.view(-1, PAGE // 2, HEADS, DIM)})
+
+
 TABLE_MISSES: dict[str, tuple[Program, str]] = {
+    "cache of smaller pages": (
+        lambda i: [fine(i).attend(i.table(i.base + 1), i.base + 1), i.step(i.base + 9)],
+        "an entry for each 2 tokens, and the table has one for each 4",
+    ),
+    "int64 base cut to 32 bits": (
+        lambda i: [i.attend(i.table(n := ((i.base.long() << 32) + i.base + s).int().long()), n.int()) for s in (1, 2)],
+        "",
+    ),
     "returned": (lambda i: [t := i.table(i.base + 1), i.attend(t, i.base + 1), i.step(i.base + 2)], "returned"),
     "gathered from": (
         lambda i: [(t := i.table(i.base + 1))[:, :1] + 0, i.attend(t, i.base + 1), i.step(i.base + 2)],
@@ -280,6 +293,18 @@ def test_other_page_size_stays():
     assert fused(program)[3]["page_table"] == 2
 
 
+def test_a_cache_of_larger_pages_reads_fewer_entries():
+    """What it reads is not what the user meant, but it is the same in both tables."""
+
+    def program(i: Inputs):
+        coarse = Inputs({**i, "k": i.k.view(-1, 2 * PAGE, HEADS, DIM), "v": i.v.view(-1, 2 * PAGE, HEADS, DIM)})
+        tables = [i.table(i.base + s) for s in (1, 9)]
+        return [coarse.attend(tables[0] // 2, i.base + 1), *(i.attend(t, i.base + 1) for t in tables)]
+
+    assert fused(program)[3]["page_table"] == 2
+    assert fused(lambda i: [fine(i).attend(fine(i).table(i.base + s, 2), i.base + s) for s in (1, 9)])[3]["page_table"] == 1
+
+
 def test_the_longest_table_may_be_returned():
     def program(i: Inputs):
         return [i.step(i.base + 1), t := i.table(i.base + 3), i.attend(t, i.base + 3)]
@@ -313,6 +338,78 @@ def test_two_results_never_share_memory():
     _, result, _, after = fused(lambda i: [*i.indices(i.base, 0), *i.indices(i.base, 1), i.indices(i.base, 0)[0] + 0])
     assert after == {STEP_OP: 2}
     assert "returned" in reasons(result)
+
+
+THROUGH_VIEWS: dict[str, Program] = {
+    "slices": lambda i: [i.table(i.base)[:, :3], i.table(i.base)[:, :5]],
+    "a slice and the whole": lambda i: [i.table(i.base), i.table(i.base).view(-1)[2:]],
+    "views of views": lambda i: [i.table(i.base).t()[1].unsqueeze(0) for _ in range(2)],
+    "as_strided": lambda i: [i.table(i.base).as_strided((2, 2), (1, 1)) for _ in range(2)],
+    "one of two results": lambda i: [i.indices(i.base, 0)[1][:4], i.indices(i.base, 0)[1][2:]],
+    "rows of steps": lambda i: [i.indices(i.base, step)[1].view(2, -1)[0] for step in (0, 1)],
+}
+
+
+@pytest.mark.parametrize("case", THROUGH_VIEWS)
+def test_two_results_never_share_memory_through_views(case):
+    data = inputs()
+    program = THROUGH_VIEWS[case]
+    module = make_fx(lambda *values: program(Inputs(zip(data, values, strict=True))), tracing_mode="fake")(*data.values())
+    want = module(*data.values())
+    run_pass(FuseDraftSteps(), module)
+    got = module(*data.values())
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+    got[0].add_(1)
+    assert torch.equal(got[1], want[1])
+
+
+def test_a_view_that_stays_inside_may_be_shared():
+    """The second table is returned, and its view is only read; so is the first, whatever becomes of the second."""
+    _, _, _, after = fused(lambda i: [i.table(i.base)[:, :2] + 0, i.table(i.base)])
+    assert after["page_table"] == 2
+    _, _, _, after = fused(lambda i: [i.table(i.base), i.table(i.base)[:, :2] + 0])
+    assert after["page_table"] == 1
+
+
+CONSTANTS: dict[str, Callable[[Inputs, int], torch.Tensor]] = {
+    "page tables": lambda i, n: i.table(torch.full((n,), 9), req=torch.full((n,), 1)),
+    "sums": lambda i, n: i.table(torch.full((n,), 8) + 1, req=torch.full((n,), 1)),
+    "kv_indices": lambda i, n: ops.kv_indices(i.rtt, torch.full((n,), 1), torch.full((n,), 9), 40)[0],
+    "draft": lambda i, n: ops.draft_kv_indices(i.rtt, torch.full((n,), 1), torch.full((n,), 9), n - 2, 2, capacity=60)[0],
+}
+
+
+@pytest.mark.parametrize("case", CONSTANTS)
+def test_constants_of_several_batch_sizes(case):
+    """9 tokens of request 1, twice and three times."""
+    _, _, before, after = fused(lambda i: [CONSTANTS[case](i, n) + 0 for n in (2, 3)])
+    assert before == after
+    _, _, _, after = fused(lambda i: [CONSTANTS[case](i, 2) + s for s in (0, 1)])
+    assert after.total() == 1
+
+
+@pytest.mark.parametrize("spelling", ["gather", "index", "index a row"])
+def test_a_base_of_minus_one(spelling):
+    """A finished request: its length is 0, so is what it reads of its table, although that of the next step has a page."""
+
+    def program(i: Inputs):
+        base, out = i.base - i.base.amax() - 1 + torch.arange(BS, dtype=torch.int32), []
+        base = torch.where(i.keep, base.clamp(min=-1), -1)
+        for s in (0, 1, 6):
+            table, position = i.table(base + s + 1), base + s
+            column = (position // PAGE).clamp(0, WIDTH // PAGE - 1).long()
+            if spelling == "gather":
+                out.append(table.gather(1, column[:, None]) + 0)
+            else:
+                rows = torch.arange(BS)
+                out.append(table[rows, column] + 0 if spelling == "index" else table[rows[:, None], column[:, None]] + 0)
+        return out
+
+    _, result, before, after = fused(program)
+    assert (before["page_table"], after["page_table"]) == (3, 1)
+    assert not result.refused
 
 
 def use(i: Inputs, indices: tuple[torch.Tensor, torch.Tensor], lens: torch.Tensor) -> torch.Tensor:

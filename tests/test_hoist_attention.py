@@ -28,6 +28,7 @@ from tests.hoist_harness import (
     trace,
     weights,
 )
+from tests.pass_harness import capture, using_provider
 from tests.test_generate import VOCAB, make_draft, make_target
 
 
@@ -256,6 +257,44 @@ def test_no_call_moves_past_a_write_to_its_cache():
     assert query_lengths(graph) == [D]
     assert product_rows(graph)[-1] == BS
     assert "would copy the cache" in result.done[0].text
+
+
+def test_interleaved_views_of_a_cache_are_one_input():
+    """Torch makes one input of them, which attention reads through `as_strided`."""
+    wq, wo = weights((K, HEADS * DIM), (HEADS * DIM, 11))
+
+    def fn(keys, values, x, row, slots):
+        table = torch.arange(24, dtype=torch.int32).reshape(4, 6)
+        q = (x @ wq).unflatten(-1, (HEADS, DIM))
+        out = ops.mha_target_verify(q, keys, values, table, LENGTHS).flatten(-2)
+        ops.append_kv(keys, values, x[:, :2, :DIM], x[:, 1:3, :DIM], slots)
+        return rows_by_gather(out @ wo, row)
+
+    pool = torch.randn(24, 2, PAGE, 2, DIM, generator=torch.Generator().manual_seed(7))
+    x, row, _ = verify_inputs(5, False)
+    module, _ = capture(fn, *pool.unbind(1), x, row, row)
+    result = hoist(module.graph)
+    (call,) = attention_calls(module.graph)
+    assert arg(call, "k_cache").target is torch.ops.aten.as_strided.default
+    assert query_lengths(module.graph) == [5]
+    assert product_rows(module.graph)[-1] == 4
+    assert "would copy the cache" in result.done[0].text
+
+
+@pytest.mark.parametrize(("select", "asked"), [("gather", (1, False)), ("gather-two", (2, True)), ("middle-two", (2, False))])
+def test_the_backend_must_support_fewer_queries(select, asked):
+    def fewer(meta, arch):
+        return f"needs 5 queries, not {meta.q_len} (mask: {meta.tree_mask})" if meta.q_len < 5 else None
+
+    inputs = verify_inputs(5, False)
+    for constraint, rows in ((fewer, 5), (None, asked[0])):
+        with using_provider(constraint=constraint):
+            graph, result = check(Verify(False, 5, SELECTIONS[select], backend="provider"), *inputs)
+        assert result.matches == 1
+        assert query_lengths(graph) == [rows]
+        assert product_rows(graph) == ([20, 4 * asked[0]] if constraint else [4 * asked[0]] * 2)
+        reason = "provider needs 5 queries, not {} (mask: {})".format(*asked)
+        assert (reason in result.done[0].text) == (constraint is not None)
 
 
 def test_padded_requests_give_zeros():

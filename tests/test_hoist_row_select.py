@@ -29,6 +29,7 @@ from tests.hoist_harness import (
     trace,
     weights,
 )
+from tests.pass_harness import capture, texts
 from tests.test_generate import make_draft, make_target
 
 
@@ -309,3 +310,37 @@ def test_random_chains(links, select, bs, rows, kept):
     if select in ("middle-two", "same-row", "arange-two", "gather-two") and (rows < 3 or bs < 2):
         rows, bs = 3, 2
     check(fn, torch.randn(bs, rows, K, dtype=torch.float64), torch.randint(0, rows, (bs,)))
+
+
+LIMITS = {
+    "maximum": lambda row, n: row.clamp(0, n),
+    "minimum": lambda row, n: row.clamp(n, D - 1),
+    "both": lambda row, n: row.clamp(n, n),
+    "inner": lambda row, n: row.clamp(0, n).clamp_max(D - 1),
+    "outer": lambda row, n: row.clamp(0, n).clamp(0, D - 1),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_that_are_known_at_run_time(name):
+    """Of `row * D + clamp(row)`, the rows of other requests; only a constant limit further out rules them out."""
+
+    def fn(x, row):
+        flat = head(x).flatten(0, 1)
+        return flat[torch.arange(BS) * D + LIMITS[name](row, row.max().item())]
+
+    x, row = weights((BS, D, K))[0], torch.tensor([1, 0, 2])
+    module, _ = capture(fn, x, row)
+    result = hoist(module.graph)
+    assert result.matches == (name == "outer")
+    assert (name == "outer") or "the rows are not provably request * rows + row" in texts(result.refused)
+
+
+def test_a_step_that_is_known_at_run_time():
+    def fn(x, row):
+        flat = head(x).flatten(0, 1)
+        kind = {"dtype": torch.int64, "device": "cpu", "requires_grad": False}
+        return flat[torch.ops.prims.iota(BS, start=0, step=row.max().item(), **kind) + row.clamp(0, D - 1)]
+
+    module, _ = capture(fn, weights((BS, D, K))[0], torch.tensor([1, 0, 2]))
+    assert not hoist(module.graph).matches

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spec_ops.passes.lengths import Length, Values, canonical, constant, materialize
+from spec_ops.passes.lengths import Length, Values, constant, materialize
 
 aten, prims = torch.ops.aten, torch.ops.prims
 BASE, OTHER = torch.tensor([3, 0, 7], dtype=torch.int32), torch.tensor([1, 2, 3], dtype=torch.int32)
@@ -22,6 +22,10 @@ def trace(fn) -> tuple[fx.Graph, dict[str, fx.Node], list[fx.Node]]:
     names = dict(zip(("base", "other", "keep"), graph.find_nodes(op="placeholder"), strict=True))
     returned: Any = graph.output_node().args[0]
     return graph, names, list(returned) if isinstance(returned, (list, tuple)) else [returned]
+
+
+def canonical(node: fx.Node) -> Length:
+    return Values(node.graph).length(node)
 
 
 def full(c, shape=(), dtype=torch.int32):
@@ -107,7 +111,7 @@ def test_equal_nodes_are_one_value():
     _, _names, nodes = trace(
         lambda b, o, k: (torch.where(~k, b + o, 0), torch.where(~k, (b + o).long() + 1, 0), torch.where(~k, o + b, 0))
     )
-    first, second, third = map(Values(nodes[0].graph).canonical, nodes)
+    first, second, third = map(Values(nodes[0].graph).length, nodes)
     assert first.comparable(second)
     assert second.offset == 1
     assert not first.comparable(third)
@@ -115,14 +119,14 @@ def test_equal_nodes_are_one_value():
 
 def test_random_numbers_are_no_equal_values():
     _, _names, nodes = trace(lambda b, o, k: (torch.randint(0, 9, (3,)) + 1, torch.randint(0, 9, (3,)) + 1))
-    first, second = map(Values(nodes[0].graph).canonical, nodes)
+    first, second = map(Values(nodes[0].graph).length, nodes)
     assert not first.comparable(second)
 
 
 def test_constants():
     _, _names, (one, two, real) = trace(lambda b, o, k: (full(1, (3,)), full(2, (3,)).long() + 1, torch.full((3,), 1.0)))
-    assert canonical(one) == Length(None, 1)
-    assert canonical(two) == Length(None, 3)
+    assert canonical(one) == Length(None, 1, shape=(3,))
+    assert canonical(two) == Length(None, 3, shape=(3,))
     assert constant(real) is None
     assert constant(True) is None
 

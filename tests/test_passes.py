@@ -9,19 +9,21 @@ import sys
 import textwrap
 import uuid
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes import pad_mm
 from torch._subclasses import FakeTensorMode
 
 import spec_ops
 from spec_ops.backends import Backend, registry
-from spec_ops.passes import PassManager, enabled, explain, install, pass_names
+from spec_ops.passes import PassManager, enabled, explain, install, manager, pass_names
 from tests.pass_harness import registered
 from tests.test_compile import has_cpp_compiler
 
@@ -74,6 +76,72 @@ def test_user_passes_before_and_after_still_run():
         torch.testing.assert_close(spec_ops.compile(step, mode="default")(*args), step(*args))
     assert before.backends == ["auto"]  # ours had not run yet
     assert after.backends == ["reference"]
+
+
+class InferenceAware(getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)):  # type: ignore[misc]
+    """A user's pass of the kind that is told whether there will be a backward."""
+
+    seen: ClassVar[list[bool]] = []
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        self.seen.append(is_inference)
+
+    def uuid(self) -> str:
+        return uuid.uuid4().hex
+
+
+HAS_LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.13
+
+
+@pytest.mark.parametrize("in_a_list", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_LISTS, reason="one pass"))])
+def test_a_pass_among_the_options_runs_before_ours(in_a_list):
+    before, after = Seen(), Seen()
+    options = {"post_grad_custom_pre_pass": [before, InferenceAware()] if in_a_list else before}
+    args = arguments(11 + in_a_list)
+    with torch.no_grad():
+        spec_ops.compile(step, mode="default", options={**options, "post_grad_custom_post_pass": after})(*args)
+    assert before.backends == ["auto"]
+    assert after.backends == ["reference"]
+    assert counters["inductor"]["spec_ops_select_backends"] == 1
+    assert InferenceAware.seen == [True] * in_a_list
+
+
+def test_options_are_checked_before_anything_runs():
+    for name in ("no_such_option", "triton.no_such_option"):
+        with pytest.raises(ValueError, match=rf"`options` must name settings of torch._inductor.config, got '{name}'"):
+            spec_ops.compile(step, options={name: 1})
+    known = {"force_disable_caches": True, "triton.cudagraphs": False, "epilogue-fusion": False, "cpp.simdlen": None}
+    spec_ops.compile(step, options={**known, "post_grad_custom_post_pass": None})
+
+
+def in_the_slot() -> list[object]:
+    """What Inductor will run, in order."""
+    parts = manager._installed()
+    return [sorted(p.name for p in part.passes) if isinstance(part, PassManager) else part for part in parts]
+
+
+def test_installed_twice_runs_once():
+    some, names, user, late = {"split_argmax": False}, sorted(pass_names()), Seen(), Seen()
+    fewer = [name for name in names if name != "split_argmax"]
+    with inductor_config.patch(post_grad_custom_pre_pass=user):
+        first, second = install(), install(some)
+        assert in_the_slot() == [user, fewer]
+        with enabled():
+            assert in_the_slot() == [user, names]
+        second()
+        second()  # once more: nothing to do
+        assert in_the_slot() == [user, names]
+        third = install(some)
+        first()  # not the one that runs
+        assert in_the_slot() == [user, fewer]
+        if HAS_LISTS:
+            inductor_config.post_grad_custom_pre_pass = [inductor_config.post_grad_custom_pre_pass, late]
+            fourth = install()
+            assert in_the_slot() == [user, late, names]
+            fourth()
+            assert in_the_slot() == [user, late, fewer]
+        third()
+        assert in_the_slot() == [user, late][: 1 + HAS_LISTS]
 
 
 def test_install_appends_and_undoes():

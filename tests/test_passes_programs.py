@@ -28,7 +28,7 @@ def scalars_in_the_graph():
 class Rounds(torch.nn.Module):
     def __init__(self, count: int, **options: Any) -> None:
         super().__init__()
-        self.count, self.round = count, naive_round.make_round(**options)
+        self.count, self.round = count, naive_round.make_round(**options, dtype=torch.float32)
 
     def forward(self):
         return [part for _ in range(self.count) for part in self.round()]
@@ -141,7 +141,7 @@ def work(**options: Any) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PassManager, "__call__", counted)
-        compile_interpreted(naive_round.make_round(**options))[0]()
+        compile_interpreted(naive_round.make_round(**options, dtype=torch.float32))[0]()
     return calls, nodes
 
 

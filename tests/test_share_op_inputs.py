@@ -72,6 +72,22 @@ def test_each_layer_views_the_value():
             assert [user.target for user in node.users] == [FORCE]
 
 
+def test_returned_views_share_memory():
+    """One of them leads to ops, which take a buffer."""
+
+    def fn(x, positions, k_cache, v_cache):
+        angle = positions[:, None] * torch.tensor([1.0, 0.5, 0.25, 0.125])
+        cos, sin, out = angle.cos(), angle.sin(), x[:, :4]
+        paired = cos.view(2, 8)
+        for _ in range(2):
+            out = spec_ops.rope_append_kv(out, x[:, 4:], x[:, :2], paired.view(4, 4), sin, k_cache, v_cache, positions)
+        return out, paired, cos[1:]
+
+    module = check(fn, 2)
+    *_, paired, part = module(*capture(fn, *inputs())[1])
+    assert paired.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+
+
 def test_other_readers_keep_the_value_itself():
     """Fusion with pointwise work must not wait for the buffer."""
     module = check(layers(result=lambda out, cos, sin, slots: out.sum() + cos.sum()), 3)

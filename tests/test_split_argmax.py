@@ -64,6 +64,7 @@ test_the_first_of_equals_and_of_nans.module = rewritten(argmax, torch.zeros(2, V
         (lambda x: x.argmax(0), (VOCAB, 4)),  # not over the last dimension
         (lambda x: x.argmax(), (4, VOCAB)),  # over everything
         (lambda x: x.argmin(-1), (4, VOCAB)),
+        (argmax, ()),  # no dimension
     ],
 )
 def test_near_misses(fn, shape):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -133,6 +134,28 @@ def test_positions_and_lengths_that_ops_take():
     assert result.matches == 2
 
 
+MASKS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "there and back": lambda m, s: (m + s).int().long(),
+    "and more": lambda m, s: m.int().long() + s,
+    "sums that wrap": lambda m, s: (m.int() + s).long(),
+    "wrapped and more": lambda m, s: (m.int() + s).long() + s,
+    "by promotion": lambda m, s: (m.int() + s) + torch.zeros((), dtype=torch.int64).expand(BS, 2),
+    "selected": lambda m, s: torch.where(m > 3, m.int() + s, 0).long(),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_bits_above_the_31st(case):
+    """An integer need not be a length: tree masks use all 64 bits, and int32 sums wrap around."""
+
+    def program(i: Inputs):
+        mask = (i.base.long()[:, None] << torch.tensor([29, 30])) + (1 << 31) - 2
+        return [i.write(MASKS[case](mask, s) >> 29 & 31) for s in (1, 2, 5)]
+
+    _, slots, _ = stacked(program)
+    assert {node.target for node in slots} == {aten.select.int}
+
+
 def test_equal_slots_are_computed_once():
     """Verify and extend of a chain write the same slots; in the graph of an inference they are computed twice."""
     _, slots, result = stacked(lambda i: [i.write(of_requests(i, s + i.base) + 0) for s in (1, 1)])
@@ -226,6 +249,26 @@ TABLES: dict[str, tuple[Callable[[Inputs, torch.Tensor, torch.Tensor], torch.Ten
     "raised": (lambda i, t, p: t.gather(1, (p[:, None] // PAGE).clamp(min=1).long()), False),
     "not floored": (lambda i, t, p: t.gather(1, (p[:, None] & 3).long()), False),
     "before the base": (lambda i, t, p: t.gather(1, ((p - 9).clamp(min=0)[:, None] // PAGE).long()), False),
+    "places before it": (lambda i, t, p: t.gather(1, ((p[:, None] + torch.arange(0, -2, -1)) // PAGE).long()), True),
+    "places before it, ending past": (
+        lambda i, t, p: t.gather(1, ((p[:, None] + 1 + torch.arange(0, -2, -1)) // PAGE).long()),
+        False,
+    ),
+    "odd steps": (lambda i, t, p: t.gather(1, ((p[:, None] - 3 + torch.arange(0, 5, 3)) // PAGE).clamp(min=0).long()), True),
+    "odd steps past it": (
+        lambda i, t, p: t.gather(1, ((p[:, None] + torch.arange(-3, 4, 3)) // PAGE).clamp(min=0).long()),
+        False,
+    ),
+    "clamped places": (lambda i, t, p: t.gather(1, ((p[:, None] - torch.arange(9).clamp(max=1)) // PAGE).long()), True),
+    "rows of another shape": (
+        lambda i, t, p: t.gather(1, (((p - 1)[:, None] + torch.arange(2)) // PAGE).reshape(2, 3).long()),
+        False,
+    ),
+    "three dimensions": (
+        lambda i, t, p: t[torch.arange(BS), (((p - 2)[:, None] + torch.arange(BS)) // PAGE).view(BS, 1, BS).long()],
+        False,
+    ),
+    "limits that are data": (lambda i, t, p: t.gather(1, (p[:, None] // PAGE).clamp(min=i.base.amin() * 0).long()), False),
     "the table twice": (lambda i, t, p: t.gather(1, t.clamp(max=7).long()), False),
 }  # fmt: skip
 
@@ -330,10 +373,9 @@ def test_how_many_kernels_inductor_makes():
     for on in (False, True):
         torch._dynamo.reset()
         k, v = (torch.zeros(BS * WIDTH // PAGE, PAGE, 2, 4) for _ in range(2))
-        compiled = spec_ops.compile(
-            program, passes={"fuse_draft_steps": on}, mode="default", options={"force_disable_caches": True}
-        )
-        _, code = run_and_get_code(compiled, data["table"], data["base"], data["keep"], data["x"], k, v)
+        compiled = spec_ops.compile(program, passes={"fuse_draft_steps": on}, mode="default")
+        with inductor_config.patch(force_disable_caches=True):
+            _, code = run_and_get_code(compiled, data["table"], data["base"], data["keep"], data["x"], k, v)
         found.append(launches(code[0]))
     assert found == [steps, 1]
 

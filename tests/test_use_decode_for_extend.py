@@ -15,9 +15,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spec_ops
+from spec_ops.backends import attention_meta, measured, select_backend
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.passes import PassContext, PassResult, manager
-from spec_ops.passes.graph import arg, attention_calls, set_arg
+from spec_ops.passes.graph import arg, attention_calls, set_arg, value
 from spec_ops.passes.use_decode_for_extend import MAX_CONSTANT_ELEMENTS, Constants, NotConstant, UseDecodeForExtend
 from tests.pass_harness import capture, run_pass, switched_off, targets, texts, using_provider
 
@@ -187,14 +188,37 @@ def test_bound_below_the_lengths():
     assert (result.matches, "max_q_len 3 is less than the 4" in texts(result.refused)) == (0, True)
 
 
+def test_measured_times_count_before_ranks(monkeypatch):
+    """Of two backends that run both steps, the selection takes the one that was faster, whatever its rank."""
+    names = {"first": 2.0, "provider": 1.0}
+    row = measured.Times(90, "mha", "causal", "float32", 2, 8, N, 5, names, names)
+    monkeypatch.setattr(measured, "table", lambda: (row,))
+    with using_provider("first", rank=1), using_provider(rank=5):
+        module, _ = capture(extend(UNIFORM["arange"]), inputs())
+        result = run_pass(UseDecodeForExtend(), module, arch=90)
+        assert result.matches == 1, texts(result.refused)
+        (call,) = attention_calls(module.graph)
+        meta = attention_meta("mha_draft_extend", tuple(fx.node.map_arg(call.args, value)))
+        assert select_backend(meta, 90).backend.name == "provider"
+
+
+def test_backends_whose_package_is_missing_do_not_count():
+    with using_provider(rank=1, kernels=ONLY_EXTEND, requires=("no_such_module", "provider")):
+        module, _ = capture(extend(UNIFORM["arange"]), inputs())
+        assert "ranks after provider" in texts(run_pass(UseDecodeForExtend(), module, arch=90).refused)  # a plan for elsewhere
+        assert run_pass(UseDecodeForExtend(), module).matches == 1
+
+
+ONLY_EXTEND = {"mha_extend": "spec_ops.ops.reference.attention:mha_extend"}
+
+
 def test_kernels_that_are_not_there_or_worse():
-    only_extend = {"mha_extend": "spec_ops.ops.reference.attention:mha_extend"}
     decode = {"mha_draft_extend": "spec_ops.ops.reference.attention:mha_draft_extend"}
-    with using_provider(kernels=only_extend):
+    with using_provider(kernels=ONLY_EXTEND):
         for name, reason in (("provider", "provider has no kernel for mha_draft_extend"), ("auto", "ranks after provider")):
             result = run_pass(UseDecodeForExtend(), capture(extend(UNIFORM["arange"], backend=name), inputs())[0])
             assert (result.matches, reason in texts(result.refused)) == (0, True), texts(result.refused)
-    with using_provider(kernels={**only_extend, **decode}, max_q_len=N - 1):
+    with using_provider(kernels={**ONLY_EXTEND, **decode}, max_q_len=N - 1):
         module, _ = capture(extend(UNIFORM["arange"]), inputs())
         set_arg(next(iter(attention_calls(module.graph))), "backend", "provider")
         result = run_pass(UseDecodeForExtend(), module)

@@ -184,6 +184,78 @@ def test_old_contents_read_afterwards(place):
         check(fx.GraphModule(module, graph), matches, reason)
 
 
+def snapshot(k_cache, v_cache, kept, x, slots):
+    kept.copy_(k_cache)
+    spec_ops.append_kv(k_cache, v_cache, x * 2, x, slots)
+    return x + 1
+
+
+def snapshot_of_a_page(k_cache, v_cache, kept, x, slots):
+    """The copy is a part of what is computed before the append."""
+    kept[1].copy_(v_cache[0])
+    spec_ops.append_kv(k_cache, v_cache, x * 2, x, slots)
+    return x + 1
+
+
+def other_cache_restored(k_cache, v_cache, kept, x, slots):
+    """The base of one cache is at last a copy of what the other held."""
+    held = v_cache.clone()
+    spec_ops.append_kv(k_cache, v_cache, x * 2, x, slots)
+    k_cache.copy_(held)
+    return x + 1
+
+
+def clone_read_later(k_cache, v_cache, kept, x, slots):
+    held = k_cache.clone().view(PAGES, -1)
+    spec_ops.append_kv(k_cache, v_cache, x * 2, x, slots)
+    return x + 1, held * 2
+
+
+def twice_read_later(k_cache, v_cache, kept, x, slots):
+    """No copy: it is computed before the append."""
+    twice = k_cache * 2
+    spec_ops.append_kv(k_cache, v_cache, x * 2, x, slots)
+    return twice + k_cache
+
+
+def snapshot_afterwards(k_cache, v_cache, kept, x, slots):
+    spec_ops.append_kv(k_cache, v_cache, x * 2, x, slots)
+    kept.copy_(k_cache)
+    return x + 1
+
+
+def noops_removed(module: fx.GraphModule) -> None:
+    """As Inductor does after the passes."""
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+    remove_noop_ops(module.graph)
+    module.recompile()
+
+
+@pytest.mark.parametrize(
+    ("fn", "matches"),
+    [(snapshot, 0), (snapshot_of_a_page, 1), (other_cache_restored, 0), (clone_read_later, 0), (twice_read_later, 1),
+     (snapshot_afterwards, 1)],
+)  # fmt: skip
+def test_snapshots_hold_the_old_contents(fn, matches):
+    """Inductor drops their copies after the pass."""
+
+    def make() -> list[torch.Tensor]:
+        return [*one_pool(), _numbers(*CACHE), *rows()]
+
+    traced, want, got = make(), make(), make()
+    module, given = pass_harness.capture(fn, *traced, write_back=True)
+    result = run_pass(WriteInPlace(), module)
+    assert result.matches == matches, texts(result.refused)
+    assert ("what its caches held is read afterwards (" in texts(result.refused)) == (not matches)
+    if matches:
+        noops_removed(module)
+    out = fn(*want)
+    places = [[tensor.data_ptr() for tensor in traced].index(tensor.data_ptr()) for tensor in given]
+    results = module(*(got[place] for place in places))
+    torch.testing.assert_close([*results, *got], [*(out if isinstance(out, tuple) else [out]), *want], rtol=0, atol=0)
+
+
 def test_not_written_back():
     module = capture(compaction, *one_pool(), *rows())
     module.graph.erase_node(next(node for node in module.graph.nodes if node.target is COPY))

@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import fx
 
+from spec_ops.backends.registry import device_arch, missing_backends
 from spec_ops.passes.graph import source_line
 
 
@@ -21,12 +23,13 @@ class Note:
 
 @dataclass
 class PassResult:
-    """Outcome of one pass over one graph: how often it matched, what it did, what it refused and why."""
+    """Outcome of one pass over one graph: how often it matched, what it did, what it refused and why, and what is slow."""
 
     name: str
     matches: int = 0
     done: list[Note] = field(default_factory=list)
     refused: list[Note] = field(default_factory=list)
+    warnings: list[Note] = field(default_factory=list)
 
     def did(self, node: fx.Node, text: str) -> None:
         """Count a rewrite of (or because of) `node`."""
@@ -35,6 +38,9 @@ class PassResult:
 
     def refuse(self, node: fx.Node, reason: str) -> None:
         self.refused.append(Note(reason, source_line(node)))
+
+    def warn(self, node: fx.Node, text: str) -> None:
+        self.warnings.append(Note(text, source_line(node)))
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,13 @@ class PassContext:
     """
 
     arch: int | None = None
+
+    def machine(self, device: torch.device) -> tuple[int | None, frozenset[str]]:
+        """The architecture that calls on `device` are planned for, and the backends that are not installed there.
+
+        A plan for a stated architecture is a plan for a machine with every package; for this one only what is here counts.
+        """
+        return (device_arch(device), missing_backends()) if self.arch is None else (self.arch, frozenset())
 
 
 class GraphPass(ABC):

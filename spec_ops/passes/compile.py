@@ -1,20 +1,62 @@
-"""`spec_ops.compile` and `spec_ops.explain`."""
+"""`spec_ops.compile`."""
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
+from torch._dynamo import OptimizedModule
+from torch._inductor import config as inductor_config
 
-from spec_ops.passes.manager import enabled
-from spec_ops.passes.report import GraphReport
+from spec_ops.passes.manager import SLOT, enabled
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_M = TypeVar("_M", bound=torch.nn.Module)
+
+
+@overload
+def compile(
+    fn: _M,
+    *,
+    passes: Mapping[str, bool] | None = None,
+    mode: str = "reduce-overhead",
+    fullgraph: bool = True,
+    dynamic: bool | None = False,
+    options: Mapping[str, Any] | None = None,
+) -> _M: ...
+
+
+@overload
+def compile(
+    fn: Callable[_P, _R],
+    *,
+    passes: Mapping[str, bool] | None = None,
+    mode: str = "reduce-overhead",
+    fullgraph: bool = True,
+    dynamic: bool | None = False,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[_P, _R]: ...
+
+
+@overload
+def compile(
+    fn: None = None,
+    *,
+    passes: Mapping[str, bool] | None = None,
+    mode: str = "reduce-overhead",
+    fullgraph: bool = True,
+    dynamic: bool | None = False,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 
 
 def compile(
-    fn: Callable,
+    fn: Callable | None = None,
     *,
     passes: Mapping[str, bool] | None = None,
     mode: str = "reduce-overhead",
@@ -22,33 +64,76 @@ def compile(
     dynamic: bool | None = False,
     options: Mapping[str, Any] | None = None,
 ) -> Callable:
-    """`torch.compile` with the graph passes, for this function alone.
+    """`torch.compile` with the graph passes, for this function or module alone; also a decorator, with or without arguments.
 
     Args:
-        fn: function or module.
+        fn: function or module; None returns a decorator.
         passes: pass name to on or off; all are on by default (`spec_ops.passes.pass_names()`).
         mode: as in `torch.compile`; "reduce-overhead" makes CUDA graphs.
         fullgraph, dynamic: as in `torch.compile`.
-        options: further Inductor options.
+        options: further Inductor options. Passes in `post_grad_custom_pre_pass` run before ours.
+
+    Returns:
+        A function; for a module a module as `torch.compile` gives it, with the parameters and attributes of `fn`.
 
     Raises:
-        ValueError: an unknown pass name.
+        ValueError: an unknown pass name, or an option that Inductor does not have.
+        RuntimeError: an unknown mode.
     """
-    with enabled(passes):  # an unknown name raises here, not at the first call
-        pass
-    patches = {**torch._inductor.list_mode_options(mode, dynamic), **(options or {})}
-
-    def backend(graph_module: torch.fx.GraphModule, example_inputs: list) -> Any:
-        from torch._inductor.compile_fx import compile_fx
-
-        with enabled(passes):
-            return compile_fx(graph_module, example_inputs, config_patches=patches)
-
-    return torch.compile(_with_own_code(fn), backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+    if fn is None:
+        return functools.partial(compile, passes=passes, mode=mode, fullgraph=fullgraph, dynamic=dynamic, options=options)
+    if not callable(fn):
+        raise TypeError(f"compile: `fn` must be a function or a module, got {type(fn).__name__}")
+    compiler = _Compiler(_InductorWithPasses(passes, mode, options, dynamic), fullgraph, dynamic)
+    return OptimizedModule(fn, compiler) if isinstance(fn, torch.nn.Module) else compiler(fn)  # type: ignore[arg-type]
 
 
-def _with_own_code(fn: Callable) -> Callable:
-    """`fn` behind a function whose code object is new, and what is compiled for it dies with it.
+class _InductorWithPasses(torch._TorchCompileInductorWrapper):
+    """The backend: Inductor as `torch.compile` calls it (its CUDA graphs are reset by `torch._dynamo.reset()`)."""
+
+    __name__ = "spec_ops"
+    __eq__, __hash__ = object.__eq__, object.__hash__  # equal options do not make it plain Inductor
+
+    def __init__(
+        self, passes: Mapping[str, bool] | None, mode: str, options: Mapping[str, Any] | None, dynamic: bool | None
+    ) -> None:
+        super().__init__(mode, None, dynamic)
+        # Not by its `apply_options`, which refuses settings that are the alias of another (`force_disable_caches`).
+        self.config |= {name.replace("-", "_"): setting for name, setting in (options or {}).items()}
+        for name in self.config:
+            if not _is_setting(name):
+                raise ValueError(f"compile: `options` must name settings of torch._inductor.config, got {name!r}")
+        with enabled(passes):  # an unknown name raises here, not at the first call
+            pass
+        self.passes = passes
+        # As a patch of the compilation it would replace our passes; as the setting around it, ours are added to it.
+        self.slot = {SLOT: self.config.pop(SLOT)} if SLOT in self.config else {}
+
+    def __call__(self, model_: torch.fx.GraphModule, inputs_: list, **patches: Any) -> Any:  # torch 2.13 has `config_patches`
+        with inductor_config.patch(self.slot), enabled(self.passes):
+            return super().__call__(model_, inputs_, **patches)
+
+
+def _is_setting(name: str) -> bool:
+    place: Any = inductor_config
+    for part in name.split("."):
+        place = getattr(place, part, None)
+    return place is not None or name in inductor_config.get_config_copy()
+
+
+class _Compiler:
+    """Compiles functions, each with a code object of its own; what `OptimizedModule` calls to make its `forward`."""
+
+    def __init__(self, backend: Callable, fullgraph: bool, dynamic: bool | None) -> None:
+        self.backend, self.fullgraph, self.dynamic = backend, fullgraph, dynamic
+
+    def __call__(self, fn: Callable) -> Callable:
+        compiled = torch.compile(with_own_code(fn), backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic)
+        return functools.update_wrapper(compiled, fn, updated=())
+
+
+def with_own_code(fn: Callable) -> Callable:
+    """`fn` inside a function whose code object is new, and what is compiled for it dies with it.
 
     Dynamo keeps what it compiled, and counts towards its recompile limit (8), per code object. The rounds of all buckets share
     one `forward`: without this the ninth fails. It never lets go of a code object (`orig_code_map` holds it by what was made of
@@ -62,55 +147,3 @@ def _with_own_code(fn: Callable) -> Callable:
     own = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
     weakref.finalize(own, reset_code, own.__code__).atexit = False
     return own
-
-
-class _PlanReady(Exception):
-    """Stops a compilation once the passes have run."""
-
-
-def explain(
-    fn: Callable, *args: Any, arch: int | str | None = None, passes: Mapping[str, bool] | None = None, **kwargs: Any
-) -> GraphReport:
-    """What the passes make of `fn(*args, **kwargs)`: kernels chosen, rewrites made and refused, syncs left.
-
-    Nothing runs and no code is generated, so a graph can be planned for an architecture that is not there.
-
-    Args:
-        arch: 100 or "sm100" (also "sm_100") plans for that compute capability; None for the tensors' device.
-        passes: as in `compile`.
-
-    Raises:
-        RuntimeError: `fn` calls none of our ops.
-        torch._dynamo.exc.Unsupported: `fn` is not one graph.
-    """
-    reports: list[GraphReport] = []
-    capability = parse_arch(arch)
-
-    def listener(report: GraphReport) -> None:
-        reports.append(report)
-        raise _PlanReady
-
-    def backend(graph_module: torch.fx.GraphModule, example_inputs: list) -> Any:
-        from torch._inductor.compile_fx import compile_fx
-
-        with enabled(passes, arch=capability, listener=listener):
-            return compile_fx(graph_module, example_inputs, config_patches={})
-
-    try:
-        torch.compile(_with_own_code(fn), backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
-    except Exception:  # Dynamo wraps what the listener raises
-        if not reports:
-            raise
-    if not reports:
-        raise RuntimeError("explain: the function calls none of the spec_ops operators")
-    return reports[0]
-
-
-def parse_arch(arch: int | str | None) -> int | None:
-    """100, "100", "sm100" or "sm_100" to 100."""
-    if arch is None or isinstance(arch, int):
-        return arch
-    digits = arch.lower().removeprefix("sm").removeprefix("_").rstrip("af")
-    if not digits.isdigit():
-        raise ValueError(f"explain: `arch` must be like 100 or 'sm100', got {arch!r}")
-    return int(digits)

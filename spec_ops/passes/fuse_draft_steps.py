@@ -21,7 +21,7 @@ their lengths differ by constants (`lengths.py`).
 * Page tables. An attention call never reads a table past its own `seq_lens`, so the table for the largest offset serves every
   attention call whose `seq_lens` provably lies within the length its own table was built for, and every gather of the pages of
   positions within it (`table_reads.py`). Past that length the old table held zeros and the new one does not, so a table with
-  any other reader stays.
+  any other reader stays. What a gather may read of an empty row is multiplied by 0 there.
 * kv-indices. One launch computes the steps up to the last live one. With top-k 1 the layout does not depend on `num_steps`, so
   calls that differ in it fuse too.
 * Lengths, slots, positions: every integer tensor that an op of ours takes (`stacking.py`). Positions that only feed RoPE need
@@ -43,18 +43,25 @@ import torch
 from torch import fx
 
 from spec_ops.ops.kv_indices import draft_kv_indices_op, draft_kv_indices_steps_op, page_table_op
+from spec_ops.passes.analysis.storage import is_returned, is_view
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, INDEX_OPS, arg, call_like, calls, insert, op_of
-from spec_ops.passes.lengths import Length, Values, materialize
+from spec_ops.passes.graph import (
+    ATTENTION_OPS,
+    AUTO_FUNCTIONALIZED,
+    INDEX_OPS,
+    arg,
+    call_like,
+    calls,
+    has_arg,
+    insert,
+    op_of,
+    value,
+)
+from spec_ops.passes.lengths import Length, Values, as_dtype, materialize
 from spec_ops.passes.stacking import Stacking
-from spec_ops.passes.table_reads import reads_live_pages
+from spec_ops.passes.table_reads import Read, Table, read_of
 
 aten = torch.ops.aten
-
-
-class _Call(NamedTuple):
-    node: fx.Node
-    length: Length
 
 
 class _Input(NamedTuple):
@@ -85,12 +92,12 @@ class _Rewrite:
     result: PassResult
 
     def length(self, call: fx.Node) -> Length:
-        return self.values.canonical(arg(call, "seq_lens"))
+        return self.values.length(arg(call, "seq_lens"))
 
     def source(self, call: fx.Node) -> tuple[Hashable, ...]:
         """What an index call reads besides its lengths."""
         requests = arg(call, "req_pool_indices")
-        return self.values.leader(arg(call, "req_to_token")), self.values.canonical(requests)
+        return self.values.leader(arg(call, "req_to_token")), self.values.length(requests)
 
     def numbers(self, call: fx.Node, *names: str) -> tuple[Hashable, ...]:
         return tuple(self.values.key(arg(call, name)) for name in names)
@@ -119,18 +126,18 @@ class _Rewrite:
             self.graph.erase_node(call)
 
     def fuse_tables(self) -> None:
-        groups: dict[Hashable, list[_Call]] = defaultdict(list)
+        groups: dict[Hashable, list[Table]] = defaultdict(list)
         for call in calls(self.graph, page_table_op):
-            length = self.length(call)
-            if length.base is not None and call.users:
-                key = (self.source(call), length.base, self.numbers(call, "page_size", "max_pages"))
-                groups[key].append(_Call(call, length))
+            table = Table(call, self.length(call), arg(call, "page_size"))
+            if table.length.base is not None and call.users:
+                key = (self.source(call), table.length.base, table.page_size, self.numbers(call, "max_pages"))
+                groups[key].append(table)
         for tables in groups.values():
             longest: dict[fx.Node | None, Length] = {}
-            for _, length in tables:
-                best = longest.setdefault(length.keep, length)
-                longest[length.keep] = max(best, length, key=lambda v: v.offset)
-            served: dict[Length, list[_Call]] = defaultdict(list)
+            for table in tables:
+                best = longest.setdefault(table.length.keep, table.length)
+                longest[table.length.keep] = max(best, table.length, key=lambda v: v.offset)
+            served: dict[Length, list[Table]] = defaultdict(list)
             for table in tables:
                 own, unmasked = longest[table.length.keep], longest.get(None)
                 # A table without a mask holds the entries of masked ones too.
@@ -138,39 +145,59 @@ class _Rewrite:
             for length, members in served.items():
                 self._share_table(length, members)
 
-    def _share_table(self, length: Length, tables: list[_Call]) -> None:
-        moved = [node for node, own in tables if own != length and self._may_be_longer(node, own, length)]
+    def _share_table(self, length: Length, tables: list[Table]) -> None:
+        found = {table.node: self._reads(table, length) for table in tables if table.length != length}
+        moved = {node: reads for node, reads in found.items() if reads is not None}
         if not moved:
             return
-        shared = next(node for node, own in tables if own == length)
-        anchor = next(node for node, _ in tables if node is shared or node in moved)
+        shared = next(table.node for table in tables if table.length == length)
+        anchor = next(table.node for table in tables if table.node is shared or table.node in moved)
         if shared is not anchor:
             shared = self._hoist_table(shared, length, anchor)
-        for node in moved:
+        for node, reads in moved.items():
             self.result.did(node, f"page_table: the table for {length} serves its readers")
+            for reader, read in reads.items():
+                if read.may_be_empty:
+                    self._zero_empty_rows(reader, arg(node, "seq_lens"))
             node.replace_all_uses_with(shared)
             self.graph.erase_node(node)
 
-    def _may_be_longer(self, table: fx.Node, own: Length, length: Length) -> bool:
-        """Whether all readers of `table`, built for `own`, see the same in one built for `length`."""
-        for user in table.users:
-            if (why := self._why_not_longer(user, table, own, length)) is not None:
-                self.result.refuse(table, f"page_table: stays: {why}")
-                return False
-        return True
+    def _reads(self, table: Table, length: Length) -> dict[fx.Node, Read] | None:
+        """How each reader of `table` reads it, if all of them see the same in one built for `length`; else None."""
+        found: dict[fx.Node, Read] = {}
+        for user in table.node.users:
+            read = self._read(user, table, length)
+            if isinstance(read, str):
+                self.result.refuse(table.node, f"page_table: stays: {read}")
+                return None
+            found[user] = read
+        return found
 
-    def _why_not_longer(self, user: fx.Node, table: fx.Node, own: Length, length: Length) -> str | None:
+    def _read(self, user: fx.Node, table: Table, length: Length) -> Read | str:
+        """How `user` reads `table`, or why it may not be given one built for `length`."""
         if user.target in (aten.gather.default, aten.index.Tensor):
             # Where the mask is false both tables are empty, if it is the same mask.
-            if length.keep is own.keep and reads_live_pages(user, table, own, self.values):
-                return None
-            return f"{user.name} gathers from it, not provably within {own}"
+            read = read_of(user, table, length, self.values) if length.keep is table.length.keep else None
+            return f"{user.name} gathers from it, not provably within {table.length}" if read is None else read
         inputs = [*user.args, *user.kwargs.values()]
-        if user.target not in ATTENTION_OPS or arg(user, "block_tables") is not table or inputs.count(table) != 1:
+        if user.target not in ATTENTION_OPS or arg(user, "block_tables") is not table.node or inputs.count(table.node) != 1:
             return "it is returned" if _is_returned(user) else f"{user.name} reads it, not as block_tables alone"
-        if not (seq_lens := self.length(user)).within(own):
-            return f"{ATTENTION_OPS[user.target]} attends {seq_lens}, not provably within {own}"
-        return None
+        op = ATTENTION_OPS[user.target]
+        if not (seq_lens := self.length(user)).within(table.length):
+            return f"{op} attends {seq_lens}, not provably within {table.length}"
+        if (tokens := _cache_page_size(user)) is None or tokens < table.page_size:
+            return f"{op} reads an entry for each {tokens} tokens, and the table has one for each {table.page_size}"
+        return Read(may_be_empty=False)
+
+    def _zero_empty_rows(self, read: fx.Node, seq_lens: fx.Node) -> None:
+        """Multiply what `read` took of a table by 0 for requests whose length is 0."""
+        dtype, rank = value(read).dtype, value(read).dim()
+        live = insert(self.graph, read.next, aten.gt.Scalar, (seq_lens, 0), source=read)
+        if rank > 1:
+            live = insert(self.graph, live.next, aten.reshape.default, (live, [-1] + [1] * (rank - 1)), source=read)
+        live = as_dtype(self.graph, live.next, live, dtype)
+        product = insert(self.graph, live.next, aten.mul.Tensor, (read, live), source=read)
+        read.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
 
     def _hoist_table(self, table: fx.Node, length: Length, anchor: fx.Node) -> fx.Node:
         """The same call at `anchor`, an earlier one of the same table and requests."""
@@ -187,7 +214,7 @@ class _Rewrite:
             topk = arg(call, "topk")
             layout = (topk,) if topk == 1 else (topk, *self.numbers(call, "num_steps", "page_size"))
             key = (self.source(call), self.length(call), layout, self.numbers(call, "capacity"))
-            if any(_is_returned(user) for user in call.users):
+            if is_returned(call):
                 self.result.refuse(call, "draft_kv_indices: keeps its own call: it is returned")
             elif call.users and all(user.target is operator.getitem for user in call.users):
                 groups[key].append(call)
@@ -248,8 +275,15 @@ def _tensor_inputs(call: fx.Node) -> list[tuple[str, fx.Node]]:
     return [(name, node) for node, name in found.items()]
 
 
-def _is_returned(node: fx.Node) -> bool:
-    """Whether `node` is the graph's output, or an output of a call that is."""
-    if node.op == "output":
+def _cache_page_size(call: fx.Node) -> int | None:
+    """Tokens of a page of the cache that an attention call reads; None if that is not static."""
+    size = value(arg(call, "k_cache" if has_arg(call, "k_cache") else "kv_cache")).shape[1]
+    return size if isinstance(size, int) else None
+
+
+def _is_returned(user: fx.Node) -> bool:
+    """Whether the graph returns `user` itself, what it takes out of a call, a view that it is, or what it writes to a base."""
+    if user.op == "output":
         return True
-    return node.target is operator.getitem and any(user.op == "output" for user in node.users)
+    shares = is_view(user) or user.target in (operator.getitem, AUTO_FUNCTIONALIZED)
+    return shares and is_returned(user)

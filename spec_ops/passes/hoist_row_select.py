@@ -18,19 +18,20 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from spec_ops.backends import BackendError, attention_meta, select_backend
-from spec_ops.backends.registry import device_arch
+from spec_ops.backends.registry import known_while_compiling
+from spec_ops.passes.analysis.replacement import escapes, in_place_of
+from spec_ops.passes.analysis.storage import base_of, is_view, storage_of
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.graph import ATTENTION_OPS, arg, call_like, insert, source_line, value
 from spec_ops.passes.lengths import Values
 from spec_ops.passes.rows import (
-    RESHAPES,
     SEVERAL_RESULTS,
     Axis,
     Demand,
@@ -45,7 +46,6 @@ from spec_ops.passes.rows import (
 from spec_ops.passes.selections import Selection, selection_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_VIEWS = RESHAPES | {aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.transpose.int}
 _LAST_MASK_BIT = 62  # of a positive int64: a row that sees all of 64 positions is -1
 
 
@@ -131,17 +131,21 @@ class _Hoist:
     def run(self) -> bool:
         """Whether anything was rewritten."""
         region = self._region()
-        parts = self._parts(region)
-        for selections, plans in parts:
+        rewritten: list[Selection] = []
+        for selections, plans in self._parts(region):
             products = [node for node in plans if region.plans[node].product]
             if not products:
                 self._refuse(selections, region, plans)
                 continue
-            text = self._describe(products, region)
-            for selection in selections:
-                if selection.source in region.plans:
-                    self._replace(selection, region)
-            self.result.did(selections[0].node, text)
+            hoisted = [selection for selection in selections if selection.source in region.plans]
+            if (why := share_memory(hoisted)) is not None:
+                self.result.refuse(selections[0].node, f"rows {selections[0]}: {why}")
+                continue
+            rewritten += hoisted
+            self.result.did(selections[0].node, self._describe(products, region))
+        # What one selection builds, others read, also those of other parts.
+        for selection in sorted(rewritten, key=lambda selection: self.order[selection.node]):
+            self._replace(selection, region)
         if self.built:
             self.graph.eliminate_dead_code()
         return bool(self.built)
@@ -151,6 +155,7 @@ class _Hoist:
         shape = list(value(selection.node).shape)
         if list(value(rows).shape) != shape:
             rows = insert(self.graph, selection.node, aten.reshape.default, (rows, shape))
+        rows = in_place_of(selection.node, rows)
         selection.node.replace_all_uses_with(rows)
         self.replaced[selection.node] = rows
 
@@ -176,7 +181,8 @@ class _Hoist:
             parts = [part for part in parts if not part[1] & nodes]
             together = [s for part in joined for s in part[0]]
             parts.append(([*together, selection], rebuilt.union(*(part[1] for part in joined))))
-        return [(selections, nodes & region.plans.keys()) for selections, nodes in parts]
+        in_order = [(sorted(part[0], key=lambda s: self.order[s.node]), part[1] & region.plans.keys()) for part in parts]
+        return sorted(in_order, key=lambda part: self.order[part[0][0].node])
 
     def _region(self) -> Region:
         """The nodes whose selected rows are all that is read of them."""
@@ -242,28 +248,31 @@ class _Hoist:
             raise NotRowwiseError("the index is not one of this attention call's requests")
         last = min(self.order[root] for root in self.roots if reaches(node, root, self.order))
         for cache in (arg(node, name) for name in ("k_cache", "v_cache", "kv_cache") if _has(node, name)):
-            base = cache
-            while base.target in _VIEWS:
-                base = base.args[0]
-            for reader in _readers(base):
+            for reader in _readers(base_of(cache)):
                 if self.order[node] < self.order[reader] < last and reader.op == "call_function":
                     raise NotRowwiseError(
                         f"{ATTENTION_OPS[node.target]}: {reader.name} takes the cache between this call and the selection; "
                         "moving the call would copy the cache"
                     )
-        if arg(node, "tree_mask") is None and self._needs_mask():
-            if self.space.length > _LAST_MASK_BIT + 2:
-                raise NotRowwiseError(
-                    f"{ATTENTION_OPS[node.target]}: {self.space.length} causal queries do not fit a tree mask"
-                )
-            names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-            given = {name: value(arg(node, name)) for name in names}
-            facts = tuple({**given, "tree_mask": given["q"]}.values())  # whether there is a mask is all that is asked
-            arch = self.context.arch if self.context.arch is not None else device_arch(given["q"].device)
-            try:
-                select_backend(attention_meta(ATTENTION_OPS[node.target], facts), arch, given["backend"])
-            except BackendError as error:
-                raise NotRowwiseError(f"several rows of a causal call need a tree mask: {error}") from None
+        if arg(node, "tree_mask") is None and self._needs_mask() and self.space.length > _LAST_MASK_BIT + 2:
+            raise NotRowwiseError(f"{ATTENTION_OPS[node.target]}: {self.space.length} causal queries do not fit a tree mask")
+        self._check_backend(node)
+
+    def _check_backend(self, node: fx.Node) -> None:
+        """Fewer queries, or a mask, are another call, which the backend of this one may not support."""
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        given = {name: value(arg(node, name)) for name in names}
+        arch, missing = self.context.machine(given["q"].device)
+        fewer = replace(attention_meta(ATTENTION_OPS[node.target], tuple(given.values())), q_len=self.space.wanted)
+        meta = known_while_compiling(fewer)
+        if isinstance(meta, str):
+            raise NotRowwiseError(f"{ATTENTION_OPS[node.target]}: {meta}")
+        masked = meta.tree_mask or self._needs_mask()
+        try:
+            select_backend(replace(meta, tree_mask=masked), arch, given["backend"], missing)
+        except BackendError as error:
+            why = "several rows of a causal call need a tree mask: " if masked and not meta.tree_mask else ""
+            raise NotRowwiseError(f"{why}{error}") from None
 
     def _needs_mask(self) -> bool:
         """Whether the selected queries are not a causal block: several rows at places known only at run time."""
@@ -427,15 +436,21 @@ def _has(node: fx.Node, name: str) -> bool:
     return any(argument.name == name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
 
 
+def share_memory(selections: list[Selection]) -> str | None:
+    """Why what replaces selections would have memory of its own where they share some; None if it would not."""
+    memory = [storage_of(s.node, written=True) for s in selections if is_view(s.node) and escapes(s.node)]
+    return "several views of the rows are returned, and share memory" if len(set(memory)) < len(memory) else None
+
+
 def _through_views(node: fx.Node) -> Iterator[fx.Node]:
     """`node`, or what reads it if it is a view."""
-    return itertools.chain.from_iterable(map(_through_views, node.users)) if node.target in _VIEWS else iter([node])
+    return itertools.chain.from_iterable(map(_through_views, node.users)) if is_view(node) else iter([node])
 
 
 def _readers(base: fx.Node) -> Iterator[fx.Node]:
     """Nodes that may write what `base` holds: those that take it, other than attention calls and element reads of a tuple."""
     for user in base.users:
-        if user.target in _VIEWS:
+        if is_view(user):
             yield from _readers(user)
         elif user.target not in ATTENTION_OPS and user.target is not operator.getitem:
             yield user

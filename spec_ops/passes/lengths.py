@@ -7,7 +7,8 @@ Seen through: adding and subtracting integer constants (Python numbers, `full`),
 views that keep the elements and their order, and `where(mask, x, 0)`. Everything else ends the walk and is itself a base, so
 two lengths compare only if they are provably the same tensor plus constants.
 
-Assumed: lengths fit in int32 (an attention op's are int32, and no table is wider), so widening a narrowed one loses nothing.
+Integers wrap around, so a form holds modulo the dtype of its node, and narrowing the base before the addition changes nothing.
+Widening a sum does: `canonical` ends there. `length` goes on, since no length comes near 2 ** 31, where the ops check it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from spec_ops.passes.analysis.ranges import bounds, fits, static_shape
 from spec_ops.passes.graph import arg, insert, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -46,18 +48,24 @@ _FULL = {aten.full.default: "fill_value", aten.full_like.default: "fill_value", 
 
 @dataclass(frozen=True)
 class Length:
-    """`base + offset` where `keep`, else 0 (`keep` None: everywhere). `base` None: the constant `offset` itself."""
+    """`base + offset` where `keep`, else 0 (`keep` None: everywhere).
+
+    `base` None: the constant `offset` itself, in a tensor of `shape` (None for the others, which have their base's elements).
+    """
 
     base: fx.Node | None
     offset: int
     keep: fx.Node | None = None
+    shape: tuple[int, ...] | None = None
 
     def comparable(self, other: Length) -> bool:
-        return self.base is other.base and self.keep is other.keep
+        return (self.base, self.keep, self.shape) == (other.base, other.keep, other.shape)
 
     def within(self, other: Length) -> bool:
-        """Provably `max(self, 0) <= max(other, 0)` in every element."""
-        return self.base is other.base and self.offset <= other.offset and other.keep in (None, self.keep)
+        """Provably `self <= other` in every element, if both are lengths that an op may be given."""
+        if (self.base, self.shape) != (other.base, other.shape) or other.keep not in (None, self.keep):
+            return False
+        return 0 <= other.offset - self.offset < 2**31
 
     def __str__(self) -> str:
         text = f"{self.base.name}{self.offset:+d}" if self.base is not None else str(self.offset)
@@ -96,14 +104,26 @@ class Values:
         return (type(argument), argument)
 
     def canonical(self, node: fx.Node) -> Length:
-        """The length that `node` is; at worst itself plus 0."""
-        offset, keep = 0, None
+        """What `node` is, to the last bit: `base + constant` in its own dtype; at worst itself plus 0."""
+        return self._walk(node, widened=False)
+
+    def length(self, node: fx.Node) -> Length:
+        """What `node` is if it is a number of tokens, a position or a row: small wherever it is used."""
+        return self._walk(node, widened=True)
+
+    def _walk(self, node: fx.Node, widened: bool) -> Length:
+        """`widened`: see through a widening, of which there is one at most: below a narrowing, all holds modulo 2 ** 32."""
+        if not _is_integer_tensor(node):
+            return Length(self.leader(node), 0)
+        dtype, whole = value(node).dtype, static_shape(node)
+        before: Length | None = None  # the form that ends where int32 elements are widened, and the offset of what is widened
+        base: fx.Node | None
+        offset, keep, shape, outside = 0, None, None, 0
         while True:
-            node = self.leader(node)
-            if not _is_integer_tensor(node):
+            base = node = self.leader(node)
+            if whole is not None and (number := constant(node)) is not None:
+                base, offset, shape = None, offset + number, whole
                 break
-            if (number := constant(node)) is not None:
-                return Length(None, offset + number, keep)
             step = _strip(node)
             if step is None:
                 break
@@ -115,9 +135,16 @@ class Values:
                 # where(m, x, 0) + 1 is not where(m, x + 1, 0), unless an outer where already selects by the same m.
                 if mask is None or (mask is not keep and (keep is not None or offset != 0)):
                     break
-                keep = mask
-            node, offset = inner, offset + added
-        return Length(node, offset, keep)
+            if dtype is torch.int64 and value(inner).dtype is torch.int32 and before is None:
+                if not widened:
+                    break
+                before, outside = Length(node, offset, keep), offset + added
+            node, offset, keep = inner, offset + added, mask or keep
+        if before is not None and (base is None or value(base).dtype is not torch.int32):
+            low, high = (0, 0) if base is None else bounds(base)
+            if not fits((low + offset - outside, high + offset - outside), torch.int32):
+                return before  # bits above the 31st are lost where it is narrowed
+        return Length(base, _wrap(offset, dtype), keep, shape)
 
     def _mask(self, mask: fx.Node, node: fx.Node) -> fx.Node | None:
         """`mask` without views, if it holds one flag for each element of `node`, or a single one."""
@@ -133,9 +160,10 @@ class Values:
         return mask
 
 
-def canonical(node: fx.Node) -> Length:
-    """`Values(node.graph).canonical(node)`, for a single question."""
-    return Values(node.graph).canonical(node)
+def _wrap(number: int, dtype: torch.dtype) -> int:
+    """What an integer tensor of `dtype` holds for `number`."""
+    half = 2 ** (torch.iinfo(dtype).bits - 1)
+    return (number + half) % (2 * half) - half
 
 
 def constant(node: Any) -> int | None:
@@ -148,7 +176,8 @@ def constant(node: Any) -> int | None:
         fill = arg(node, _FULL[node.target])
         return fill if isinstance(fill, int) and not isinstance(fill, bool) else None
     if node.target in _CONVERT | _COPY | _VIEW:
-        return constant(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+        inner = constant(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+        return None if inner is None else _wrap(inner, value(node).dtype)
     return None
 
 

@@ -1,10 +1,12 @@
 """Runs the passes inside Inductor: order, switches, counters, cache key.
 
 Inductor calls `PassManager` on every post-grad graph (`post_grad_custom_pre_pass`). Whatever the user installed there runs
-first and stays. Where our passes run, Inductor does not pad the sizes of matrix products (`shape_padding`): it would decide
-before us by timing each product, also the memory-bound ones of a round on GPUs that its table of peak rates lacks (H200; before
-torch 2.15 B200), whose peak it then takes for a thousandth. Compilations side by side decide differently, and padded products
-are no longer recognized: a round of 289 kernels became one of 350 (`docs/decisions.md`).
+first and stays; of ours there is one.
+
+Where our passes run, Inductor does not pad the sizes of matrix products (`shape_padding`): it would decide before us by timing
+each product, also the memory-bound ones of a round on GPUs that its table of peak rates lacks (H200; before torch 2.15 B200),
+whose peak it then takes for a thousandth. Compilations side by side decide differently, and padded products are no longer
+recognized: a round of 289 kernels became one of 350 (`docs/decisions.md`).
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from typing import Any
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from spec_ops.backends.registry import declarations
+from spec_ops.passes.analysis.outputs import Watch
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.elide_host_syncs import ElideHostSyncs
 from spec_ops.passes.elide_unread_inputs import ElideUnreadInputs
@@ -40,6 +44,8 @@ from spec_ops.passes.whole_concatenations import WholeConcatenations
 from spec_ops.passes.write_in_place import WriteInPlace, refuse_misplaced_views
 
 logger = logging.getLogger("spec_ops.passes")
+
+SLOT = "post_grad_custom_pre_pass"
 
 # The order matters: a ragged extend becomes a draft extend before kernels are chosen, inputs are dropped by what the chosen
 # kernel reads, fusion sees only what is still needed, and rows are selected when no index input ties an attention call to all
@@ -87,19 +93,22 @@ class PassManager(CustomGraphPass):
         self.passes = tuple(p for p in PASSES if switches.get(p.name, True))
         self.context = PassContext(arch)
         self.listener = listener
-        ours = [part for part in _installed() if isinstance(part, PassManager)]
-        # Inductor's setting without our passes, for whoever takes the last of them out.
-        self.shape_padding: bool = ours[0].shape_padding if ours else inductor_config.shape_padding
+        # What was installed when this one took its place, and Inductor's setting without any of ours.
+        self.below = next((part for part in _installed() if isinstance(part, PassManager)), None)
+        self.shape_padding: bool = self.below.shape_padding if self.below else inductor_config.shape_padding
+        self.uninstalled = False
 
     def __call__(self, graph: fx.Graph) -> None:
         if not any(op_of(node) for node in graph.nodes):
             return
         refuse_misplaced_views(graph)
         report = GraphReport(before=count_nodes(graph))
+        watch = Watch(graph)
         for graph_pass in self.passes:
             result = PassResult(graph_pass.name)
             graph_pass.run(graph, self.context, result)
             graph.eliminate_dead_code()
+            watch.check(result)
             counters["inductor"][f"spec_ops_{graph_pass.name}"] += result.matches
             for note in result.refused:
                 logger.debug("%s refused at %s: %s", graph_pass.name, note.where, note.text)
@@ -128,15 +137,19 @@ def _sources_hash() -> str:
     return digest.hexdigest()
 
 
-class _Chain(CustomGraphPass):
+# Passes that are told whether the graph is one of inference; a torch that has none calls every pass with the graph alone.
+_InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+
+
+class _Chain(_InferenceAware):
     """Several passes in one slot, for torch releases whose slot holds one."""
 
     def __init__(self, parts: list[Any]) -> None:
         self.parts = parts
 
-    def __call__(self, graph: fx.Graph) -> None:
+    def __call__(self, graph: fx.Graph, **told: bool) -> None:
         for part in self.parts:
-            part(graph)
+            part(graph, **told) if isinstance(part, _InferenceAware) else part(graph)
 
     def uuid(self) -> Any | None:
         ids = [part.uuid() if isinstance(part, CustomGraphPass) else None for part in self.parts]
@@ -144,16 +157,18 @@ class _Chain(CustomGraphPass):
         return None if None in ids else tuple(ids)
 
 
-def _installed() -> list[Any]:
-    slot = inductor_config.post_grad_custom_pre_pass
+def _installed(slot: Any = None) -> list[Any]:
+    """The passes in `slot`, by default Inductor's, which holds None, one, or a list (torch 2.13)."""
+    slot = getattr(inductor_config, SLOT) if slot is None else slot
     if slot is None:
         return []
-    if isinstance(slot, _Chain):
-        return list(slot.parts)
-    return list(slot) if isinstance(slot, (list, tuple)) else [slot]
+    parts = slot.parts if isinstance(slot, _Chain) else slot
+    return [p for part in parts for p in _installed(part)] if isinstance(parts, (list, tuple)) else [parts]
 
 
-def _slot(parts: list[Any]) -> Any:
+def _slot(manager: PassManager | None) -> Any:
+    """What the slot holds with `manager` as the last of its passes, and no other of ours; None: with none of ours."""
+    parts = [part for part in _installed() if not isinstance(part, PassManager)] + ([manager] if manager else [])
     return None if not parts else parts[0] if len(parts) == 1 else _Chain(parts)
 
 
@@ -167,8 +182,7 @@ def enabled(
     """Run our passes, after those the user installed, in every graph that Inductor compiles inside the block."""
     _assemble_as_inductor_does()
     manager = PassManager(switches, arch, listener)
-    others = [part for part in _installed() if not isinstance(part, PassManager)]
-    with inductor_config.patch(post_grad_custom_pre_pass=_slot([*others, manager]), shape_padding=False):
+    with inductor_config.patch({SLOT: _slot(manager), "shape_padding": False}):
         yield manager
 
 
@@ -176,17 +190,23 @@ def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
     """Run our passes in every later Inductor compilation of this process; returns the function that undoes it.
 
     Plain `torch.compile(model, mode="reduce-overhead")` then has them. Passes that the user installed stay, before ours; a pass
-    added to the slot afterwards stays too, also when ours is taken out. Inductor's `shape_padding` is off meanwhile.
+    added to the slot afterwards stays too, also when ours is taken out. Inductor's `shape_padding` is off meanwhile. Installed
+    twice they run once, with the later switches until those are undone.
     """
     _assemble_as_inductor_does()
     manager = PassManager(switches)
+    inductor_config.post_grad_custom_pre_pass = _slot(manager)
     inductor_config.shape_padding = False
-    inductor_config.post_grad_custom_pre_pass = _slot([*_installed(), manager])
 
     def uninstall() -> None:
-        found = manager in _installed()
-        inductor_config.post_grad_custom_pre_pass = _slot([part for part in _installed() if part is not manager])
-        if found and not any(isinstance(part, PassManager) for part in _installed()):
+        manager.uninstalled = True
+        if manager not in _installed():
+            return
+        below = manager.below
+        while below is not None and below.uninstalled:
+            below = below.below
+        inductor_config.post_grad_custom_pre_pass = _slot(below)
+        if below is None:
             inductor_config.shape_padding = manager.shape_padding
 
     return uninstall

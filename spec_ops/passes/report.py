@@ -50,7 +50,7 @@ def count_nodes(graph: fx.Graph) -> dict[str, int]:
 
     * metadata launches: page tables and kv-indices, and integer tensors that only describe where keys lie (lengths, slots) and
       are computed for an op of ours; each is a kernel of its own unless it finds one to ride on. Rows of one tensor count once.
-    * LM-head rows in extend: rows of matrix products that choose tokens after an extend.
+    * LM-head rows in extend: rows of matrix products that choose tokens after an extend, in the example that was traced.
     * CUDA graphs: runs of work between what cannot be recorded, in the order of the graph; Inductor may reorder to fewer.
     """
     found: Counter[str] = Counter(dict.fromkeys(SUMMARY, 0))
@@ -108,8 +108,13 @@ def _head_rows(graph: fx.Graph) -> int:
         if node.target in ATTENTION_OPS:
             last[node] = (place, ATTENTION_OPS[node.target])
         elif is_product(node) and node in chooses and last[node][1].endswith("_extend"):
-            rows += math.prod(value(node).shape[:-1])
+            rows += math.prod(map(_example, value(node).shape[:-1]))
     return rows
+
+
+def _example(size: int | torch.SymInt) -> int:
+    """A dynamic size as it is in the example that is traced, without a guard; 1 where only the device knows it."""
+    return size if isinstance(size, int) else size.node.hint or 1
 
 
 def cuda_graphs(graph: fx.Graph) -> int:
@@ -140,6 +145,10 @@ class GraphReport:
         """The selections, in call order."""
         return [note.text for result in self.results if result.name == "select_backends" for note in result.done]
 
+    def warnings(self) -> list[str]:
+        """What is slow and need not be, each once: calls without a kernel on a GPU."""
+        return list(dict.fromkeys(note.text for result in self.results for note in result.warnings))
+
     def host_plan_cost(self) -> str | None:
         """What calls that plan on the host cost; None if there are none."""
         if not (calls := self.after.get(HOST_PLANNED, 0)):
@@ -153,6 +162,7 @@ class GraphReport:
         lines = [f"{'':28s} {'before':>8s} {'after':>8s}"]
         lines += [f"{name:28s} {before:8d} {after:8d}" for name, before, after in counts]
         lines += [cost] if (cost := self.host_plan_cost()) else []
+        lines += [f"warning: {text}" for text in self.warnings()]
         for result in self.results:
             lines.append(f"{result.name}: {result.matches}")
             for verb, notes in (("", result.done), ("refused: ", result.refused)):

@@ -3,7 +3,8 @@
     mha_target_verify(q, ..., backend="auto")   ->   mha_target_verify(q, ..., backend="reference")
 
 Selection is `backends.select_backend` on the call's fake tensors, for the tensors' device or a stated architecture. A call
-that no backend can run is left as it is: it raises at run time, with the reasons, which also stand in the report.
+that no backend can run is left as it is: it raises at run time, with the reasons, which also stand in the report. So is one
+whose sizes are dynamic: its kernel is chosen when it runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 
 from spec_ops.backends import BackendError, attention_meta, select_backend
-from spec_ops.backends.registry import device_arch, missing_backends
+from spec_ops.backends.registry import known_while_compiling, warn_once, without_kernel
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.graph import ATTENTION_OPS, arg, attention_calls, set_arg, value
@@ -27,20 +28,22 @@ class SelectBackends(GraphPass):
             if any(isinstance(n, fx.Node) and value(n) is None for n in node.all_input_nodes):
                 result.refuse(node, f"{op}: an input has no fake value to select by")
                 continue
-            meta = attention_meta(op, tuple(fx.node.map_arg(node.args, value)))
+            meta = known_while_compiling(attention_meta(op, tuple(fx.node.map_arg(node.args, value))))
+            if isinstance(meta, str):
+                result.refuse(node, f"{op}: {meta}")
+                continue
             q = value(arg(node, "q"))
             assert isinstance(q, torch.Tensor)
-            # A plan for a stated architecture is a plan for a machine with every package; for this one only what is here
-            # counts.
-            planned = context.arch is not None
-            arch = context.arch if planned else device_arch(q.device)
-            missing = frozenset() if planned else missing_backends()
-            name = arg(node, "backend")
+            arch, missing = context.machine(q.device)
             try:
-                selection = select_backend(meta, arch, name, missing)
+                selection = select_backend(meta, arch, name := arg(node, "backend"), missing)
             except BackendError as error:
                 result.refuse(node, str(error))
                 continue
+            if text := without_kernel(meta, arch, name, selection):
+                result.warn(node, text)
+                if context.arch is None:  # not a plan for elsewhere
+                    warn_once(meta, arch, text)
             candidates = ((other, why) for other, why in selection.reasons.items() if not why.startswith("has no kernel"))
             others = "; ".join(f"{other} {why}" for other, why in candidates)
             set_arg(node, "backend", selection.backend.name)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from spec_ops.passes.graph import arg, insert, value
-from spec_ops.passes.lengths import Values
+from spec_ops.passes.lengths import INTEGERS, Values
 from spec_ops.passes.rows import RESHAPES, Axis, Layout, NotRowwiseError, RowSpace, is_pointwise, shape_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -240,6 +240,8 @@ def iota(node: fx.Node) -> tuple[int, int] | None:
     count, scale = math.prod(shape_of(node)), 1
     current: Any = node
     while isinstance(current, fx.Node) and current.op == "call_function" and math.prod(shape_of(current)) == count:
+        if value(current).dtype not in INTEGERS:  # a narrower one wraps around
+            break
         args: tuple[Any, ...] = current.args
         if current.target in _COPIES or current.target in RESHAPES:
             current = args[0]
@@ -247,12 +249,11 @@ def iota(node: fx.Node) -> tuple[int, int] | None:
             current, scale = args[0], scale * args[1]
         elif current.target is aten.add.Tensor and args[1] == 0:
             current = args[0]
-        elif current.target is prims.iota.default and current.kwargs["start"] == 0:
-            return count, scale * int(current.kwargs["step"])  # type: ignore[arg-type]
         elif current.target is aten.arange.default:
             return count, scale
-        elif current.target is aten.arange.start_step and args[0] == 0:
-            return count, scale * arg(current, "step")
+        elif current.target is prims.iota.default or current.target is aten.arange.start_step:
+            start, step = (arg(current, name) for name in ("start", "step"))
+            return (count, scale * step) if type(start) is int and start == 0 and type(step) is int else None
         else:
             break
     return None
@@ -265,9 +266,13 @@ def _bounds(node: Any, length: int) -> tuple[float, float]:
         if node.target in (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default):
             minimum = arg(node, "min") if node.target is not aten.clamp_max.default else None
             maximum = arg(node, "max") if node.target is not aten.clamp_min.default else None
+            if isinstance(maximum, fx.Node):  # it may lie below all that is known further in
+                break
             # From the outermost in, the maximum first, as `clamp` does: a limit holds unless one further out overrules it.
             if maximum is not None and high == math.inf:
                 high = max(maximum, low)
+            if isinstance(minimum, fx.Node):
+                break
             if minimum is not None and low == -math.inf:
                 low = min(minimum, high, math.inf if maximum is None else maximum)
         elif node.target is aten.remainder.Scalar and isinstance(node.args[1], int) and node.args[1] > 0:

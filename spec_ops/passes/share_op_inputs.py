@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from spec_ops.passes.analysis.storage import is_returned
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.graph import insert, op_of, value
 
@@ -44,8 +45,10 @@ class ShareOpInputs(GraphPass):
                 continue
             target = torch.ops.prims.inductor_force_stride_order.default
             # The fake value is given, since the op's eager form would copy.
+            # Views of the value that are returned share memory: all are views of the buffer, or none.
+            users = list(node.users) if is_returned(node) else [user for user, _ in paths]
             buffer = insert(graph, node.next, target, (node, list(fake.stride())), source=node, result=fake)
-            for user, _ in paths:
+            for user in users:
                 user.replace_input_with(node, buffer)
             result.did(node, f"one buffer for {count} ops")
 

@@ -37,7 +37,7 @@ class SplitArgmax(GraphPass):
         for node in calls(graph, aten.argmax.default):
             x, dim, keepdim = _operands(node)
             fake = value(x)
-            if fake.device.type != "cuda" or not isinstance(dim, int) or dim % fake.dim() != fake.dim() - 1:
+            if fake.device.type != "cuda" or fake.dim() == 0 or not isinstance(dim, int) or dim % fake.dim() != fake.dim() - 1:
                 continue
             width = fake.shape[-1]
             if not all(isinstance(size, int) for size in fake.shape):

@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spec_ops.backends import BackendError, attention_meta, select_backend
-from spec_ops.backends.registry import device_arch
+from spec_ops.backends.registry import known_while_compiling
 from spec_ops.ops._attention_checks import MAX_TREE_TOKENS
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
@@ -196,19 +196,23 @@ def _kernel_refusal(node: fx.Node, n: int, context: PassContext) -> str | None:
     fakes = fx.node.map_arg(tuple(arguments.values()), value)
     if any(fake is None for fake, given in zip(fakes, arguments.values(), strict=True) if given is not None):
         return "an input has no fake value"
-    meta = attention_meta(ATTENTION_OPS[node.target], fakes)
-    arch = context.arch if context.arch is not None else device_arch(fakes[0].device)
+    meta = known_while_compiling(attention_meta(ATTENTION_OPS[node.target], fakes))
+    if isinstance(meta, str):
+        return meta
+    arch, missing = context.machine(fakes[0].device)
     decode_meta = dataclasses.replace(meta, step=ATTENTION_OPS[DRAFT_EXTEND[node.target]], q_len=n)
     try:
-        decode = select_backend(decode_meta, arch, arguments["backend"]).backend
+        decode = select_backend(decode_meta, arch, arguments["backend"], missing)
     except BackendError as error:
         return str(error)
     try:
-        extend = select_backend(meta, arch, arguments["backend"]).backend
+        extend = select_backend(meta, arch, arguments["backend"], missing).backend
     except BackendError:
         return None
-    if decode.rank > extend.rank:
-        return f"{decode.name} would run {decode_meta.step}, but ranks after {extend.name}, which runs this"
+    # Where both can run the draft extend, the selection has compared them, by measured times if there are any. A backend that
+    # cannot was measured on no call like it: ranks are all that compares it with the other.
+    if decode.backend.rank > extend.rank and extend.refuse(decode_meta, arch) is not None:
+        return f"{decode.backend.name} would run {decode_meta.step}, but ranks after {extend.name}, which runs this"
     return None
 
 

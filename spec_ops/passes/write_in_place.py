@@ -26,6 +26,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.torch_version import TorchVersion
 
+from spec_ops.passes.analysis.storage import is_view, storage_of
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.graph import AUTO_FUNCTIONALIZED, EAGER, calls, insert, mutated_input, op_of, source_line, value
 
@@ -49,7 +50,7 @@ class WriteInPlace(GraphPass):
                     f"{name}: its caches are interleaved views, which torch merges into one input of the graph and then counts "
                     "no input as static, so that CUDA graphs are off or copy them: pass the pool, take the views of it inside",
                 )
-            if len(set(map(_storage, bases))) == len(bases):
+            if len(set(map(storage_of, bases))) == len(bases):
                 continue
             if (reason := _obstacle(graph, node, bases)) is not None:
                 result.refuse(node, f"{name}: {reason}, so Inductor copies all but one of its caches")
@@ -108,15 +109,11 @@ def _views(node: fx.Node) -> Iterator[tuple[str, int, tuple[Any, tuple] | None]]
             yield name, info.base_index, view
 
 
-def _storage(node: fx.Node) -> int:
-    return value(node).untyped_storage()._cdata
-
-
 def _overlap(a: fx.Node, b: fx.Node) -> bool:
     """Whether the two may have memory in common."""
     from torch._C._dynamo.guards import compute_overlapping_tensors
 
-    if _storage(a) != _storage(b):
+    if storage_of(a) != storage_of(b):
         return False
     sizes = (n for fake in (value(a), value(b)) for n in (*fake.shape, *fake.stride(), fake.storage_offset()))
     return not all(isinstance(n, int) for n in sizes) or bool(compute_overlapping_tensors([value(a), value(b)]))
@@ -141,20 +138,34 @@ def _obstacle(graph: fx.Graph, node: fx.Node, bases: list[fx.Node]) -> str | Non
         return "not all its caches are inputs that it mutates"
     if any(_overlap(a, b) for a, b in combinations(bases, 2)):
         return "its caches may overlap"
-    storages = set(map(_storage, bases))
-    views = [n for n in graph.nodes if isinstance(value(n), torch.Tensor) and _storage(n) in storages]
+    order = {n: place for place, n in enumerate(graph.nodes)}
+    storages = set(map(storage_of, bases))
+    views = [n for n in order if isinstance(value(n), torch.Tensor) and storage_of(n) in storages]
     for base in bases:
         end = _epilogue(base)
+        assert end is not None
         for view in views:
-            for user in view.users:
-                # What comes after the epilogue reads the new contents anyway.
-                if node < user < end and not _is_epilogue(user) and _overlap(base, view):
-                    return f"what its caches held is read afterwards ({source_line(user)})"
+            # What comes after the epilogue reads the new contents anyway.
+            after = (user for user in _readers(view) if order[node] < order[user] < order[end])
+            if (reader := next(after, None)) is not None and _overlap(base, view):
+                return f"what its caches held is read afterwards ({source_line(reader)})"
     return None
 
 
-def _is_epilogue(node: fx.Node) -> bool:
-    return node.target is aten.copy_.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads the contents of `node`, or of a copy: Inductor drops copies that differ from their source in nothing
+    (`remove_noop_ops`), whatever is written between a copy and what reads it."""
+    from torch._inductor.fx_passes.post_grad import noop_registry
+
+    seen, queue = {node}, [node]
+    for current in queue:
+        for user in current.users:
+            if user.target is aten.copy_.default and user.args[1] is not current:
+                continue  # it is written, not read
+            yield user
+            if user not in seen and (user.target in noop_registry or (current is not node and is_view(user))):
+                seen.add(user)
+                queue.append(user)
 
 
 def _call_directly(graph: fx.Graph, node: fx.Node, bases: list[fx.Node]) -> None:

@@ -1,0 +1,1 @@
+"""What the passes know of a graph's values besides the graph itself."""

@@ -194,6 +194,11 @@ wrong(MHA, "v_cache", "shape (6, 4, 2, 16)", v_cache=lambda call: call["v_cache"
 wrong(MHA, "v_cache", "shape (7, 4, 1, 16)", v_cache=lambda call: call["v_cache"][:, :, :1])
 wrong(MHA, "q", "4 heads", **{c: torch.zeros(PAGES, PAGE_SIZE, 3, DIM) for c in ("k_cache", "v_cache")})
 wrong(MHA, "q", "4 heads", **{c: torch.zeros(PAGES, PAGE_SIZE, 0, DIM) for c in ("k_cache", "v_cache")})
+# A cache in FlashInfer's and vLLM's other layout, heads before the tokens of a page.
+hnd = {c: torch.zeros(PAGES, KV_HEADS, 16, DIM) for c in ("k_cache", "v_cache")}
+wrong(MHA, "q", "4 heads", **hnd)
+for append in ("append_kv", "rope_append_kv"):
+    wrong(append, "k_cache", "shape (7, 2, 16, 16)", **hnd)
 bad_integer(MLA, "kv_lora_rank", 1, DIM)
 for value in (0.0, -0.5, NAN, INF):
     wrong(MHA + MLA, "scale", value)
@@ -484,3 +489,13 @@ def test_what_dynamo_leaves_out_the_fake_checks(op):
             torch.compile(lambda case=case, **kwargs: getattr(spec_ops, op)(**kwargs), backend="eager", fullgraph=True)(
                 **case.call()
             )
+
+
+def test_a_cache_in_another_layout_says_which_is_read():
+    pages = {c: torch.zeros(PAGES, KV_HEADS, 16, DIM) for c in ("k_cache", "v_cache")}
+    for name, told in (
+        ("mha_draft_decode", r"read as \[pages, page_size, heads, dim\] \(NHD\)"),
+        ("append_kv", r"2 heads, dim\] \(NHD\)"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            getattr(spec_ops, name)(**{**CALLS[name](), **pages})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -201,12 +203,100 @@ def test_stop_tokens_and_lengths(target, plain_tokens, kind):
 
 
 def test_a_request_does_not_depend_on_its_batch(target):
+    """Row `i` of a seed is the same in groups of any size, and beside other prompts."""
     draft = make_draft("eagle3", target)
-    sampling = SamplingParams(temperature=1.0, seed=5)
-    together = generate(target, PROMPTS, draft, max_new_tokens=16, sampling=sampling).tokens
-    for i in (0, 3, 7):
-        alone = generate(target, [PROMPTS[i]], draft, max_new_tokens=16, sampling=SamplingParams(1.0, seed=5 + i)).tokens[0]
-        assert alone == together[i]
+    options = {"max_new_tokens": 16, "sampling": SamplingParams(temperature=1.0, seed=5)}
+    together = generate(target, PROMPTS, draft, **options).tokens
+    assert generate(target, PROMPTS, draft, max_batch_size=3, **options).tokens == together
+    assert generate(target, PROMPTS[:1], draft, **options).tokens == together[:1]
+    others = [PROMPTS[0], PROMPTS[5], PROMPTS[2]]
+    assert generate(target, others, draft, **options).tokens[::2] == together[:3:2]
+
+
+def test_rows_and_seeds_draw_differently(target):
+    """The same prompt in every row, with neighbouring seeds: no row of one run is a row of another."""
+    runs = [
+        generate(target, [PROMPTS[0]] * 4, max_new_tokens=16, sampling=SamplingParams(1.0, seed=seed)).tokens
+        for seed in (0, 1, 2)
+    ]
+    assert len({tuple(row) for run in runs for row in run}) == 12
+
+
+def test_without_a_seed_torchs_generator_decides(target):
+    def run(seed: int | None = None):
+        return generate(target, PROMPTS[:2], max_new_tokens=16, sampling=SamplingParams(1.0, seed=seed))
+
+    torch.manual_seed(7)
+    first, second = run(), run()
+    assert first.tokens != second.tokens
+    torch.manual_seed(7)
+    again = run()
+    assert (again.tokens, again.seed) == (first.tokens, first.seed)
+    assert run(second.seed).tokens == second.tokens
+    state = torch.get_rng_state()
+    assert generate(target, PROMPTS[:1], max_new_tokens=2).seed is None
+    assert torch.equal(torch.get_rng_state(), state)  # greedy decoding draws nothing
+
+
+class BrokenAfter(CausalLM):
+    """Logits that hold a NaN once a request is `limit` tokens long."""
+
+    limit = 9
+
+    def forward(self, tokens, positions, attention):
+        output = super().forward(tokens, positions, attention)
+        late = (positions >= self.limit)[..., None]
+        return output._replace(hidden=torch.where(late, torch.nan, output.hidden))
+
+
+@pytest.mark.parametrize("config", [None, SpeculationConfig(3), SpeculationConfig(3, 2)], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9}], ids=["plain", "filtered"])
+def test_logits_that_are_nan_end_in_an_error(config, filters):
+    torch.manual_seed(1)
+    target = BrokenAfter(model_config(False))
+    draft = StandaloneDraft(make_target(False)) if config else None
+    generator = Generator(target, draft, config, max_batch_size=2, max_seq_len=64)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    with pytest.raises(RuntimeError, match=r"nothing can be sampled for `prompts\[1\]` after 1 new tokens.*NaN"):
+        generator.generate(
+            [[1, 2, 3], list(range(9))], max_new_tokens=20, sampling=SamplingParams(1.0, seed=1, **filters),
+            on_tokens=lambda i, new: seen[i].extend(new),
+        )  # fmt: skip
+    assert all(0 <= token < VOCAB for tokens in seen.values() for token in tokens)
+    short = generator.generate([[1, 2, 3]], max_new_tokens=5, sampling=SamplingParams(1.0, seed=1, **filters))
+    assert len(short.tokens[0]) == 5
+
+
+def test_a_generator_serves_one_call_at_a_time(target, plain_tokens):
+    generator = Generator(target, max_batch_size=3, max_seq_len=64)
+    inside = []
+
+    def again(request, tokens):
+        with pytest.raises(RuntimeError, match="already running"):
+            generator.generate(PROMPTS[:1], max_new_tokens=2)
+        thread = threading.Thread(target=lambda: inside.append(attempt()))
+        thread.start()
+        thread.join()
+
+    def attempt() -> str:
+        try:
+            generator.generate(PROMPTS[:1], max_new_tokens=2)
+        except RuntimeError as error:
+            return str(error)
+        return "ran"
+
+    assert generator.generate(PROMPTS[:2], max_new_tokens=5, on_tokens=again).tokens == [t[:5] for t in plain_tokens[:2]]
+    assert inside
+    assert all("another thread" in message for message in inside)
+    with pytest.raises(ValueError, match="prompts"):
+        generator.generate([[]])
+    assert attempt() == "ran"
+
+
+@pytest.mark.parametrize("keep", [-1, 3, 1.0, True, "1"])
+def test_stop_when_returns_a_count(target, keep):
+    with pytest.raises(ValueError, match=r"`stop_when` must return None or how many of the 1 new tokens to keep, got"):
+        generate(target, PROMPTS[:1], max_new_tokens=8, stop_when=lambda request, tokens, count: keep)
 
 
 def test_groups_buckets_and_reuse(target, plain_tokens):
@@ -284,9 +374,26 @@ def test_fp8_cache_decodes(target):
         ({"prompts": [[1], [VOCAB]]}, "prompts[1]"),
         ({"prompts": [[1], [-1]]}, "prompts[1]"),
         ({"prompts": [[1.5]]}, "prompts[0]"),
-        ({"prompts": ["text"]}, "prompts[0]"),
+        ({"prompts": ["text"]}, "`prompts[0]` .*got the text 'text': encode it first"),
+        ({"prompts": "text"}, "`prompts` .*got the text 'text': encode it first"),
+        ({"prompts": [1, 2, 3]}, "`prompts` .*got one flat list of ids: pass `[prompt]`"),
+        ({"prompts": torch.tensor([1, 2, 3])}, "`prompts` .*got one flat list of ids"),
+        ({"prompts": {"input_ids": [[1]]}}, "`prompts` .*pass its `input_ids`"),
+        ({"prompts": None}, "`prompts` .*got None"),
+        ({"prompts": [None]}, "`prompts[0]` .*got None"),
+        ({"prompts": [torch.tensor(3)]}, "`prompts[0]`"),
+        ({"prompts": [torch.tensor([1.0])]}, "`prompts[0]`"),
+        ({"prompts": [[True]]}, "`prompts[0]`"),
         ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens"),
         ({"prompts": [[1]], "max_new_tokens": [2.5]}, "max_new_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": 2.0}, "max_new_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": True}, "max_new_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": None}, "max_new_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": torch.tensor(4)}, "max_new_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": None}, "stop_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": 3}, "stop_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": [True]}, "stop_tokens"),
+        ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": torch.tensor([1.5])}, "stop_tokens"),
         ({"prompts": [[1]], "max_new_tokens": [1, 2]}, "max_new_tokens"),
         ({"prompts": [[1] * 60], "max_new_tokens": 10}, "max_seq_len"),
         ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": list(range(9))}, "stop_tokens"),
@@ -299,13 +406,41 @@ def test_bad_generate_arguments(target, kwargs, name):
         generator.generate(**kwargs)
 
 
+@pytest.mark.parametrize("name", ["max_batch_size", "max_seq_len", "page_size"])
+@pytest.mark.parametrize("value", [0, 2.0, True, "8", None])
+def test_sizes_are_integers(target, name, value):
+    with pytest.raises(ValueError, match=f"Generator: `{name}` must be an int .*, got {value!r}"):
+        Generator(target, **{name: value})
+
+
+def test_numpy_integers_and_tensors_are_taken(target, plain_tokens):
+    config = SpeculationConfig(np.int64(3), np.int32(1))
+    generator = Generator(target, make_draft("mtp", target), config, page_size=np.int64(4), max_seq_len=np.int64(64))
+    prompts = torch.tensor([PROMPTS[3], [9, 9]])
+    stop = torch.tensor([plain_tokens[3][4]])
+    result = generator.generate(prompts, max_new_tokens=torch.tensor([24, 3]), stop_tokens=stop)
+    expected = plain_tokens[3][: plain_tokens[3].index(int(stop)) + 1]
+    assert result.tokens == [expected, expected[:3]]
+    assert SamplingParams(1, np.int64(5), 1, np.int64(3)) == SamplingParams(1.0, 5, 1.0, 3)
+
+
+def test_models_in_the_wrong_place_are_named(target):
+    draft = make_draft("eagle3", target)
+    with pytest.raises(ValueError, match=r"`target` must be a .*Target, got Eagle3Draft: are `target` and `draft` swapped\?"):
+        Generator(draft, target)
+    with pytest.raises(ValueError, match=r"`draft` must be a .*Draft, got CausalLM: .*StandaloneDraft\(model\)"):
+        Generator(target, target)
+    with pytest.raises(ValueError, match=r"`target` must be a .*Target, got str"):
+        Generator("model")
+
+
 def test_a_draft_that_does_not_fit_is_named(target):
     with pytest.raises(ValueError, match=r"`config.topk` must be at most the draft's vocabulary of 40, got 41"):
         Generator(target, make_draft("eagle3", target), SpeculationConfig(1, 41))
     other = StandaloneDraft(CausalLM(model_config(False, vocab_size=50)))
     with pytest.raises(ValueError, match="`draft` must know the target's 97 tokens, got 50"):
         Generator(target, other)
-    with pytest.raises(ValueError, match=r"`draft` must be torch.float32 on cpu.*, got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"`draft` must be torch.float32, as the target is, got torch.bfloat16"):
         Generator(target, make_draft("standalone", target).bfloat16())
     with pytest.raises(ValueError, match=r"`cache_dtype` must be .*, got torch.bfloat16"):
         Generator(target, cache_dtype=torch.bfloat16)
@@ -315,6 +450,11 @@ def test_a_draft_that_does_not_fit_is_named(target):
     ("kwargs", "name"),
     [
         ({"num_steps": 0}, "num_steps"),
+        ({"num_steps": 2.0}, "num_steps"),
+        ({"num_steps": True}, "num_steps"),
+        ({"topk": "2"}, "topk"),
+        ({"topk": 2, "num_draft_tokens": 4.0}, "num_draft_tokens"),
+        ({"topk": 4, "num_draft_tokens": 100}, r"in \[2, 37\], got 100: 3 steps of width 4 draft 36 candidates"),
         ({"topk": 0}, "topk"),
         ({"num_steps": 3, "num_draft_tokens": 5}, "num_draft_tokens"),
         ({"num_steps": 2, "topk": 2, "num_draft_tokens": 8}, "num_draft_tokens"),
@@ -336,9 +476,15 @@ def test_bad_speculation_config(kwargs, name):
         ({"temperature": float("nan")}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"top_k": 2**31}, "top_k"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_k": True}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
+        ({"top_p": "0.9"}, "top_p"),
+        ({"temperature": None}, "temperature"),
+        ({"temperature": torch.tensor(1.0)}, "temperature"),
         ({"seed": 2**63}, "seed"),
         ({"seed": 1.5}, "seed"),
+        ({"seed": True}, "seed"),
     ],
 )
 def test_bad_sampling_params(kwargs, name):

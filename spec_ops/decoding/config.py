@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spec_ops.decoding.arguments import integer
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 
 
@@ -26,10 +27,8 @@ class SpeculationConfig:
     threshold_acc: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"SpeculationConfig: `num_steps` must be at least 1, got {self.num_steps}")
-        if self.topk < 1:
-            raise ValueError(f"SpeculationConfig: `topk` must be at least 1, got {self.topk}")
+        for name in ("num_steps", "topk", *(("num_draft_tokens",) if self.num_draft_tokens is not None else ())):
+            object.__setattr__(self, name, integer("SpeculationConfig", name, getattr(self, name), 1))
         if (self.num_steps - 1) * self.topk > MAX_TREE_TOKENS:
             raise ValueError(
                 f"SpeculationConfig: (`num_steps` - 1) * `topk` must be at most {MAX_TREE_TOKENS}, "
@@ -45,7 +44,15 @@ class SpeculationConfig:
             if high > MAX_TREE_TOKENS:
                 raise ValueError(f"SpeculationConfig: `num_steps` must be at most {MAX_TREE_TOKENS - 1}, got {self.num_steps}")
         if self.num_draft_tokens is not None and not low <= self.num_draft_tokens <= high:
-            raise ValueError(f"SpeculationConfig: `num_draft_tokens` must be in [{low}, {high}], got {self.num_draft_tokens}")
+            reason = f"a chain of {self.num_steps} steps verifies its drafts and the root"
+            if self.topk > 1:
+                reason = (
+                    f"{self.num_steps} steps of width {self.topk} draft {self.num_candidates} candidates, verified with the "
+                    f"root; {MAX_TREE_TOKENS} tokens at most"
+                )
+            raise ValueError(
+                f"SpeculationConfig: `num_draft_tokens` must be in [{low}, {high}], got {self.num_draft_tokens}: {reason}"
+            )
 
     @property
     def num_candidates(self) -> int:

@@ -53,7 +53,8 @@ def next_draft(
         return draft.to_target(logits.argmax(-1)), None
     probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
     coins = uniforms(state.seeds, state.committed_lens.long() * COUNTERS + DRAFT_COUNTER + step)
-    return draft.to_target(ops.sample_tokens(probs, coins)), probs
+    # -1 where nothing can be drawn. Any token will do: acceptance meets the same distribution, and ends the request.
+    return draft.to_target(ops.sample_tokens(probs, coins).clamp(min=0)), probs
 
 
 def draft_chain(

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from spec_ops.decoding.arguments import Requests, check_requests, integer, is_integer
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.draft import first_drafts
+from spec_ops.decoding.random import row_seeds
 from spec_ops.decoding.round import PlainRound, SpeculativeRound, next_token
-from spec_ops.decoding.state import MAX_STOP_TOKENS, RoundState
+from spec_ops.decoding.sampling import SamplingParams
+from spec_ops.decoding.state import BROKEN, RoundState
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
 from spec_ops.models.target import Target
 
 OnTokens = Callable[[int, list[int]], None]
 StopWhen = Callable[[int, list[int], int], int | None]
-_INTEGERS = (int, np.integer)
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"SamplingParams: `temperature` must be finite and at least 0, got {self.temperature}")
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"SamplingParams: `top_k` must be in [0, 2**31), got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"SamplingParams: `top_p` must be in (0, 1], got {self.top_p}")
-        # Room for the prompt's index, which is added to it.
-        if not isinstance(self.seed, int) or not -(2**62) <= self.seed < 2**62:
-            raise ValueError(f"SamplingParams: `seed` must be an int in [-2**62, 2**62), got {self.seed}")
 
 
 @dataclass
@@ -77,20 +60,27 @@ class GenerationStats:
 
 @dataclass
 class GenerationResult:
-    """`tokens[i]`: the new tokens of prompt `i`, a stop token included if one ended it."""
+    """What `generate` returns.
+
+    Attributes:
+        tokens: `tokens[i]` are the new tokens of prompt `i`, a stop token included if one ended it.
+        stats: counts and times.
+        seed: what sampling drew from, the same again with `SamplingParams(seed=...)`; None for greedy decoding.
+    """
 
     tokens: list[list[int]]
     stats: GenerationStats = field(default_factory=GenerationStats)
+    seed: int | None = None
 
 
 class Generator:
     """Decodes batches of prompts, speculatively if a draft is given.
 
     KV pools, state and compiled rounds are made once and reused: batches are padded to the next bucket, so a new batch inside a
-    bucket compiles and records nothing.
+    bucket compiles and records nothing. One call of `generate` at a time: threads need a `Generator` each.
 
     Args:
-        target: the model whose output is wanted. draft: None for plain decoding.
+        target: the model whose output is wanted, on any device. draft: None for plain decoding.
         config: shape of a round.
         max_batch_size: most requests decoded at once; longer prompt lists run in groups. Buckets: powers of two up to it.
         max_seq_len: longest prompt plus new tokens.
@@ -115,11 +105,10 @@ class Generator:
         backend: str = "auto",
         prefill_backend: str | None = None,
     ) -> None:
-        for name, value in (("max_batch_size", max_batch_size), ("max_seq_len", max_seq_len)):
-            if value < 1:
-                raise ValueError(f"Generator: `{name}` must be at least 1, got {value}")
-        if not 1 <= page_size <= 128:
-            raise ValueError(f"Generator: `page_size` must be in [1, 128], got {page_size}")
+        max_batch_size = integer("Generator", "max_batch_size", max_batch_size, 1)
+        max_seq_len = integer("Generator", "max_seq_len", max_seq_len, 1)
+        page_size = integer("Generator", "page_size", page_size, 1, 128)
+        _check_kinds(target, draft)
         self.target, self.draft = target.eval(), draft.eval() if draft is not None else None
         self.config = config or SpeculationConfig()
         self.max_batch_size, self.max_seq_len, self.page_size = max_batch_size, max_seq_len, page_size
@@ -139,6 +128,7 @@ class Generator:
         self.draft_cache = PagedKVCache(draft.config, num_pages, page_size, **pool) if draft is not None else None
         self._states: dict[int, RoundState] = {}
         self._rounds: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._running = threading.Lock()
 
     def _check_draft(self, draft: Draft) -> None:
         vocab = self.target.config.vocab_size
@@ -149,15 +139,21 @@ class Generator:
                 f"Generator: `config.topk` must be at most the draft's vocabulary of {draft.draft_vocab_size}, "
                 f"got {self.config.topk}"
             )
+        target = {id(parameter) for parameter in self.target.parameters()}
+        sizes: Counter[torch.dtype] = Counter()  # of what the draft has of its own and computes in: not of quantized weights
         for parameter in draft.parameters():
-            if (parameter.dtype, parameter.device) != (self.dtype, self.device):
-                raise ValueError(
-                    f"Generator: `draft` must be {self.dtype} on {self.device}, as the target is, "
-                    f"got {parameter.dtype} on {parameter.device}"
-                )
+            if parameter.device != self.device:
+                raise ValueError(f"Generator: `draft` must be on {self.device}, as the target is, got {parameter.device}")
+            if parameter.is_floating_point() and parameter.itemsize > 1 and id(parameter) not in target:
+                sizes[parameter.dtype] += parameter.numel()
+        # A few of another type (a router in float32) are the draft's own affair.
+        for dtype, _ in sizes.most_common(1):
+            if dtype != self.dtype:
+                raise ValueError(f"Generator: `draft` must be {self.dtype}, as the target is, got {dtype}")
 
     def bucket(self, batch_size: int) -> int:
         """The padded batch size for `batch_size` requests."""
+        batch_size = integer("Generator", "batch_size", batch_size, 1, self.max_batch_size)
         return min(1 << (batch_size - 1).bit_length(), self.max_batch_size)
 
     @torch.no_grad()
@@ -175,62 +171,55 @@ class Generator:
         """Decode every prompt.
 
         Args:
-            prompts: token ids, one non-empty sequence (list, 1-d array or tensor) per request.
+            prompts: token ids, one non-empty sequence (list, array or tensor) per request.
             max_new_tokens: for all, or one per prompt; each at least 1.
             stop_tokens: at most 8 ids; a request ends with the first it emits.
-            sampling: default greedy. Request `i` uses seed `sampling.seed + i`.
+            sampling: default greedy.
             on_tokens: called as `on_tokens(prompt_index, new_tokens)` whenever a request gains tokens.
             stop_when: called before that as `stop_when(prompt_index, tokens, count)` with all its tokens so far, the last
-                `count` of them new; a number ends the request with that many of the new ones.
+                `count` of them new; a number in `[0, count]` ends the request with that many of the new ones, None lets it
+                go on.
             progress: show a progress bar of emitted tokens on stderr, and say when a round is being compiled.
 
         Raises:
-            ValueError: naming the argument, before anything runs.
+            ValueError: naming the argument, before anything runs; naming `stop_when`, when it returns something else.
+            RuntimeError: another call is running, in another thread or around a callback; or nothing can be sampled, because
+                the target's logits hold a NaN.
         """
-        prompts = [p.tolist() if isinstance(p, torch.Tensor) else p for p in prompts]
-        limits = self._check(prompts, max_new_tokens, stop_tokens)
+        requests = check_requests(prompts, max_new_tokens, stop_tokens, self.target.config.vocab_size, self.max_seq_len)
+        requests.check_positions(self.target.position_limit)
         sampling = sampling or SamplingParams()
-        result = GenerationResult([[] for _ in prompts])
-        result.stats.requests = len(prompts)
-        start = time.perf_counter()
-        with tqdm(total=sum(limits), unit="tok", disable=not progress, desc="generate") as bar:
-            for first in range(0, len(prompts), self.max_batch_size):
-                members = range(first, min(first + self.max_batch_size, len(prompts)))
+        with self._exclusive(), tqdm(total=sum(requests.limits), unit="tok", disable=not progress, desc="generate") as bar:
+            seed = sampling.drawn_seed() if sampling.temperature > 0 else None
+            result = GenerationResult([[] for _ in requests.prompts], seed=seed)
+            result.stats.requests = len(requests.prompts)
+            start = time.perf_counter()
+            for first in range(0, len(requests.prompts), self.max_batch_size):
+                members = range(first, min(first + self.max_batch_size, len(requests.prompts)))
                 group = _Group(members, self._state(self.bucket(len(members))), result, on_tokens, stop_when, bar)
-                self._generate_group(prompts, group, limits, stop_tokens, sampling)
-        result.stats.seconds = time.perf_counter() - start
+                self._generate_group(requests, group, sampling)
+            result.stats.seconds = time.perf_counter() - start
         return result
 
-    def _check(self, prompts, max_new_tokens, stop_tokens) -> list[int]:
-        vocab = self.target.config.vocab_size
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, _INTEGERS) else list(max_new_tokens)
-        if len(limits) != len(prompts):
-            raise ValueError(f"generate: `max_new_tokens` must have one entry per prompt ({len(prompts)}), got {len(limits)}")
-        for i, prompt in enumerate(prompts):
-            if len(prompt) == 0 or not all(isinstance(t, _INTEGERS) and 0 <= t < vocab for t in prompt):
-                raise ValueError(
-                    f"generate: `prompts[{i}]` must hold token ids in [0, {vocab}), at least one, got {list(prompt)[:8]}"
-                )
-        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            if not isinstance(limit, _INTEGERS) or limit < 1:
-                raise ValueError(f"generate: `max_new_tokens` must be an int of at least 1, got {limit}")
-            if len(prompt) + limit > self.max_seq_len:
-                raise ValueError(
-                    f"generate: `prompts[{i}]` plus `max_new_tokens` must fit max_seq_len={self.max_seq_len}, "
-                    f"got {len(prompt)} + {limit}"
-                )
-        if len(stop_tokens) > MAX_STOP_TOKENS:
-            raise ValueError(f"generate: `stop_tokens` must hold at most {MAX_STOP_TOKENS} ids, got {len(stop_tokens)}")
-        for token in stop_tokens:
-            if not isinstance(token, _INTEGERS) or not 0 <= token < vocab:
-                raise ValueError(f"generate: `stop_tokens` must hold token ids in [0, {vocab}), got {token}")
-        return [int(limit) for limit in limits]
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """The state and caches for one call, and the models' device as the current one: streams, events and CUDA graphs are
+        those of the current device."""
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(
+                "generate: this Generator is already running, in another thread, or this call comes from one of its callbacks; "
+                "it serves one call at a time: make another Generator, or wait"
+            )
+        try:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                yield
+        finally:
+            self._running.release()
 
-    def _generate_group(self, prompts, group: _Group, limits, stop_tokens, sampling) -> None:
-        members, state, stats = group.members, group.state, group.result.stats
-        self._load(state, [prompts[i] for i in members], [limits[i] for i in members], members, stop_tokens, sampling)
-        sampled = sampling.temperature > 0
-        self._prefill(state, [list(prompts[i]) for i in members], sampled)
+    def _generate_group(self, requests: Requests, group: _Group, sampling: SamplingParams) -> None:
+        state, stats, sampled = group.state, group.result.stats, sampling.temperature > 0
+        self._load(requests, group, sampling)
+        self._prefill(state, [requests.prompts[i] for i in group.members], sampled)
         rows = _OutputReader(state)
         running, _ = group.emit(state.output.cpu())
         step = self._round(state.batch_size, sampled, group.bar)
@@ -299,26 +288,29 @@ class Generator:
                 self._rounds[key] = module
         return self._rounds[key]
 
-    def _load(self, state, prompts, limits, members, stop_tokens, sampling) -> None:
+    def _load(self, requests: Requests, group: _Group, sampling: SamplingParams) -> None:
         """Fill the bucket's rows: pages, limits, sampling parameters."""
+        state, members = group.state, group.members
         state.clear()
-        count = len(prompts)
+        count, stops = len(members), requests.stop_tokens
+        lens = [len(requests.prompts[i]) for i in members]
 
         def put(buffer: torch.Tensor, values) -> None:
             buffer[:count].copy_(torch.as_tensor(values, dtype=buffer.dtype))
 
         pages = torch.arange(count * self.max_pages, dtype=torch.int32).reshape(count, self.max_pages)
         put(state.block_tables, pages)
-        put(state.max_lens, [len(p) + n for p, n in zip(prompts, limits, strict=True)])
-        if len(stop_tokens):
-            state.stop_tokens[:count, : len(stop_tokens)] = torch.as_tensor(list(stop_tokens), device=self.device)
+        put(state.max_lens, [length + requests.limits[i] for length, i in zip(lens, members, strict=True)])
+        if stops:
+            state.stop_tokens[:count, : len(stops)] = torch.as_tensor(stops, device=self.device)
         put(state.temperature, [sampling.temperature] * count)
         put(state.top_k, [sampling.top_k] * count)
         put(state.top_p, [sampling.top_p] * count)
-        put(state.seeds, [sampling.seed + i for i in members])
+        if group.result.seed is not None:
+            put(state.seeds, row_seeds(group.result.seed, members))
         put(state.finished, [False] * count)
         # Committed so far: all but the last prompt token, so that `commit` below adds the first new token after it.
-        put(state.committed_lens, [len(p) - 1 for p in prompts])
+        put(state.committed_lens, [length - 1 for length in lens])
 
     def _ragged(self, cache: PagedKVCache, state: RoundState, lens: list[int]):
         """Positions and attention of a ragged extend that writes the first `lens[b]` slots of each request."""
@@ -370,6 +362,23 @@ class Generator:
         first_drafts(self.draft, state, carried, self.config.topk, sampled)
 
 
+def _check_kinds(target: Any, draft: Any) -> None:
+    """The arguments are what they should be, and not swapped."""
+    for name, model, kind in (("target", target, Target), ("draft", draft, Draft)):
+        if isinstance(model, kind) or (name == "draft" and model is None):
+            continue
+        hint = ""
+        if hasattr(model, "generation_config"):
+            hint = ": models of transformers need `spec_ops.integrations.transformers.TransformersGenerator`"
+        elif isinstance(target, Draft):
+            hint = ": are `target` and `draft` swapped?"
+        elif isinstance(model, Target):
+            hint = ": a language model drafts as `StandaloneDraft(model)`"
+        raise ValueError(
+            f"Generator: `{name}` must be a {kind.__module__}.{kind.__qualname__}, got {type(model).__name__}{hint}"
+        )
+
+
 @dataclass
 class _Group:
     """Requests decoded together, and where their tokens go."""
@@ -389,10 +398,20 @@ class _Group:
             if request in self.stopped:
                 continue
             tokens, new = self.result.tokens[request], row[: row[-2]]
+            if row[-1] == BROKEN:
+                raise RuntimeError(
+                    f"generate: nothing can be sampled for `prompts[{request}]` after {len(tokens) + len(new)} new tokens: the "
+                    "target's logits hold a NaN or an infinity, or no finite number at all"
+                )
             ended = bool(row[-1])
             if new and self.stop_when is not None:
                 keep = self.stop_when(request, tokens + new, len(new))
                 if keep is not None:
+                    if not is_integer(keep) or not 0 <= keep <= len(new):
+                        raise ValueError(
+                            f"generate: `stop_when` must return None or how many of the {len(new)} new tokens to keep, "
+                            f"got {keep!r}"
+                        )
                     new, ended = new[:keep], True
                     self.stopped.add(request)
                     self.state.finished[index].fill_(True)
@@ -421,9 +440,10 @@ class _OutputReader:
         if not self.late:
             return self.state.output
         host = self.spare.pop(0)
-        host.copy_(self.state.output, non_blocking=True)
+        source = self.state.output
+        host.copy_(source, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(source.device))
         previous, self.pending = self.pending, (host, event)
         return self._finish(previous)
 
@@ -456,15 +476,16 @@ def generate(
     **options,
 ) -> GenerationResult:
     """Decode `prompts` once; `options` go to `Generator`, which is the thing to keep for more than one call."""
-    longest = max((len(p) for p in prompts), default=1)
-    most = max_new_tokens if isinstance(max_new_tokens, _INTEGERS) else max(max_new_tokens, default=1)
-    options.setdefault("max_seq_len", longest + max(most, 1))
-    options.setdefault("max_batch_size", max(1, min(len(prompts), 32)))
+    vocab = target.config.vocab_size
+    requests = check_requests(prompts, max_new_tokens, stop_tokens, vocab, options.get("max_seq_len", sys.maxsize))
+    longest = max((len(p) + n for p, n in zip(requests.prompts, requests.limits, strict=True)), default=1)
+    options.setdefault("max_seq_len", longest)
+    options.setdefault("max_batch_size", max(1, min(len(requests.prompts), 32)))
     generator = Generator(target, draft, config, **options)
     return generator.generate(
-        prompts,
-        max_new_tokens=max_new_tokens,
-        stop_tokens=stop_tokens,
+        requests.prompts,
+        max_new_tokens=requests.limits,
+        stop_tokens=requests.stop_tokens,
         sampling=sampling,
         on_tokens=on_tokens,
         stop_when=stop_when,

@@ -36,3 +36,12 @@ def uniforms(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
         seeds, counters: int64, broadcast together. Seeds are hashed first, so neighbouring seeds give unrelated streams.
     """
     return _shift(_mix(_mix(seeds * _GAMMA + 1) + counters * _GAMMA), 40).to(torch.float32) * 2.0**-24
+
+
+def row_seeds(seed: int, rows: range) -> torch.Tensor:
+    """`[len(rows)]` int64 on the CPU: the seeds of these rows of a batch.
+
+    Hashed: with seeds of `seed + row`, row 1 of one run would be row 0 of the next seed's.
+    """
+    numbers = torch.arange(rows.start, rows.stop, device="cpu")
+    return _mix(_mix(torch.tensor(seed, device="cpu") * _GAMMA + 1) + (numbers + 1) * _GAMMA)

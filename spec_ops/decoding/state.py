@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 MAX_STOP_TOKENS = 8
+BROKEN = 2  # in `output`, in place of finished: nothing could be drawn from the target's distribution
 
 
 class RoundState(nn.Module):
@@ -24,8 +25,8 @@ class RoundState(nn.Module):
         draft_probs `[bs, Vd]` float32: distribution the first draft was sampled from (sampled chains only).
         draft_hidden `[bs, hidden]`: the draft's hidden state behind the first drafts.
         temperature, top_p float32, top_k int32, seeds int64: sampling parameters.
-        output `[bs, P + 2]` int64: tokens emitted by the last round (-1 past their count), their count, finished (0 or 1).
-            Packed, so that the host reads one tensor.
+        output `[bs, P + 2]` int64: tokens emitted by the last round (-1 past their count), their count, and how the request
+            stands: 0 goes on, 1 finished, `BROKEN` no token could be drawn. Packed, so that the host reads one tensor.
     """
 
     block_tables: torch.Tensor
@@ -97,22 +98,28 @@ class RoundState(nn.Module):
     def commit(self, tokens: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
         """Emit the first `lens[b]` of `tokens [bs, P]`, cut at a stop token or the length limit; advance the state.
 
+        The last of them may be -1, a draw from a distribution that is none: it is not emitted and ends the request.
+
         Returns:
             `[bs]` int32: how many tokens were really emitted (0 for finished rows).
         """
         active = ~self.finished
         place = torch.arange(tokens.shape[1], device=tokens.device)
+        broken = active & (tokens.gather(1, (lens - 1).long()[:, None])[:, 0] < 0)
+        lens = torch.where(broken, lens - 1, lens)
         stop = (tokens[:, :, None] == self.stop_tokens[:, None, :]).any(-1) & (tokens >= 0)
         before_stop = torch.where(stop, place, tokens.shape[1]).amin(1) + 1
         room = self.max_lens - (self.committed_lens + 1)
         count = torch.minimum(torch.minimum(lens, before_stop.to(torch.int32)), room)
         ended = (before_stop <= count) | (room <= count)
+        broken = broken & ~ended
         count = torch.where(active, count, 0)
         emitted = torch.where(place < count[:, None], tokens, -1)
         last = tokens.gather(1, (count - 1).clamp(min=0).long()[:, None])[:, 0]
         emitted = F.pad(emitted, (0, self.output.shape[1] - 2 - tokens.shape[1]), value=-1)  # the prefill emits one token
-        self.output.copy_(torch.cat([emitted, count[:, None].long(), (ended | ~active)[:, None].long()], 1))
-        self.last_token.copy_(torch.where(active, last, self.last_token))
+        finished = ended | broken | ~active
+        self.output.copy_(torch.cat([emitted, torch.stack([count.long(), torch.where(broken, BROKEN, finished.long())], 1)], 1))
+        self.last_token.copy_(torch.where(count > 0, last, self.last_token))
         self.committed_lens.add_(count)
-        self.finished.copy_(ended | ~active)
+        self.finished.copy_(finished)
         return count

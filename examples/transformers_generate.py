@@ -1,9 +1,9 @@
-"""Hugging Face models: plain decoding on paged KV, then speculative decoding, and the same tokens both times.
+"""Hugging Face models: plain decoding on paged KV, then speculative decoding: in float32 the same tokens both times.
 
     python examples/transformers_generate.py                              # small random models, no download
     python examples/transformers_generate.py --model PATH --draft PATH    # local checkpoints; a draft or an EAGLE-3 head
 
-Needs `pip install 'spec-ops[transformers]'`. See also `python -m spec_ops generate --model PATH --draft PATH`.
+Needs `pip install ".[transformers]"` in a checkout. See also `python -m spec_ops generate --model PATH --draft PATH`.
 """
 
 from __future__ import annotations

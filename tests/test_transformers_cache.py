@@ -187,6 +187,17 @@ def test_one_forwards_cache_never_reaches_another():
     nothing_left()
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_cache_of_another_number_of_layers_is_refused(layers):
+    """One of more would never count its tokens, one of fewer would run into its end in the midst of a forward."""
+    ids = batch()[0]
+    for cached, running in ((3, layers), (layers, 3)):
+        cache = SpecCache(make_model("llama", layers=cached), 3, 40)
+        with torch.no_grad(), pytest.raises(ValueError, match=f"made for a model of {cached} layers, got one of {running}"):
+            make_model("llama", layers=running)(input_ids=ids, past_key_values=cache)
+        assert cache.lengths.tolist() == [0, 0, 0]
+
+
 def _refuse(message: str, ids=None, mask=None, name="llama", **kwargs) -> None:
     model = make_model(name)
     ids = batch()[0] if ids is None else ids

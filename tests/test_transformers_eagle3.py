@@ -256,11 +256,14 @@ def test_command_line_with_an_eagle3_head(tmp_path):
         ({"hidden_act": "gelu"}, "`hidden_act` must be 'silu'"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "`use_aux_hidden_state` must be True"),
         ({"target_vocab_size": 5}, f"`target_vocab_size` must be {VOCAB}"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE must be .*, got 'yarn'"),
-        ({"draft_vocab_size": 41}, r"`d2t` must be of shape \[41\], got \(40,\)"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}, r"`aux_layers` must lie in \[0, 3\]"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "`rope_scaling.rope_type` must be .*, got 'yarn'"),
+        ({"draft_vocab_size": 41}, r"`d2t` must be of shape \[41\], got \[40\]"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
+            r"`eagle_config.eagle_aux_hidden_state_layer_ids` must lie in \[-1, 3\)",
+        ),
         ({"num_hidden_layers": 2}, "missing tensors .*layers.0.attention"),
-        ({"head_dim": 16}, r"`attention\.\w+\.weight` is \[.*\], the configuration says \["),
+        ({"head_dim": 16}, r"`midlayer\.self_attn\.\w+\.weight` must be of shape \[.*\], got \["),
     ],
 )
 def test_configurations_that_do_not_fit_are_named(tmp_path, change, message):
@@ -274,10 +277,13 @@ def test_configurations_that_do_not_fit_are_named(tmp_path, change, message):
     ("change", "message"),
     [
         (lambda w: w.pop("d2t"), f"`d2t` is missing, but the head knows 40 of {VOCAB} tokens"),
-        (lambda w: w["d2t"].fill_(VOCAB), r"`d2t` must map to different ids in \[0, "),
-        (lambda w: w["t2d"].logical_not_(), "`t2d` and `d2t` disagree"),
+        (lambda w: w["d2t"].fill_(VOCAB), r"`d2t` plus the draft's ids must hold ids in \[0, "),
+        (lambda w: w["t2d"].logical_not_(), "`t2d` disagrees with `d2t`"),
         (lambda w: w.pop("fc.weight"), "missing tensors .*fc.weight"),
-        (lambda w: w.update({"midlayer.self_attn.q_proj.bias": torch.zeros(32)}), "unknown tensors .*attention.q_proj.bias"),
+        (
+            lambda w: w.update({"midlayer.self_attn.q_proj.bias": torch.zeros(32)}),
+            "unknown tensors .*midlayer.self_attn.q_proj.bias",
+        ),
     ],
     ids=["no d2t", "bad d2t", "bad t2d", "missing", "unknown"],
 )

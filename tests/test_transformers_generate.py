@@ -346,13 +346,20 @@ def test_bad_arguments(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "sampled"), [("repetition_penalty", 1.3, False), ("num_beams", 4, False), ("min_p", 0.1, True)]
+    ("setting", "value", "sampled"),
+    [
+        ("repetition_penalty", 1.3, False),
+        ("encoder_repetition_penalty", 1.5, False),
+        ("encoder_no_repeat_ngram_size", 2, False),
+        ("num_beams", 4, False),
+        ("min_p", 0.1, True),
+    ],
 )
 def test_settings_that_the_round_does_not_compute_are_refused(setting, value, sampled):
     ids, mask = batch()
     model = make_model("llama")
     setattr(model.generation_config, setting, value)
-    with pytest.raises(ValueError, match=rf"generation_config.{setting}` must be .*, got {value}"):
+    with pytest.raises(ValueError, match=rf"`{setting}` must be .*, got {value}: not supported, because"):
         speculative_generate(model, None, ids, mask, do_sample=sampled)
     if sampled:  # a sampling setting means nothing to greedy decoding
         speculative_generate(model, None, ids, mask, max_new_tokens=1, do_sample=False)
@@ -407,9 +414,9 @@ def test_command_line_with_local_checkpoints(checkpoints):
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        (["--draft", "x"], "needs --model"),
-        (["--model", "x"], "needs --draft"),
-        (["--model", "x", "--draft", "y", "--pair", "z"], "no --pair"),
+        (["--draft", "."], "needs --model"),
+        (["--model", "."], "needs --draft"),
+        (["--model", ".", "--draft", ".", "--pair", "."], "no --pair"),
     ],
 )
 def test_command_line_options_that_do_not_fit(args, named):
@@ -420,8 +427,8 @@ def test_command_line_options_that_do_not_fit(args, named):
 
 def test_command_line_names_a_missing_folder(tmp_path, checkpoints):
     result = run("--model", str(checkpoints / "target"), "--draft", str(tmp_path))
-    assert isinstance(result.exception, FileNotFoundError)
-    assert str(tmp_path) in str(result.exception)
+    assert result.exit_code == 2
+    assert f"checkpoint {tmp_path / 'config.json'}: no such file" in result.output
 
 
 def test_streamed_characters_come_whole():
@@ -431,14 +438,14 @@ def test_streamed_characters_come_whole():
         def decode(self, tokens, skip_special_tokens):
             return bytes(tokens).decode(errors="replace")
 
-    stream = TextTokenizer(Bytes(), []).stream_decoder()
+    stream = TextTokenizer(Bytes()).stream_decoder()
     assert [stream.push([byte]) for byte in "aé→".encode()] == ["a", "", "é", "", "", "→"]
     assert stream.push(["é".encode()[0]]) == ""
     assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_streamed_text_is_the_decoded_text():
-    text = TextTokenizer(tokenizer(), [EOS])
+    text = TextTokenizer(tokenizer())
     tokens = text.encode("the " + CHARACTERS)
     stream = text.stream_decoder()
     assert "".join(stream.push(tokens[i : i + 3]) for i in range(0, len(tokens), 3)) + stream.finish() == "the " + CHARACTERS

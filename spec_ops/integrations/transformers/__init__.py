@@ -7,10 +7,12 @@ model.generate(**inputs, past_key_values=SpecCache(model, batch_size, max_seq_le
 speculative_generate(model, draft, **inputs, max_new_tokens=256)                     # speculative decoding
 """
 
+from spec_ops._extras import install_hint
+
 try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError("spec_ops.integrations.transformers needs transformers: pip install 'spec-ops[transformers]'") from error
+    raise ImportError(f"spec_ops.integrations.transformers needs transformers: {install_hint('transformers')}") from error
 
 from spec_ops.integrations.transformers.attention import register
 from spec_ops.integrations.transformers.cache import SpecCache

@@ -10,11 +10,13 @@ cache, another kind of cache, a layer that borrows another layer's KV) is an err
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, or_masks
 
 from spec_ops.models.paged import PagedAttention
@@ -53,6 +55,18 @@ class _Note(threading.local):
 _NOTE = _Note()
 
 
+class NoUpdate(RuntimeError):
+    """`layer` attends, and no cache of ours has got its keys and values."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(
+            f"spec_ops attention: {layer} attends without a `SpecCache`; pass `past_key_values=SpecCache(model, ...)` with "
+            '`use_cache=True`, or give the model its own attention back: `model.set_attn_implementation("sdpa")`, or '
+            "`close()` of the `TransformersGenerator` that holds it"
+        )
+        self.layer = layer
+
+
 def leave_note(cache: Attends, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Called by a cache's `update`: the next attention call of this thread belongs to `layer` of `cache`."""
     _NOTE.content = (cache, layer, key, value)
@@ -66,6 +80,19 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, key_positions)
+
+
+@contextmanager
+def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """`model` with another attention implementation, of its parts too; afterwards everything is as before."""
+    nested = {key: getattr(model.config, key) for key in model.config.sub_configs}
+    before = {"": model.config._attn_implementation}
+    before |= {key: config._attn_implementation for key, config in nested.items() if config is not None}
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def attention_forward(
@@ -98,10 +125,7 @@ def attention_forward(
     """
     note, _NOTE.content = _NOTE.content, None
     if note is None or note[1] != module.layer_idx:
-        raise RuntimeError(
-            f"spec_ops attention: {type(module).__name__} {module.layer_idx} attends without a `SpecCache`; pass "
-            "`past_key_values=SpecCache(model, ...)` with `use_cache=True` (layers that borrow another layer's KV cannot run)"
-        )
+        raise NoUpdate(f"{type(module).__name__} {module.layer_idx}")
     if dropout:
         raise ValueError(f"spec_ops attention: `dropout` must be 0 (call `model.eval()`), got {dropout}")
     if is_causal is False or not getattr(module, "is_causal", True):

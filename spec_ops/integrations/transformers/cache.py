@@ -1,120 +1,17 @@
-"""`SpecCache`: a transformers `Cache` over paged KV with device lengths, and the probe that finds what a model caches."""
+"""`SpecCache`: a transformers `Cache` over paged KV with device lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from spec_ops.integrations.transformers.attention import NAME, LayerCall, append_and_attend, is_latent, leave_note
+from spec_ops.decoding.arguments import integer
+from spec_ops.integrations.transformers.attention import LayerCall, append_and_attend, leave_note
+from spec_ops.integrations.transformers.probe import probe
 from spec_ops.models.paged import PagedAttention, PagedKVCache
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """What one token of a model takes in a paged cache.
-
-    Attributes:
-        kv_rows: per layer the row shapes: `((kv_heads, head_dim), (kv_heads, v_head_dim))`, or one latent row
-            `((kv_lora_rank + rope_dim,),)` for MLA.
-        logits_size: width of the LM head.
-    """
-
-    kv_rows: tuple[tuple[tuple[int, ...], ...], ...]
-    logits_size: int
-
-    @property
-    def latent(self) -> tuple[bool, ...]:
-        """Per layer whether it caches MLA latents."""
-        return tuple(len(rows) == 1 for rows in self.kv_rows)
-
-
-class StepCache(Cache):
-    """What a model sees as its cache during one step of a round: it holds nothing, and hands every layer to `attention`."""
-
-    def __init__(self, attention: PagedAttention | None, latent: Sequence[bool]) -> None:
-        super().__init__(layers=[])
-        self.attention, self.latent = attention, latent
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        leave_note(self, layer_idx, key_states, value_states)
-        return key_states, value_states
-
-    def attend(self, call: LayerCall) -> torch.Tensor:
-        assert self.attention is not None
-        return append_and_attend(self.attention, call, self.latent[call.layer])
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
-
-class _Probe(StepCache):
-    """Records what each layer would cache; the attention output is zeros."""
-
-    def __init__(self) -> None:
-        super().__init__(None, ())
-        self.rows: dict[int, tuple[tuple[int, ...], ...]] = {}
-        self.windows: dict[int, int] = {}
-
-    def attend(self, call: LayerCall) -> torch.Tensor:
-        if is_latent(call):
-            self.rows[call.layer] = ((call.states[0].shape[-1] + call.states[1].shape[-1],),)
-        else:
-            self.rows[call.layer] = tuple((x.shape[1], x.shape[3]) for x in (call.key, call.value))
-        self.windows[call.layer] = call.options["window_left"]
-        bs, heads, q_len, _ = call.query.shape
-        return call.query.new_zeros(bs, q_len, heads, call.value.shape[-1])
-
-
-@torch.no_grad()
-def probe(model: PreTrainedModel) -> CacheSpec:
-    """Run one token through `model` to learn what its layers cache, whatever its configuration calls the sizes.
-
-    Args:
-        model: a causal language model of transformers with `attn_implementation="spec_ops"`.
-
-    Raises:
-        ValueError: the model cannot run on these ops; the message says which part of it.
-    """
-    config = model.config.get_text_config()
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"`model` must be a decoder-only language model, got the encoder-decoder {name}")
-    if not model._can_set_attn_implementation():
-        raise ValueError(f"`model` must attend through transformers' attention interface; {name} does not")
-    if config._attn_implementation != NAME:
-        raise ValueError(
-            f'`model` must be loaded with attn_implementation="{NAME}" (or switched by `model.set_attn_implementation`), '
-            f"got {config._attn_implementation!r}"
-        )
-    if model.training:
-        raise ValueError("`model` must be in evaluation mode: call `model.eval()`")
-    types = getattr(config, "layer_types", None)
-    if unknown := sorted(set(types or ()) - {"full_attention", "sliding_attention"}):
-        raise ValueError(f"`model`: layers must be of full or sliding attention, {name} has {unknown}")
-    record = _Probe()
-    tokens = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    logits = model(input_ids=tokens, position_ids=tokens, past_key_values=record, use_cache=True).logits
-    layers = config.num_hidden_layers
-    if silent := sorted(set(range(layers)) - set(record.rows)):
-        raise ValueError(f"`model`: layers {silent} of {name} do not attend through the attention interface")
-    kinds = types or ["sliding_attention" if _slides(config) else "full_attention"] * layers
-    for layer, kind in enumerate(kinds[:layers]):
-        if (kind == "sliding_attention") != (record.windows[layer] >= 0):
-            window = record.windows[layer] + 1
-            raise ValueError(f"`model`: layer {layer} of {name} is {kind}, but the attention gets the window {window}")
-    return CacheSpec(tuple(record.rows[layer] for layer in range(layers)), logits.shape[-1])
-
-
-def _slides(config: Any) -> bool:
-    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
 
 
 class SpecCacheLayer(CacheLayerMixin):
@@ -152,7 +49,7 @@ class SpecCache(Cache):
     cover all columns so far, as `generate` passes it; one that hides tokens already cached is refused.
 
     Args:
-        model: causal language model with `attn_implementation="spec_ops"`; one token is run through it.
+        model: causal language model with `attn_implementation="spec_ops"`; a few tokens are run through it.
         batch_size: exactly the rows that will come.
         max_seq_len: most tokens a row may hold, padding of a single call included.
         page_size: 1 to 128.
@@ -167,12 +64,10 @@ class SpecCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, batch_size: int, max_seq_len: int, *, page_size: int = 16) -> None:
-        for name, value in (("batch_size", batch_size), ("max_seq_len", max_seq_len)):
-            if value < 1:
-                raise ValueError(f"SpecCache: `{name}` must be at least 1, got {value}")
-        if not 1 <= page_size <= 128:
-            raise ValueError(f"SpecCache: `page_size` must be in [1, 128], got {page_size}")
-        self.spec = probe(model)
+        batch_size = integer("SpecCache", "batch_size", batch_size, 1)
+        max_seq_len = integer("SpecCache", "max_seq_len", max_seq_len, 1)
+        page_size = integer("SpecCache", "page_size", page_size, 1, 128)
+        self.spec = probe(model).spec
         weight: torch.Tensor = model.get_input_embeddings().get_parameter("weight")
         pages = -(-max_seq_len // page_size)
         # Not `batch_size` or `max_batch_size`: properties of `Cache` in some versions.
@@ -210,6 +105,10 @@ class SpecCache(Cache):
         bs, _, q_len, _ = call.query.shape
         if bs != self._rows:
             raise ValueError(f"SpecCache: made for batch size {self._rows}, got {bs}")
+        layers, config = len(self.spec.kv_rows), getattr(call.module, "config", None)
+        given = getattr(config, "num_hidden_layers", layers)
+        if given != layers:  # lengths are counted at the last one
+            raise ValueError(f"SpecCache: made for a model of {layers} layers, got one of {given}")
         row = torch.arange(q_len, device=self.lengths.device)
         real = torch.ones_like(row, dtype=torch.bool).expand(bs, -1) if call.columns is None else call.columns >= 0
         first = torch.where(real, row, q_len).amin(-1)  # columns of padding before a row's tokens

@@ -14,19 +14,26 @@ The layers of the target it reads: `eagle_config["eagle_aux_hidden_state_layer_i
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from spec_ops.integrations.transformers.model import TransformersModel
+from spec_ops.models.checkpoint import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    check_dtype,
+    check_tensors,
+    read_fields,
+    read_tensors,
+)
 from spec_ops.models.config import ModelConfig
-from spec_ops.models.drafts import Eagle3Draft
+from spec_ops.models.drafts import Eagle3Draft, vocabulary_problem
+from spec_ops.models.fields import FieldError, Fields
 
 _LAYER = {
     "self_attn": "attention",
@@ -38,13 +45,13 @@ _LAYER = {
 # vLLM's norm of a later layer's input, and SGLang's name for the same.
 _LATER_LAYER = {**_LAYER, "input_layernorm": "input_norm"}
 _ADDITIONAL_LAYER = {**_LAYER, "hidden_norm": "input_norm"}
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def is_eagle3(path: str | Path) -> bool:
     """Whether the folder's `config.json` describes an EAGLE-3 head."""
-    config = _read_config(Path(path))
-    return any("eagle3" in name.lower() for name in config.get("architectures") or ())
+    return any("eagle3" in name.lower() for name in _read_config(Path(path)).texts("architectures", ()))
 
 
 def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[TransformersModel, Eagle3Draft]:
@@ -58,109 +65,141 @@ def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[Transformers
         `(target, draft)`, for `speculative_generate` or `Generator`.
 
     Raises:
-        FileNotFoundError: no configuration or weights.
-        ValueError: a configuration or weights that `Eagle3Draft` cannot represent, or that do not fit `target`.
+        CheckpointError: a configuration or weights that are damaged, that `Eagle3Draft` cannot represent, or that do not fit
+            `target`; a missing file is a FileNotFoundError as well.
+        TypeError, ValueError: a `target` that cannot run on these ops.
     """
     folder = Path(path)
-    config = _read_config(folder)
-    sizes = target.config.get_text_config()
-    values = _check_config(folder, config, sizes)
-    adapter = TransformersModel(target, _aux_layers(config, sizes.num_hidden_layers))
-    weight = adapter.embed.weight
-    state = {_our_name(name): value for name, value in _read_weights(folder).items()}
+    config, sizes = _read_config(folder), target.config.get_text_config()
+    values, norm_before_residual = _model_config(config, sizes)
+    aux_layers = _aux_layers(config, sizes.num_hidden_layers)
+    file, tensors = _read_weights(folder)
+    names, state = _our_names(file, tensors)
 
-    map_to_target = _draft_to_target(folder, state, values["draft_vocab_size"], sizes.vocab_size)
-    head_config = ModelConfig(**{k: v for k, v in values.items() if k not in ("draft_vocab_size", "norm_before_residual")})
-    with torch.device("meta"):  # nothing is initialized; the target's shared modules stay where they are
-        draft = Eagle3Draft(
-            head_config,
-            adapter,
-            None if map_to_target is None else map_to_target.to("meta"),
-            norm_before_residual=values["norm_before_residual"],
-        )
-    draft.draft_to_target = None if map_to_target is None else map_to_target.to(weight.device)
+    draft_vocab = config.integer("draft_vocab_size", default=values["vocab_size"])
+    to_target = _draft_to_target(file, state, draft_vocab, sizes.vocab_size)
     embedding = state.pop("embed.weight", None)
-    if embedding is not None and not torch.equal(embedding.to(weight), weight):
-        draft.embed = nn.Embedding.from_pretrained(embedding)
-    expected = {n: v for n, v in draft.own_state_dict().items() if n != "draft_to_target"}
-    if "lm_head.weight" not in state and map_to_target is None:
-        draft.lm_head = adapter.lm_head
-        del expected["lm_head.weight"]
-    _check_weights(folder, expected, state)
-    draft.load_state_dict(state, strict=False, assign=True)  # not strict: shared modules are already in place
-    return adapter, draft.to(device=weight.device, dtype=weight.dtype).eval()
+    if embedding is not None:
+        check_dtype(file, names["embed.weight"], embedding)
+        if embedding.dim() != 2 or embedding.shape[0] < sizes.vocab_size or embedding.shape[1] != sizes.hidden_size:
+            expected = f"[{sizes.vocab_size}, {sizes.hidden_size}], the target's vocabulary and hidden size"
+            raise CheckpointError(file, f"must be {expected}, got {list(embedding.shape)}", names["embed.weight"])
+    try:
+        head_config = ModelConfig(**values)
+    except FieldError as error:
+        raise config.error(error.field, error.problem) from error
+
+    adapter = TransformersModel(target, aux_layers)
+    try:
+        weight = adapter.embed.weight
+        with torch.device("meta"):  # nothing is initialized; the target's shared modules stay where they are
+            draft = Eagle3Draft(
+                head_config,
+                adapter,
+                None if to_target is None else to_target.to("meta"),
+                norm_before_residual=norm_before_residual,
+            )
+        draft.draft_to_target = None if to_target is None else to_target.to(weight.device)
+        if embedding is not None and not torch.equal(embedding.to(weight), weight):
+            draft.embed = nn.Embedding.from_pretrained(embedding)
+        expected_state = {n: v for n, v in draft.own_state_dict().items() if n != "draft_to_target"}
+        if "lm_head.weight" not in state and to_target is None:
+            draft.lm_head = adapter.lm_head
+            del expected_state["lm_head.weight"]
+        check_tensors(file, expected_state, state, names)
+        draft.load_state_dict(state, strict=False, assign=True)  # not strict: shared modules are already in place
+        return adapter, draft.to(device=weight.device, dtype=weight.dtype).eval()
+    except BaseException:
+        adapter.close()
+        raise
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"load_eagle3: no such file: {path}")
-    config = json.loads(path.read_text(encoding="utf-8"))
+def _read_config(folder: Path) -> Fields:
+    config = read_fields(folder / "config.json")
     # `speculators` nests the sizes of the layer.
-    return {**config.pop("transformer_layer_config", {}), **config}
+    nested = config.inner("transformer_layer_config", {}).values
+    return Fields({**nested, **config.values}, config.fail)
 
 
-def _check_config(folder: Path, config: dict[str, Any], target: Any) -> dict[str, Any]:
-    """The keyword arguments of the head's `ModelConfig`, with `draft_vocab_size` and `norm_before_residual`."""
+def _model_config(config: Fields, target: Any) -> tuple[dict[str, Any], bool]:
+    """The keyword arguments of the head's `ModelConfig`, and `norm_before_residual`."""
 
     def need(key: str, value: Any, expected: Any) -> None:
         if value != expected:
-            raise ValueError(f"load_eagle3: {folder}: `{key}` must be {expected!r} for this target and head, got {value!r}")
+            raise config.error(key, f"must be {expected!r} for this target and head, got {value!r}")
 
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     need("hidden_size", hidden, target.hidden_size)
-    need("target_hidden_size", config.get("target_hidden_size") or hidden, target.hidden_size)
-    need("hidden_act", config.get("hidden_act", "silu"), "silu")
+    need("target_hidden_size", config.integer("target_hidden_size", default=hidden), target.hidden_size)
+    need("hidden_act", config.text("hidden_act", "silu"), "silu")
     for key in ("attention_bias", "mlp_bias", "bias", "qkv_bias", "norm_before_fc", "fc_norm", "norm_output"):
-        need(key, bool(config.get(key)), False)
-    need("use_aux_hidden_state", (config.get("eagle_config") or {}).get("use_aux_hidden_state", True), True)
-    vocab = config.get("target_vocab_size") or target.vocab_size
+        need(key, config.flag(key), False)
+    need("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0), 1.0)
+    need("use_aux_hidden_state", config.inner("eagle_config", {}).flag("use_aux_hidden_state", True), True)
+    vocab = config.integer("target_vocab_size", default=target.vocab_size)
     need("target_vocab_size", vocab, target.vocab_size)
-    theta, scaling = _rope(folder, config)
-    return {
+    theta, scaling = _rope(config)
+    values = {
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": config["intermediate_size"],
-        "num_layers": config.get("num_hidden_layers", 1),
+        "intermediate_size": config.integer("intermediate_size"),
+        "num_layers": config.integer("num_hidden_layers", default=1),
         "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
+        "num_kv_heads": config.integer("num_key_value_heads", default=heads),
+        "head_dim": config.integer("head_dim", default=hidden // heads),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        "sliding_window": config.get("sliding_window"),
-        "draft_vocab_size": config.get("draft_vocab_size") or vocab,
-        "norm_before_residual": bool(config.get("norm_before_residual")),
+        "rms_norm_eps": config.positive("rms_norm_eps", 1e-6),
+        "sliding_window": config.integer("sliding_window", default=None),
     }
+    if not config.flag("use_sliding_window", True):  # Qwen's configurations name a window that is not used
+        values["sliding_window"] = None
+    return values, config.flag("norm_before_residual")
 
 
-def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, tuple[float, float, float, float] | None]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+def _rope(config: Fields) -> tuple[float, tuple[float, ...] | None]:
+    name = "rope_scaling" if config.values.get("rope_parameters") is None else "rope_parameters"
+    rope = config.inner(name, {})
+    if nested := [key for key, value in rope.values.items() if isinstance(value, dict)]:
+        raise config.error(name, f"must be those of all layers, got some of their own for {nested}")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    theta = rope.positive("rope_theta", config.positive("rope_theta", 10000.0))
     if kind == "default":
         return theta, None
     if kind == "llama3":
         keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        factor, low, high, context = (float(rope[key]) for key in keys)
-        return theta, (factor, low, high, context)
-    raise ValueError(f"load_eagle3: {folder}: RoPE must be of type 'default' or 'llama3', got {kind!r}")
+        return theta, tuple(rope.positive(key) for key in keys)
+    raise rope.error("rope_type", f"must be 'default' or 'llama3', got {kind!r}")
 
 
-def _aux_layers(config: dict[str, Any], layers: int) -> tuple[int, ...]:
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if nested:
-        return tuple(layer + 1 for layer in nested)
-    return tuple(config.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3))
+def _aux_layers(config: Fields, layers: int) -> tuple[int, ...]:
+    """The layers of the target whose inputs the head reads."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    eagle = config.inner("eagle_config", {})
+    if outputs := eagle.integers(name, ()):
+        if any(not -1 <= layer < layers for layer in outputs):  # -1: the embedding
+            raise eagle.error(name, f"must lie in [-1, {layers}), got {list(outputs)}")
+        return tuple(layer + 1 for layer in outputs)
+    inputs = config.integers(name, ()) or (2, layers // 2, layers - 3)
+    if any(not 0 <= layer <= layers for layer in inputs):
+        raise config.error(name, f"must lie in [0, {layers}], got {list(inputs)}")
+    return inputs
 
 
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+def _read_weights(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     for name in _WEIGHT_FILES:
         if (path := folder / name).is_file():
-            if path.suffix == ".safetensors":
-                return load_file(path)
-            return torch.load(path, map_location="cpu", weights_only=True)
-    raise FileNotFoundError(f"load_eagle3: {folder} has none of {', '.join(_WEIGHT_FILES)}")
+            return path, read_tensors(path)
+    raise CheckpointNotFoundError(folder, f"has none of {', '.join(_WEIGHT_FILES)}")
+
+
+def _our_names(file: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """What the file calls each of our names, and the tensors by our names."""
+    names: dict[str, str] = {}
+    for theirs in tensors:
+        if (known := names.setdefault(_our_name(theirs), theirs)) != theirs:
+            raise CheckpointError(file, f"holds {known!r} and {theirs!r}, two names of one tensor", theirs)
+    return names, {ours: tensors[theirs] for ours, theirs in names.items()}
 
 
 def _our_name(name: str) -> str:
@@ -177,30 +216,23 @@ def _our_name(name: str) -> str:
     return f"{_LAYER.get(part, part)}.{rest}"
 
 
-def _draft_to_target(folder: Path, state: dict[str, torch.Tensor], draft_vocab: int, vocab: int) -> torch.Tensor | None:
+def _draft_to_target(file: Path, state: dict[str, torch.Tensor], draft_vocab: int, vocab: int) -> torch.Tensor | None:
     """Pops `d2t` and `t2d`; returns the map of draft ids to target ids, None if they are the same."""
     offsets, known = state.pop("d2t", None), state.pop("t2d", None)
     if offsets is None:
         if draft_vocab != vocab:
-            raise ValueError(f"load_eagle3: {folder}: `d2t` is missing, but the head knows {draft_vocab} of {vocab} tokens")
+            raise CheckpointError(file, f"is missing, but the head knows {draft_vocab} of {vocab} tokens", "d2t")
         return None
+    check_dtype(file, "d2t", offsets, _INTEGERS)
     if offsets.shape != (draft_vocab,):
-        raise ValueError(f"load_eagle3: {folder}: `d2t` must be of shape [{draft_vocab}], got {tuple(offsets.shape)}")
+        raise CheckpointError(file, f"must be of shape [{draft_vocab}], got {list(offsets.shape)}", "d2t")
     targets = offsets.long() + torch.arange(draft_vocab)
-    if int(targets.min()) < 0 or int(targets.max()) >= vocab or targets.unique().numel() != draft_vocab:
-        raise ValueError(f"load_eagle3: {folder}: `d2t` must map to different ids in [0, {vocab})")
-    if known is not None and not torch.equal(known.bool().nonzero()[:, 0], targets.sort().values):
-        raise ValueError(f"load_eagle3: {folder}: `t2d` and `d2t` disagree on the reduced vocabulary")
+    if problem := vocabulary_problem(targets, vocab):
+        raise CheckpointError(file, f"plus the draft's ids {problem}", "d2t")
+    if known is not None:
+        check_dtype(file, "t2d", known, (torch.bool, *_INTEGERS))
+        if known.shape != (vocab,):
+            raise CheckpointError(file, f"must be of shape [{vocab}], got {list(known.shape)}", "t2d")
+        if not torch.equal(known.bool().nonzero()[:, 0], targets.sort().values):
+            raise CheckpointError(file, "disagrees with `d2t` on the reduced vocabulary", "t2d")
     return targets
-
-
-def _check_weights(folder: Path, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
-    if missing := sorted(expected.keys() - found.keys()):
-        raise ValueError(f"load_eagle3: {folder}: missing tensors {missing} (names as in Eagle3Draft)")
-    if unknown := sorted(found.keys() - expected.keys()):
-        raise ValueError(f"load_eagle3: {folder}: unknown tensors {unknown} (names as in Eagle3Draft)")
-    for name, value in expected.items():
-        if found[name].shape != value.shape:
-            raise ValueError(
-                f"load_eagle3: {folder}: `{name}` is {list(found[name].shape)}, the configuration says {list(value.shape)}"
-            )

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from spec_ops.decoding import GenerationStats, Generator, SamplingParams, SpeculationConfig
-from spec_ops.decoding.generate import StopWhen
+from spec_ops.decoding import GenerationStats, Generator, SpeculationConfig
 from spec_ops.integrations.transformers.model import TransformersModel
+from spec_ops.integrations.transformers.prompts import Prompts, read_prompts
+from spec_ops.integrations.transformers.settings import GenerationSettings, resolve_settings, set_values
+from spec_ops.integrations.transformers.stopping import Criterion, replace_settings, stop_when
 from spec_ops.models.drafts import Draft, Eagle3Draft, StandaloneDraft
-
-# Settings of a model's generation_config that change what it generates and that the round does not compute, with the value
-# (besides None) that switches each off. The first group matters for sampling only.
-_SAMPLING_UNSUPPORTED = {"min_p": 0, "top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
-_UNSUPPORTED = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "sequence_bias": None,
-    "guidance_scale": 1.0,
-    "watermarking_config": None,
-}
 
 
 @dataclass
@@ -45,19 +27,24 @@ class SpeculativeOutput:
         sequences: `[bs, prompt + longest]` int64 as from `model.generate`: the input as it came, then the new tokens, padded.
         tokens: the new tokens of each row, without padding.
         stats: rounds, tokens, seconds, accept length.
+        seed: what sampling drew from; None for greedy decoding.
     """
 
     sequences: torch.Tensor
     tokens: list[list[int]]
     stats: GenerationStats
+    seed: int | None = None
 
 
 class TransformersGenerator:
     """Decodes with transformers models. Keep it for more than one call: pools, compiled rounds and CUDA graphs are reused.
 
+    While it is kept, the models attend through these ops and their own `generate` needs a `SpecCache`. `close()`, or leaving it
+    as a context manager, gives the models that it was given as transformers models their own attention back.
+
     Args:
-        target: causal language model of transformers, or one already prepared (`load_eagle3` returns one). Its attention
-            implementation becomes `"spec_ops"`.
+        target: causal language model of transformers, or one already prepared (`load_eagle3` returns one), which its
+            own `close()` restores. Its attention implementation becomes `"spec_ops"`.
         draft: a smaller model of transformers with the same vocabulary, one of our heads (`load_eagle3`, `MTPDraft`), or None
             for plain decoding.
         config: steps, and the width of the tree (1: a chain).
@@ -77,92 +64,118 @@ class TransformersGenerator:
         compile: bool | None = None,
         **options: Any,
     ) -> None:
-        self.target = target if isinstance(target, TransformersModel) else TransformersModel(target)
-        if draft is not None and not isinstance(draft, Draft):
-            draft = StandaloneDraft(TransformersModel(draft))
-        if isinstance(draft, Eagle3Draft) and not self.target.config.aux_layers:
-            raise ValueError(
-                "`target` must be the one that `load_eagle3` returned with the head: it knows which layers to watch"
-            )
-        compile = self.target.embed.weight.is_cuda if compile is None else compile
-        self.generator = Generator(self.target, draft, config, compile=compile, **options)
+        with ExitStack() as made:  # closes what was made if anything below fails
+            if not isinstance(target, TransformersModel):
+                target = TransformersModel(target)
+                made.callback(target.close)
+            self.target = target
+            if draft is not None and not isinstance(draft, Draft):
+                model = TransformersModel(draft)
+                made.callback(model.close)
+                draft = StandaloneDraft(model)
+            if isinstance(draft, Eagle3Draft) and not self.target.config.aux_layers:
+                raise ValueError(
+                    "`target` must be the one that `load_eagle3` returned with the head: it knows which layers to watch"
+                )
+            compile = self.target.embed.weight.is_cuda if compile is None else compile
+            self.generator = Generator(self.target, draft, config, compile=compile, **options)
+            self._made = made.pop_all()
+
+    def close(self) -> None:
+        """Give the models their own attention implementation back. Idempotent."""
+        self._made.close()
+
+    def __enter__(self) -> TransformersGenerator:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
 
     def generate(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        input_ids: torch.Tensor | Sequence[Sequence[int]],
+        attention_mask: torch.Tensor | Sequence[Sequence[int]] | None = None,
         *,
-        max_new_tokens: int | Sequence[int] = 128,
-        eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
-        stop_strings: str | Sequence[str] | None = None,
+        generation_config: GenerationConfig | None = None,
+        stopping_criteria: Sequence[Criterion] | None = None,
         tokenizer: Any = None,
-        do_sample: bool | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         streamer: BaseStreamer | None = None,
-        return_dict_in_generate: bool = False,
         progress: bool = False,
+        **settings: Any,
     ) -> torch.Tensor | SpeculativeOutput:
-        """Continue every row of `input_ids`.
+        """Continue every row of `input_ids`, as `model.generate` does.
 
         Args:
-            input_ids: `[bs, length]` integers, padded on the left or the right.
-            attention_mask: `[bs, length]`, non-zero for real tokens; default as in `generate`: from `pad_token_id` if that
-                occurs and is no end token, else all tokens are real.
-            max_new_tokens: for all rows, or one per row.
-            eos_token_id: ids that end a row (at most 8), `()` for none. This and the following arguments up to `top_p` default
-                to the target's `generation_config`, then to transformers' defaults (`top_k` 50).
-            stop_strings: end a row with the token that completes one of these; needs `tokenizer`.
-            do_sample: False is greedy decoding, whatever `temperature` says.
-            seed: of sampling; row `i` uses `seed + i`.
+            input_ids: `[bs, length]` integers, padded on the left or the right; or a list of token id lists of any lengths.
+            attention_mask: `[bs, length]`, non-zero for real tokens; default as in `generate`: from `pad_token_id` if that is
+                set, occurs and is no end token, else all tokens are real.
+            generation_config: settings that come before the target's own.
+            stopping_criteria: of transformers. Each is called for one row at a time, after every new token of it, with
+                `input_ids [1, length]` (prompt, its padding included, and new tokens) and no scores.
+            tokenizer: for `stop_strings`.
+            seed: of sampling; a run repeats with it. Row `i` draws from a hash of it and `i`. Default: one from torch's default
+                CPU generator at each call, so that `torch.manual_seed` governs it.
             streamer: batch size 1 only; gets the prompt, then new tokens as rounds emit them.
             progress: show a progress bar, and say when a round is being compiled.
+            settings: those of `transformers.GenerationConfig`, which come before `generation_config` and the target's own. None
+                or its neutral value switches one off. Honoured are `max_new_tokens` (also one per row), `max_length`,
+                `max_time`, `eos_token_id` (at most 8 ids), `pad_token_id`, `stop_strings`, `do_sample`, `temperature`, `top_k`,
+                `top_p`, `num_return_sequences` and `return_dict_in_generate`. As in `generate`, nothing set means 20 new tokens
+                and a `top_k` of 50, and decoding without `do_sample` is greedy, whatever `temperature` says.
 
         Returns:
-            As `model.generate`: `[bs, length + longest]` int64; or a `SpeculativeOutput`.
+            As `model.generate`: `[bs * num_return_sequences, length + longest]` int64, on the device of `input_ids` (for lists,
+            the CPU); or a `SpeculativeOutput`.
 
         Raises:
-            ValueError: naming the argument, or a setting of the target's `generation_config` that the round does not compute.
+            ValueError: naming the argument, or a setting that changes what `model.generate` returns and is not supported.
+            TypeError: an argument that does not exist.
         """
-        model_config = self.target.generation_config
-        sampling = _sampling(model_config, do_sample, temperature, top_k, top_p, seed)
-        stops = token_ids(model_config.eos_token_id if eos_token_id is None else eos_token_id)
-        pad = model_config.pad_token_id if pad_token_id is None else pad_token_id
-        pad = stops[0] if pad is None and stops else pad or 0
-        prompts = _prompts(input_ids, attention_mask, pad, stops)
-        if streamer is not None:
-            if len(prompts) != 1:
-                raise ValueError(f"generate: `streamer` needs batch size 1, got {len(prompts)}")
-            streamer.put(input_ids.cpu())
-        strings = model_config.stop_strings if stop_strings is None else stop_strings
-        result = self.generator.generate(
-            prompts,
-            max_new_tokens=max_new_tokens,
-            stop_tokens=stops,
-            sampling=sampling,
-            on_tokens=None if streamer is None else lambda _, new: streamer.put(torch.tensor(new)),
-            stop_when=_stop_when(strings, tokenizer, prompts) if strings else None,
+        call = _read_call(
+            self.target,
+            input_ids,
+            attention_mask,
+            generation_config=generation_config,
+            stopping_criteria=stopping_criteria,
+            tokenizer=tokenizer,
+            seed=seed,
+            streamer=streamer,
             progress=progress,
+            **settings,
+        )
+        return self._run(call)
+
+    def _run(self, call: _Call) -> torch.Tensor | SpeculativeOutput:
+        streamer, prompts = call.streamer, call.prompts
+        if streamer is not None:
+            streamer.put(prompts.ids.cpu())
+        result = self.generator.generate(
+            prompts.rows,
+            max_new_tokens=call.limits,
+            stop_tokens=call.settings.stop_tokens,
+            sampling=call.settings.sampling,
+            on_tokens=None if streamer is None else lambda _, new: streamer.put(torch.tensor(new)),
+            stop_when=stop_when(call.settings, call.criteria, call.tokenizer, prompts),
+            progress=call.progress,
         )
         if streamer is not None:
             streamer.end()
-        longest = max(map(len, result.tokens))
-        padded = [row + [pad] * (longest - len(row)) for row in result.tokens]
-        sequences = torch.cat([input_ids, torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)], 1)
-        return SpeculativeOutput(sequences, result.tokens, result.stats) if return_dict_in_generate else sequences
+        longest, pad = max(map(len, result.tokens)), call.settings.padding
+        padded = torch.tensor([row + [pad] * (longest - len(row)) for row in result.tokens])
+        sequences = torch.cat([prompts.ids, padded.to(prompts.ids.device)], 1)
+        return (
+            SpeculativeOutput(sequences, result.tokens, result.stats, result.seed) if call.settings.return_dict else sequences
+        )
 
 
 def speculative_generate(
     target: PreTrainedModel | TransformersModel,
     draft: PreTrainedModel | Draft | None,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    input_ids: torch.Tensor | Sequence[Sequence[int]],
+    attention_mask: torch.Tensor | Sequence[Sequence[int]] | None = None,
     *,
     config: SpeculationConfig | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
     compile: bool | None = None,
     page_size: int = 16,
     cache_dtype: torch.dtype | None = None,
@@ -172,93 +185,77 @@ def speculative_generate(
 ) -> torch.Tensor | SpeculativeOutput:
     """Decode once; `TransformersGenerator` is the thing to keep for more than one call.
 
-    Greedy tokens are exactly those of `target.generate`; sampled ones follow the target's distribution and repeat with `seed`.
-    The models' attention implementation is as before afterwards.
+    In float32, greedy tokens are those of `target.generate`. In bfloat16 and float16 sums round differently, and a near tie may
+    rightly fall either way. Sampled tokens follow the target's distribution and repeat with `seed`. The models' attention
+    implementation is as before afterwards.
 
     Args:
         target, draft, config, compile, page_size, cache_dtype, backend, prefill_backend: see `TransformersGenerator`.
-        input_ids, attention_mask, max_new_tokens, arguments: see `TransformersGenerator.generate`.
+        input_ids, attention_mask, arguments: see `TransformersGenerator.generate`.
     """
-    if input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise ValueError(f"generate: `input_ids` must be of shape [bs, length], got {tuple(input_ids.shape)}")
-    models = [model for model in (target, draft) if isinstance(model, PreTrainedModel)]
-    before = [model.config._attn_implementation for model in models]
-    try:
-        most = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=1)
+    with ExitStack() as made:
+        if not isinstance(target, TransformersModel):
+            target = TransformersModel(target)
+            made.callback(target.close)
+        call = _read_call(target, input_ids, attention_mask, **arguments)
         generator = TransformersGenerator(
             target,
             draft,
             config,
             compile=compile,
-            max_batch_size=min(input_ids.shape[0], 32),
-            max_seq_len=input_ids.shape[1] + max(most, 1),
+            max_batch_size=min(len(call.limits), 32),
+            max_seq_len=max(len(row) + limit for row, limit in zip(call.prompts.rows, call.limits, strict=True)),
             page_size=page_size,
             cache_dtype=cache_dtype,
             backend=backend,
             prefill_backend=prefill_backend,
         )
-        return generator.generate(input_ids, attention_mask, max_new_tokens=max_new_tokens, **arguments)
-    finally:
-        for model, name in zip(models, before, strict=True):
-            model.set_attn_implementation(name)
+        made.callback(generator.close)
+        return generator._run(call)
 
 
-def _sampling(config: GenerationConfig, do_sample, temperature, top_k, top_p, seed: int) -> SamplingParams:
-    sampled = config.do_sample if do_sample is None else do_sample
-    unsupported = {**_UNSUPPORTED, **(_SAMPLING_UNSUPPORTED if sampled else {})}
-    for name, off in unsupported.items():
-        value = getattr(config, name, None)
-        if value is not None and value != off:
-            raise ValueError(f"generate: `generation_config.{name}` must be {off} for speculative decoding, got {value}")
-    if not sampled:
-        return SamplingParams(seed=seed)
+@dataclass(frozen=True)
+class _Call:
+    """Checked arguments of one call. `limits[i]`: most new tokens of `prompts.rows[i]`."""
 
-    def choose(given, name: str, default):
-        value = getattr(config, name, None) if given is None else given
-        return default if value is None else value
-
-    temperature = choose(temperature, "temperature", 1.0)
-    if temperature <= 0:
-        raise ValueError(f"generate: `temperature` must be above 0 with `do_sample=True`, got {temperature}")
-    return SamplingParams(temperature, choose(top_k, "top_k", 50), choose(top_p, "top_p", 1.0), seed)
+    prompts: Prompts
+    limits: list[int]
+    settings: GenerationSettings
+    criteria: list[Criterion]
+    tokenizer: Any
+    streamer: BaseStreamer | None
+    progress: bool
 
 
-def token_ids(ids: int | Sequence[int] | torch.Tensor | None) -> list[int]:
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else [int(token) for token in ids]
-
-
-def _prompts(ids: torch.Tensor, mask: torch.Tensor | None, pad: int, stops: list[int]) -> list[list[int]]:
-    """The rows of `ids` without their padding."""
-    if ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
-        raise ValueError(f"generate: `input_ids` must be integers of shape [bs, length], got {ids.dtype} {tuple(ids.shape)}")
-    if mask is None:
-        infer = pad not in stops and bool((ids == pad).any())
-        mask = ids != pad if infer else torch.ones_like(ids)
-    if mask.shape != ids.shape:
-        raise ValueError(f"generate: `attention_mask` must be of shape {list(ids.shape)}, got {list(mask.shape)}")
-    real = mask.bool()
-    starts = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0]  # runs of real tokens
-    if bool((starts != 1).any()):
-        row = int((starts != 1).nonzero()[0])
-        raise ValueError(
-            f"generate: `attention_mask` must show one run of tokens per row, padded on the left or the right; row {row} has "
-            f"{int(starts[row])}"
-        )
-    return [row[keep].tolist() for row, keep in zip(ids.cpu(), real.cpu(), strict=True)]
-
-
-def _stop_when(strings: str | Sequence[str], tokenizer: Any, prompts: list[list[int]]) -> StopWhen:
-    if tokenizer is None:
-        raise ValueError("generate: `stop_strings` needs `tokenizer`, got None")
-    criteria = StopStringCriteria(tokenizer, [strings] if isinstance(strings, str) else list(strings))
-
-    def stop_when(request: int, tokens: list[int], count: int) -> int | None:
-        text = torch.tensor([prompts[request] + tokens])
-        for new in range(1, count + 1):
-            if criteria(text[:, : text.shape[1] - count + new], None):
-                return new
-        return None
-
-    return stop_when
+def _read_call(
+    target: TransformersModel,
+    input_ids: Any,
+    attention_mask: Any,
+    *,
+    generation_config: GenerationConfig | None = None,
+    stopping_criteria: Sequence[Criterion] | None = None,
+    tokenizer: Any = None,
+    seed: int | None = None,
+    streamer: BaseStreamer | None = None,
+    progress: bool = False,
+    **overrides: Any,
+) -> _Call:
+    """Check the arguments of `TransformersGenerator.generate`, before anything runs."""
+    model_config: Any = target.decoder.config
+    if generation_config is not None:
+        overrides = {**set_values(generation_config), **overrides}
+    elif misplaced := model_config._get_generation_parameters():
+        raise ValueError(f"generate: settings must be in the target's `generation_config`, its `config` holds {misplaced}")
+    settings = resolve_settings(target.generation_config, overrides, vocab_size=target.config.vocab_size, seed=seed)
+    settings, criteria = replace_settings(settings, stopping_criteria or [])
+    prompts = read_prompts(input_ids, attention_mask, settings)
+    limits = settings.new_tokens(prompts.ids.shape[1], getattr(model_config, "max_position_embeddings", None))
+    count = len(prompts.rows) // settings.num_return_sequences
+    if isinstance(limits, int):
+        limits = [limits] * count
+    elif len(limits) != count:
+        raise ValueError(f"generate: `max_new_tokens` must have one entry per row of `input_ids` ({count}), got {len(limits)}")
+    limits = [limit for limit in limits for _ in range(settings.num_return_sequences)]
+    if streamer is not None and len(limits) != 1:
+        raise ValueError(f"generate: `streamer` needs batch size 1, got {len(limits)}")
+    return _Call(prompts, limits, settings, criteria, tokenizer, streamer, progress)

@@ -2,55 +2,154 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from spec_ops.integrations.transformers.attention import NAME
 from spec_ops.integrations.transformers.eagle3 import is_eagle3, load_eagle3
-from spec_ops.integrations.transformers.generate import token_ids
 from spec_ops.integrations.transformers.model import TransformersModel
+from spec_ops.integrations.transformers.settings import GenerationSettings, resolve_settings
+from spec_ops.models.checkpoint import CheckpointError, first_line, read_fields
 from spec_ops.models.drafts import Draft, StandaloneDraft
+from spec_ops.models.fields import Fields
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon", "norm_eps")
+_INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}  # safetensors' names
+
+
+def load_tokenizer(model: Path) -> TextTokenizer:
+    """The tokenizer of a target. Raises CheckpointError."""
+    _read_target_config(model)
+    with _transformers_errors(model):
+        return TextTokenizer(AutoTokenizer.from_pretrained(model, local_files_only=True))
+
+
+def load_settings(model: Path, overrides: Mapping[str, Any], seed: int) -> GenerationSettings:
+    """What a target's `generation_config` asks for with `overrides`, before its weights are loaded.
+
+    Raises:
+        CheckpointError: a damaged file. TypeError, ValueError: a setting that is wrong, unknown or not supported, by name.
+    """
+    config = _read_target_config(model)
+    with _transformers_errors(model):
+        if (model / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(model, local_files_only=True)
+        else:
+            generation = GenerationConfig.from_model_config(config)
+    return resolve_settings(generation, overrides, vocab_size=config.get_text_config().vocab_size, seed=seed)
 
 
 def load_checkpoints(
     model: Path, draft: Path | None, *, device: torch.device | str, dtype: torch.dtype
-) -> tuple[TransformersModel, Draft | None, TextTokenizer]:
-    """Target, draft and tokenizer from folders in transformers' layout; the draft may be an EAGLE-3 head.
+) -> tuple[TransformersModel, Draft | None]:
+    """Target and draft from folders in transformers' layout; the draft may be an EAGLE-3 head.
 
     Raises:
-        FileNotFoundError: a folder is missing. ValueError, OSError: a checkpoint that does not load or does not fit.
+        CheckpointError: a file is damaged, lacks a tensor, or does not fit; a missing one is a FileNotFoundError as well.
+        TypeError, ValueError: a model that cannot run on these ops.
     """
-    base = _load_model(model, device, dtype)
-    target: TransformersModel | None = None
-    head: Draft | None = None
-    if draft is not None and is_eagle3(_existing(draft)):
-        target, head = load_eagle3(draft, base)
-    elif draft is not None:
-        head = StandaloneDraft(TransformersModel(_load_model(draft, device, dtype)))
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    return target or TransformersModel(base), head, TextTokenizer(tokenizer, token_ids(base.generation_config.eos_token_id))
+    # Configurations first: a mistake in them is found before gigabytes are read.
+    config, draft_config = _read_target_config(model), None
+    head = draft is not None and is_eagle3(draft)
+    if draft is not None and not head:
+        draft_config = _read_config(draft)
+    base = _load_model(model, config, device, dtype)
+    if draft is None:
+        return TransformersModel(base), None
+    if head:
+        return load_eagle3(draft, base)
+    small = _load_model(draft, draft_config, device, dtype)
+    return TransformersModel(base), StandaloneDraft(TransformersModel(small))
 
 
-def _existing(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"no such checkpoint: {folder / 'config.json'}")
-    return folder
+def _read_target_config(folder: Path) -> PreTrainedConfig:
+    if is_eagle3(folder):
+        raise CheckpointError(folder, "must be a target, got an EAGLE-3 head, which is a draft")
+    return _read_config(folder)
 
 
-def _load_model(folder: Path, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
+def _read_config(folder: Path) -> PreTrainedConfig:
+    """The configuration in a folder, its values checked as far as transformers leaves them to the first forward."""
+    raw = read_fields(folder / "config.json")
+    if (generation := folder / "generation_config.json").is_file():
+        # Transformers passes over a damaged one, and generates to the end of the context.
+        ends = read_fields(generation)
+        if not isinstance(ends.values.get("eos_token_id"), list):
+            ends.integer("eos_token_id", 0, default=None)
+        elif any(token < 0 for token in ends.integers("eos_token_id")):
+            raise ends.error("eos_token_id", f"must hold ids of tokens, got {ends.values['eos_token_id']}")
+    with _transformers_errors(folder / "config.json"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    text = config.get_text_config()
+    # By getattr: transformers maps the names of its models to common ones (`n_embd` of GPT-2 is `hidden_size`).
+    names = (*_SIZES, *_EPSILONS, "rope_parameters")
+    values = Fields({name: getattr(text, name, None) for name in names}, raw.fail)
+    for name in _SIZES:
+        values.integer(name, default=None)
+    for name in _EPSILONS:
+        values.positive(name, None)
+    rope = values.inner("rope_parameters", {})
+    for name in [name for name, value in rope.values.items() if isinstance(value, dict)]:  # by the type of layer
+        rope.inner(name).positive("rope_theta", None)
+    rope.positive("rope_theta", None)
+    return config
+
+
+def _load_model(folder: Path, config: Any, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
     options: dict[str, Any] = {"local_files_only": True, "dtype": dtype, "attn_implementation": NAME}
-    model: Any = AutoModelForCausalLM.from_pretrained(_existing(folder), **options)
+    # Tensors that are missing or of another shape are reported, here instead of in a table on stdout.
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    _check_stored(files, config)
+    weights = files[0] if len(files) == 1 else folder
+    with _transformers_errors(weights):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+    model, report = loaded
+    for name, got, expected in sorted(report["mismatched_keys"]):
+        raise CheckpointError(weights, f"must be of shape {list(expected)}, got {list(got)}", name)
+    if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
+        raise CheckpointError(weights, f"must hold every tensor of {type(model).__name__}, missing {missing}")
     return model.to(device)
+
+
+def _check_stored(files: Sequence[Path], config: Any) -> None:
+    """Refuse integers for weights: transformers converts them, and only a quantized model has scales for them."""
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    for file in files:
+        if file.suffix != ".safetensors":
+            continue
+        try:
+            with safe_open(file, "pt") as tensors:
+                kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(file, f"must be a safetensors file, got {first_line(error)}") from error
+        for name, kind in kinds.items():
+            if name.endswith(".weight") and kind in _INTEGERS:
+                raise CheckpointError(file, f"must be floating-point in a model that is not quantized, got {kind}", name)
+
+
+@contextmanager
+def _transformers_errors(file: Path) -> Iterator[None]:
+    """Names the file in whatever a damaged one makes transformers raise: errors of almost any type."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(file, f"transformers cannot load it: {first_line(error)}") from error
 
 
 class TextTokenizer:
     """A tokenizer of transformers with the methods of `spec_ops.models.corpus.ByteTokenizer`."""
 
-    def __init__(self, tokenizer: Any, stop_tokens: list[int]) -> None:
-        self.tokenizer, self.stop_tokens = tokenizer, stop_tokens
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text).input_ids

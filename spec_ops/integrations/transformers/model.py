@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from spec_ops.integrations.transformers.attention import NAME
-from spec_ops.integrations.transformers.cache import CacheSpec, StepCache, probe
+from spec_ops.integrations.transformers.attention import NAME, attending
+from spec_ops.integrations.transformers.parts import Given, as_decoder, replaced, watched, with_fixed_rope
+from spec_ops.integrations.transformers.probe import CacheSpec, StepCache, check_logits, extend_from_start, probe
 from spec_ops.models.config import KVRows
-from spec_ops.models.target import Target, TargetOutput
+from spec_ops.models.paged import PagedKVCache
+from spec_ops.models.target import PositionLimit, Target, TargetOutput
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class TransformersSizes:
 class TransformersModel(Target):
     """A causal language model of transformers behind the interface of `spec_ops.models.Target`.
 
-    Its attention implementation is switched to `"spec_ops"` and it is put into evaluation mode, both for good.
+    Its attention implementation is switched to `"spec_ops"` and it is put into evaluation mode; `close()` switches both back.
 
     Args:
         model: with an attention that goes through transformers' attention interface, on one device.
@@ -42,6 +44,7 @@ class TransformersModel(Target):
     """
 
     config: TransformersSizes
+    decoder: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -50,30 +53,60 @@ class TransformersModel(Target):
         if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
             raise ValueError("TransformersModel: `model` must be on one device, got a device map over several")
         _check_experts(model)
-        model.eval()
-        model.set_attn_implementation(NAME)
-        self.spec: CacheSpec = probe(model)
+        self._passed: list[tuple[str, nn.Module, bool]] = [("", model, True)]
+        self._check_passed()
+        self._restore: Callable[[], None] | None = _switch(model)
+        try:
+            self._adopt(model, aux_layers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _adopt(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
+        found = probe(model)
+        self.spec: CacheSpec = found.spec
         sizes, layers = model.config.get_text_config(), len(self.spec.kv_rows)
         if any(not 0 <= layer <= layers for layer in aux_layers):
             raise ValueError(f"TransformersModel: `aux_layers` must lie in [0, {layers}], got {aux_layers}")
         self.config = TransformersSizes(self.spec.logits_size, sizes.hidden_size, self.spec.kv_rows, tuple(aux_layers))
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
-        self.decoder, self.generation_config = model.base_model, model.generation_config
-        self.head = _head(model)
+        self.generation_config = model.generation_config
         self._inputs: dict[int, torch.Tensor] | None = None  # hidden states a forward is to collect
-        if aux_layers:
-            self._watch_layers(layers)
+        # Modules whose own call is passed over: the decoder's for its `forward` alone, the others altogether.
+        parents = [found.decoder.rsplit(".", cut)[0] for cut in range(1, found.decoder.count(".") + 1)]
+        self._passed = [(name, model.get_submodule(name), name != found.decoder) for name in ("", *parents, found.decoder)]
+        self._check_passed()
+
+        decoder, self.position_limit = with_fixed_rope(model.get_submodule(found.decoder))
+        if found.table is not None and (self.position_limit is None or found.table < self.position_limit.count):
+            self.position_limit = PositionLimit(found.table, "its table of position embeddings ends there")
+        self.decoder = as_decoder(cast(PreTrainedModel, self._watch_layers(decoder, layers) if aux_layers else decoder))
+        # The model's own LM head, and what its source does to logits after it (soft cap, scale).
+        self.head = replaced(model, found.decoder, Given(found.output))
+        with torch.no_grad():
+            pages = PagedKVCache(self.config, 1, len(found.tokens), dtype=self.embed.weight.dtype, device=found.tokens.device)
+            step = extend_from_start(pages, len(found.tokens), backend="reference")
+            positions = torch.arange(len(found.tokens), device=found.tokens.device)
+            check_logits(type(model).__name__, self.logits(self(found.tokens, positions, step).hidden), found.logits)
+
+    def close(self) -> None:
+        """Give the model its own attention implementation and its training mode back. Idempotent."""
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
+        if not torch.compiler.is_compiling():  # a prompt's forward is never compiled, and comes first
+            self._check_passed()
+            self._check_attention()
         flat = tokens.dim() == 1  # a ragged extend: transformers wants a batch dimension
         if flat:
             tokens, positions = tokens[None], positions[None]
+        if self.position_limit is not None:
+            positions = positions.clamp(max=self.position_limit.count - 1)
         self._inputs = {}
-        # Unwrapped: transformers' decorator reads a registry of all models, and Dynamo would guard on how many there are.
-        decode = inspect.unwrap(type(self.decoder).forward)
-        hidden = decode(
-            self.decoder,
+        hidden = self.decoder(
             input_ids=tokens,
             position_ids=positions,
             past_key_values=StepCache(attention, self.spec.latent),
@@ -90,27 +123,65 @@ class TransformersModel(Target):
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         return self.head(inputs_embeds=rows, use_cache=False).logits.view(*hidden.shape[:-1], -1)
 
-    def _watch_layers(self, count: int) -> None:
-        """Collect the input of every watched layer, and the last one's output as that of layer `count`."""
-        stacks = [m for m in self.decoder.children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    def _check_attention(self) -> None:
+        found = self.decoder.config.get_text_config()._attn_implementation
+        if found != NAME:
+            raise ValueError(
+                f"TransformersModel: the attention implementation of {type(self.decoder).__name__} must stay {NAME!r}, got "
+                f'{found!r}; call `model.set_attn_implementation("{NAME}")`, or make a new generator after `close()`'
+            )
+
+    def _check_passed(self) -> None:
+        """Refuse what has been done to the model that would be passed over. Hooks and forwards of other modules run."""
+        for name, module, hooks in self._passed:
+            where = f"`model{name and '.'}{name}` ({type(module).__name__})"
+            if "forward" in vars(module):
+                raise ValueError(
+                    f"TransformersModel: {where} has a `forward` of its own, which would be passed over: remove it "
+                    "(accelerate's: `accelerate.hooks.remove_hook_from_module`)"
+                )
+            if hooks and (module._forward_hooks or module._forward_pre_hooks):
+                raise ValueError(
+                    f"TransformersModel: {where} has forward hooks, which would be passed over: its decoder and its LM head "
+                    "are called one by one; remove them, or hook these"
+                )
+
+    def _watch_layers(self, decoder: nn.Module, count: int) -> nn.Module:
+        """`decoder` that collects the input of every watched layer, and the last one's output as that of layer `count`."""
+        stacks = [name for name, m in decoder.named_children() if isinstance(m, nn.ModuleList) and len(m) == count]
         if len(stacks) != 1:
             raise ValueError(f"TransformersModel: `model` must have one list of {count} layers, found {len(stacks)}")
 
         def keep(layer: int, hidden) -> None:
-            if self._inputs is not None:  # None: somebody else runs the model
+            assert self._inputs is not None
+            if layer in self.config.aux_layers:
                 self._inputs[layer] = hidden[0] if isinstance(hidden, tuple) else hidden
 
-        for layer in set(self.config.aux_layers) - {count}:
-            stacks[0][layer].register_forward_pre_hook(lambda _module, args, layer=layer: keep(layer, args[0]))
-        if count in self.config.aux_layers:
-            stacks[0][-1].register_forward_hook(lambda _module, _args, output: keep(count, output))
+        for layer in {min(layer, count - 1) for layer in self.config.aux_layers}:
+            name = f"{stacks[0]}.{layer}"
+            before = partial(keep, layer)
+            after = partial(keep, count) if layer == count - 1 else _ignore
+            decoder = replaced(decoder, name, watched(decoder.get_submodule(name), before, after))
+        return decoder
 
 
-class _Identity(nn.Module):
-    """Stands where the decoder was: the hidden states are already there."""
+def _ignore(_hidden) -> None:
+    """For outputs that nobody reads."""
 
-    def forward(self, *_args, inputs_embeds: torch.Tensor, **_kwargs) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+def _switch(model: PreTrainedModel) -> Callable[[], None]:
+    """Set our attention implementation and evaluation mode; returns what undoes both."""
+    training = [module for module in model.modules() if module.training]
+    made = ExitStack()
+    made.enter_context(attending(model, NAME))  # first: it may refuse, and then nothing has changed
+    model.eval()
+
+    def restore() -> None:
+        made.close()
+        for module in training:
+            module.training = True
+
+    return restore
 
 
 def _check_experts(model: PreTrainedModel) -> None:
@@ -122,11 +193,3 @@ def _check_experts(model: PreTrainedModel) -> None:
             f'TransformersModel: `model` has experts_implementation="grouped_mm", which syncs with the host in {model.dtype} '
             'and fits in no CUDA graph; load it in bfloat16 or call model.set_experts_implementation("batched_mm")'
         )
-
-
-def _head(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` sharing all weights, its decoder replaced by the identity: its own LM head and what its source does to logits
-    after it (soft cap, scale)."""
-    head = copy.copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: _Identity()}
-    return head

@@ -1,0 +1,97 @@
+"""Parts of a transformers model that do something else than in the model: shallow copies over the same weights.
+
+The model itself stays as it is. A copy shares parameters and hooks (those that come later too) with its original.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from spec_ops.models.target import PositionLimit
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """A copy whose children and buffers can be replaced."""
+    twin = copy.copy(module)
+    twin._modules, twin._buffers = dict(module._modules), dict(module._buffers)
+    return twin
+
+
+def replaced(module: nn.Module, name: str, part: nn.Module) -> nn.Module:
+    """`module` with `part` in the place of its submodule `name`."""
+    child, _, rest = name.partition(".")
+    twin = shallow(module)
+    twin._modules[child] = replaced(module.get_submodule(child), rest, part) if rest else part
+    return twin
+
+
+def as_decoder(module: PreTrainedModel) -> PreTrainedModel:
+    """`module` whose `forward` is that of the source file: transformers' decorators read a registry of all models, and Dynamo
+    would guard on how many there are."""
+    twin = shallow(module)
+    twin.forward = MethodType(inspect.unwrap(type(module).forward), twin)  # type: ignore[method-assign]
+    return twin  # type: ignore[return-value]
+
+
+class Given(nn.Module):
+    """Stands where the decoder was: the hidden states are already there."""
+
+    def __init__(self, output: Callable[..., Any]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *_args, inputs_embeds: torch.Tensor, **_kwargs) -> Any:
+        return self.output(last_hidden_state=inputs_embeds)
+
+
+def watched(layer: nn.Module, before: Callable[[Any], None], after: Callable[[Any], None]) -> nn.Module:
+    """`layer` that shows its input to `before` and its output to `after`."""
+    twin = shallow(layer)
+    for hooks in [name for name in vars(layer) if name.startswith("_forward_") and "hooks" in name]:
+        setattr(twin, hooks, type(getattr(layer, hooks))())  # the original runs them
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before(args[0] if args else kwargs["hidden_states"])
+        output = layer(*args, **kwargs)
+        after(output)
+        return output
+
+    twin.forward = forward  # type: ignore[method-assign]
+    return twin
+
+
+def with_fixed_rope(decoder: nn.Module) -> tuple[nn.Module, PositionLimit | None]:
+    """`decoder` whose rotary embeddings keep the angles of short sequences, and the positions for which these are right.
+
+    RoPE of the types "dynamic" and "longrope" computes the angles of all rows from the longest position of the batch, so a
+    row's tokens would depend on its neighbours and on drafts that are then rejected. Up to a length the angles are constant.
+    """
+    limit: PositionLimit | None = None
+    for name, module in list(decoder.named_modules()):
+        kind = getattr(module, "rope_type", None)
+        kinds = kind if isinstance(kind, dict) else {None: kind}
+        moving = {layer: k for layer, k in kinds.items() if k is not None and (k == "longrope" or "dynamic" in k)}
+        if not moving:
+            continue
+        twin = shallow(module)
+        for layer, k in moving.items():
+            prefix = "" if layer is None else f"{layer}_"
+            twin._buffers[f"{prefix}inv_freq"] = getattr(module, f"{prefix}original_inv_freq")
+            parameters = module.config.rope_parameters if layer is None else module.config.rope_parameters[layer]
+            longest = parameters["original_max_position_embeddings"] if k == "longrope" else module.original_max_seq_len
+            if limit is None or longest < limit.count:
+                limit = PositionLimit(
+                    int(longest), f'past it, RoPE of rope_type="{k}" computes every row\'s angles from the longest row'
+                )
+        fixed = {layer: "default" if layer in moving else k for layer, k in kinds.items()}
+        twin.rope_type = fixed if isinstance(kind, dict) else "default"  # type: ignore[assignment]
+        decoder = replaced(decoder, name, twin)
+    return decoder, limit

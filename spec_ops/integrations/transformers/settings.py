@@ -1,0 +1,369 @@
+"""What transformers' `generate` is told, as our rounds take it: every setting is honoured, without effect, or refused by name.
+
+The names are those of `transformers.GenerationConfig`. A setting is off if it is None, empty or one of its neutral values:
+`generate(..., repetition_penalty=1.0)` switches off what a checkpoint's `generation_config.json` asks for.
+"""
+
+from __future__ import annotations
+
+import copy
+import numbers
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from spec_ops.decoding import SamplingParams
+from spec_ops.decoding.arguments import integer, is_integer
+from spec_ops.decoding.state import MAX_STOP_TOKENS
+
+# Transformers' own defaults of what is honoured; the rest is off when unset. 20 new tokens if nothing limits them.
+_DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1}
+_DEFAULT_NEW_TOKENS = 20
+_FILTERS_OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+HONOURED = frozenset(
+    {
+        *_DEFAULTS,
+        "max_length",
+        "max_new_tokens",
+        "max_time",
+        "stop_strings",
+        "pad_token_id",
+        "eos_token_id",
+        "return_dict_in_generate",
+    }
+)
+
+# These leave the new tokens as they are, whatever their value.
+WITHOUT_EFFECT = frozenset(
+    {
+        # Of beam search, which `num_beams` asks for.
+        "early_stopping",
+        "length_penalty",
+        "num_beam_groups",
+        "diversity_penalty",
+        "low_memory",
+        # How transformers keeps KV and compiles; rounds have their own cache and compiler.
+        "use_cache",
+        "cache_config",
+        "max_cache_len",
+        "prefill_chunk_size",
+        "compile_config",
+        "disable_compile",
+        "continuous_batching_config",
+        # Sizes of transformers' own drafting, which others ask for; most have a default that is not None.
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "max_matching_ngram_size",
+        # A log-softmax after all else: no argmax and no probability changes.
+        "renormalize_logits",
+        # For empty prompts and for encoders and decoders, which are not taken.
+        "bos_token_id",
+        "decoder_start_token_id",
+        "transformers_version",
+    }
+)
+
+_LOGITS = "rounds change logits by temperature, top_k and top_p alone"
+_SEARCH = "rounds decode every row by itself, by argmax or by sampling"
+_DRAFTING = "`draft` and `config` say what is drafted"
+_OUTPUTS = "rounds keep no scores, hidden states or attention weights"
+_CACHES = (
+    *("dynamic", "static", "offloaded", "offloaded_static", "paged", "sliding_window"),
+    *("hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
+)
+
+# Name: neutral values besides None and empty ones, and why no other is taken.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((1,), _SEARCH),
+    "penalty_alpha": ((0.0,), _SEARCH),
+    "dola_layers": ((), _SEARCH),
+    "constraints": ((), _SEARCH),
+    "force_words_ids": ((), _SEARCH),
+    "min_length": ((0,), _LOGITS),
+    "min_new_tokens": ((0,), _LOGITS),
+    "repetition_penalty": ((1.0,), _LOGITS),
+    "encoder_repetition_penalty": ((1.0,), _LOGITS),
+    "no_repeat_ngram_size": ((0,), _LOGITS),
+    "encoder_no_repeat_ngram_size": ((0,), _LOGITS),
+    "bad_words_ids": ((), _LOGITS),
+    "forced_bos_token_id": ((), _LOGITS),
+    "forced_eos_token_id": ((), _LOGITS),
+    "exponential_decay_length_penalty": ((), _LOGITS),
+    "suppress_tokens": ((), _LOGITS),
+    "begin_suppress_tokens": ((), _LOGITS),
+    "sequence_bias": ((), _LOGITS),
+    "guidance_scale": ((1.0,), _LOGITS),
+    "watermarking_config": ((), _LOGITS),
+    "remove_invalid_values": ((False,), _LOGITS),
+    "token_healing": ((False,), "prompts are taken as they come"),
+    "is_assistant": ((False,), _DRAFTING),
+    "prompt_lookup_num_tokens": ((0,), _DRAFTING),
+    "assistant_early_exit": ((0,), _DRAFTING),
+    "assistant_ensemble_weight": ((), _DRAFTING),
+    "speculation_type": ((), _DRAFTING),
+    "use_mtp": ((False,), _DRAFTING),
+    "cache_implementation": (_CACHES, "a quantized cache changes tokens; see `cache_dtype`"),
+}
+# These matter only where tokens are sampled ...
+REFUSED_IN_SAMPLING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "min_p": ((0.0,), _LOGITS),
+    "top_h": ((), _LOGITS),
+    "typical_p": ((1.0,), _LOGITS),
+    "epsilon_cutoff": ((0.0, 1.0), _LOGITS),
+    "eta_cutoff": ((0.0, 1.0), _LOGITS),
+}
+# ... and these only where a dictionary is returned.
+REFUSED_IN_OUTPUT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "output_attentions": ((False,), _OUTPUTS),
+    "output_hidden_states": ((False,), _OUTPUTS),
+    "output_scores": ((False,), _OUTPUTS),
+    "output_logits": ((False,), _OUTPUTS),
+}
+# Arguments of `generate` that are no settings, and others that its users pass on to the model.
+_REFUSED_ARGUMENTS = {
+    "inputs": "the prompts' argument is `input_ids`",
+    "inputs_embeds": "rounds start from token ids",
+    "position_ids": "positions count the real tokens of `attention_mask`",
+    "token_type_ids": "rounds give the model token ids and positions alone",
+    "past_key_values": "the generator keeps a paged cache of its own",
+    "logits_processor": _LOGITS,
+    "prefix_allowed_tokens_fn": _LOGITS,
+    "negative_prompt_ids": _LOGITS,
+    "negative_prompt_attention_mask": _LOGITS,
+    "assistant_model": "the smaller model is the generator's `draft`",
+    "assistant_tokenizer": "target and draft share a vocabulary",
+    "synced_gpus": "a model on several GPUs is not taken",
+    "custom_generate": "the generator is the decoding loop",
+    "trust_remote_code": "no code is loaded",
+}
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """What `resolve_settings` found.
+
+    Attributes:
+        sampling: temperature 0 unless `do_sample`.
+        stop_tokens: ids that end a row, `eos_token_id` as a list.
+        pad_token_id: as set; None where nothing is padding unless the attention mask says so.
+        stop_strings: texts that end a row; empty for none.
+        max_new_tokens: for all rows or one per row; None if only `max_length`, or nothing, limits them.
+        max_length: prompt (padding included, as in `generate`) and new tokens; `max_new_tokens` comes first.
+        max_time: seconds after which no further round begins, or None.
+        num_return_sequences: rows made of each prompt.
+        return_dict: return a `SpeculativeOutput`.
+    """
+
+    sampling: SamplingParams
+    stop_tokens: list[int]
+    pad_token_id: int | None
+    stop_strings: list[str]
+    max_new_tokens: int | list[int] | None
+    max_length: int | None
+    max_time: float | None
+    num_return_sequences: int
+    return_dict: bool
+
+    @property
+    def padding(self) -> int:
+        """What shorter rows are filled up with: as in `generate`, the first end token where no padding token is set."""
+        if self.pad_token_id is not None:
+            return self.pad_token_id
+        return self.stop_tokens[0] if self.stop_tokens else 0
+
+    def new_tokens(self, length: int, max_positions: int | None = None) -> int | list[int]:
+        """How many tokens a row may gain, as `generate` reckons.
+
+        Args:
+            length: of the input, padding included.
+            max_positions: the model's `max_position_embeddings`, which bounds the default.
+
+        Raises:
+            ValueError: `max_length` leaves no room.
+        """
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        most = self.max_length
+        if most is None:
+            most = min(length + _DEFAULT_NEW_TOKENS, max_positions or length + _DEFAULT_NEW_TOKENS)
+            warnings.warn(
+                f"generate: nothing limits the new tokens; the default is {most - length}. Pass `max_new_tokens`.", stacklevel=4
+            )
+        if most <= length:
+            raise ValueError(f"generate: `max_length` must be above the input's {length} tokens, got {most}")
+        return most - length
+
+
+def resolve_settings(
+    generation_config: GenerationConfig,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    vocab_size: int,
+    seed: int | None = None,
+) -> GenerationSettings:
+    """What a model's `generation_config` and the arguments of a call ask for together.
+
+    Args:
+        generation_config: of the model. Unset entries have transformers' defaults (`top_k` 50).
+        overrides: arguments of the call, which come first, None included: it switches a setting off, as in `generate`.
+        vocab_size: of the target.
+        seed: of sampling; None: drawn from torch's default generator at each call.
+
+    Raises:
+        TypeError: an argument that neither `generate` nor `GenerationConfig` knows.
+        ValueError: naming the argument or setting: a wrong value, or one that is not supported, because of a reason.
+    """
+    given = {name: value for name, value in (overrides or {}).items() if not _is_switched_off(name, value)}
+    known = vars(GenerationConfig())
+    values = {**known, **_DEFAULTS, **set_values(generation_config)}
+    for name in given:
+        if name not in values:
+            raise TypeError(f"generate: unexpected argument `{name}`, no setting of transformers' GenerationConfig either")
+    values.update(given)
+    settings = _read(values, vocab_size, seed)
+    _refuse(values, known, settings)
+    # Transformers' own checks and warnings, such as of a temperature without sampling. It takes one limit for all rows.
+    one = {"max_new_tokens": max(settings.max_new_tokens)} if isinstance(settings.max_new_tokens, list) else {}
+    copy.deepcopy(generation_config).update(**{**given, **one})
+    return settings
+
+
+def set_values(config: GenerationConfig) -> dict[str, Any]:
+    """The settings of `config` that are not None."""
+    if not isinstance(config, GenerationConfig):
+        raise TypeError(f"generate: `generation_config` must be a transformers.GenerationConfig, got {type(config).__name__}")
+    return {name: value for name, value in vars(config).items() if not name.startswith("_") and value is not None}
+
+
+def token_ids(ids: Any, name: str = "eos_token_id") -> list[int]:
+    """One id, or a list, 1-d array or tensor of them, as a list; None is an empty one."""
+    if ids is None:
+        return []
+    values = ids.tolist() if isinstance(ids, (torch.Tensor, np.ndarray)) else ids
+    values = [values] if is_integer(values) else values
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)) or not all(map(is_integer, values)):
+        raise ValueError(f"generate: `{name}` must be a token id or a list of them, got {ids!r}")
+    return [int(token) for token in values]
+
+
+def _is_switched_off(name: str, value: Any) -> bool:
+    """Whether `name` is an unsupported argument, which has to be switched off."""
+    if name not in _REFUSED_ARGUMENTS:
+        return False
+    if not _is_off(value, (False,)):
+        raise ValueError(f"generate: `{name}` is not supported, because {_REFUSED_ARGUMENTS[name]}")
+    return True
+
+
+def _refuse(values: dict[str, Any], known: dict[str, Any], settings: GenerationSettings) -> None:
+    tables = dict(REFUSED)
+    if settings.sampling.temperature > 0:
+        tables.update(REFUSED_IN_SAMPLING)
+    if settings.return_dict:
+        tables.update(REFUSED_IN_OUTPUT)
+    found = HONOURED | WITHOUT_EFFECT | REFUSED.keys() | REFUSED_IN_SAMPLING.keys() | REFUSED_IN_OUTPUT.keys()
+    # What a later release of transformers adds. Entries of a file that it does not know, its `generate` ignores too.
+    for name in known.keys() - found:
+        if not name.startswith("_"):
+            tables[name] = ((known[name],), "this release of spec_ops does not know it")
+    for name, (neutral, reason) in tables.items():
+        value = values.get(name)
+        if not _is_off(value, neutral):
+            off = neutral[0] if neutral and name != "cache_implementation" else None
+            raise ValueError(
+                f"generate: `{name}` must be {off}, got {value!r}: not supported, because {reason}. If the model's "
+                f"generation_config sets it, `{name}={off}` as an argument switches it off"
+            )
+
+
+def _is_off(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if value is None or (isinstance(value, (str, list, tuple, dict)) and not value):
+        return True
+    return not isinstance(value, (torch.Tensor, np.ndarray)) and value in neutral
+
+
+def _read(values: dict[str, Any], vocab: int, seed: int | None) -> GenerationSettings:
+    stops = token_ids(values["eos_token_id"])
+    if unknown := [token for token in stops if not 0 <= token < vocab]:
+        warnings.warn(
+            f"generate: `eos_token_id` holds {unknown}, which ends nothing: the model knows tokens 0 to {vocab - 1}",
+            stacklevel=5,
+        )
+        stops = [token for token in stops if 0 <= token < vocab]
+    if len(stops) > MAX_STOP_TOKENS:
+        raise ValueError(f"generate: `eos_token_id` must hold at most {MAX_STOP_TOKENS} ids, got {len(stops)}")
+    pads = token_ids(values["pad_token_id"], "pad_token_id")
+    if len(pads) > 1:
+        raise ValueError(f"generate: `pad_token_id` must be one token id, got {values['pad_token_id']!r}")
+    return GenerationSettings(
+        _sampling(values, seed),
+        stops,
+        pads[0] if pads else None,
+        _strings(values["stop_strings"]),
+        _limits(values["max_new_tokens"]),
+        None if values["max_length"] is None else _count("max_length", values["max_length"]),
+        _seconds(values["max_time"]),
+        _count("num_return_sequences", 1 if values["num_return_sequences"] is None else values["num_return_sequences"]),
+        _switch("return_dict_in_generate", values["return_dict_in_generate"]),
+    )
+
+
+def _sampling(values: dict[str, Any], seed: int | None) -> SamplingParams:
+    if not _switch("do_sample", values["do_sample"]):
+        return SamplingParams(seed=seed)
+    # None leaves a filter out, as in `generate`.
+    chosen = {name: off if values[name] is None else values[name] for name, off in _FILTERS_OFF.items()}
+    if not _is_number(chosen["temperature"]) or not chosen["temperature"] > 0:
+        raise ValueError(f"generate: `temperature` must be above 0 with `do_sample=True`, got {chosen['temperature']!r}")
+    return SamplingParams(**chosen, seed=seed)
+
+
+def _limits(value: Any) -> int | list[int] | None:
+    """`max_new_tokens`: one, or a list, 1-d array or tensor with one per row."""
+    if value is None:
+        return None
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        value = value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
+        return [_count("max_new_tokens", limit) for limit in value]
+    return _count("max_new_tokens", value)
+
+
+def _count(name: str, value: Any) -> int:
+    return integer("generate", name, value, 1)
+
+
+def _seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not _is_number(value) or not value >= 0:
+        raise ValueError(f"generate: `max_time` must be a number of seconds, got {value!r}")
+    return float(value)
+
+
+def _strings(value: Any) -> list[str]:
+    if value is None:
+        return []
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, Iterable) or not all(isinstance(string, str) for string in strings):
+        raise ValueError(f"generate: `stop_strings` must be a string or a list of them, got {value!r}")
+    return list(strings)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"generate: `{name}` must be True or False, got {value!r}")
+    return bool(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

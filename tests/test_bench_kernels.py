@@ -335,7 +335,7 @@ def register() -> Iterator[Callable[..., None]]:
     yield add
     registry._BACKENDS.clear()
     registry._BACKENDS.update(before)
-    registry._selection.cache_clear()
+    registry._forget()
 
 
 def half_wrong(*args):

@@ -23,7 +23,7 @@ from spec_ops import cli  # noqa: E402
 from spec_ops.backends.triton import tuning  # noqa: E402
 from spec_ops.backends.triton.ahead import ARCHS, Resources  # noqa: E402
 from spec_ops.backends.triton.tuning import Config, Entry  # noqa: E402
-from spec_ops.bench import tune, tune_command, tune_compile, tune_shapes, tune_table  # noqa: E402
+from spec_ops.bench import tune, tune_compile, tune_report, tune_shapes, tune_table  # noqa: E402
 from spec_ops.bench.tune_compile import Outcome  # noqa: E402
 from spec_ops.bench.tune_shapes import MAX_CANDIDATES, ShapeClass  # noqa: E402
 
@@ -76,7 +76,7 @@ def test_choices_measured_before_the_table_was_a_file():
     assert tuning.choose(90, False, 128, 128, 2, 4) == Config(16, 64, 2, 3, 2)
     assert tuning.choose(90, False, 80, 80, 2, 17) == Config(32, 64, 4, 3, 2)
     assert tuning.choose(90, False, 64, 64, 2, 128) == Config(128, 64, 4, 3, 2)
-    assert tuning.choose(89, False, 64, 64, 2, 4096) == Config(128, 64, 4, 3, 1)  # 99 KiB
+    assert tuning.choose(89, False, 64, 64, 2, 4096) == Config(128, 64, 4, 3, 1, tma=False)  # 99 KiB; no descriptors
     assert tuning.choose(103, False, 64, 64, 2, 4096) == Config(128, 32, 8, 6, 1)
     assert tuning.choose(90, False, 256, 256, 2, 33) == Config(64, 32, 4, 3, 1)
     assert tuning.choose(120, False, 64, 64, 2, 16) == Config(16, 32, 2, 3, 2)
@@ -89,7 +89,7 @@ def test_choices_measured_before_the_table_was_a_file():
     assert tuning.choose(90, False, 64, 64, 2, 128, 129) == Config(64, 64, 4, 4, 2)
     assert tuning.choose(90, False, 64, 64, 2, 128, 4096) == Config(128, 64, 4, 3, 2)
     assert tuning.choose_ragged(90, False, 128, 128, 2, 65) == Config(128, 64, 8, 3, 1)
-    assert tuning.choose_ragged(86, False, 128, 128, 2, 64) == Config(64, 64, 4, 2, 1)  # 99 KiB of shared memory
+    assert tuning.choose_ragged(86, False, 128, 128, 2, 64) == Config(64, 64, 4, 2, 1, tma=False)
     assert tuning.choose_ragged(90, False, 256, 256, 2, 16) == Config(64, 32, 4, 2, 1)
 
 
@@ -145,14 +145,15 @@ def test_cases_lie_in_their_class(shape):
 def test_candidates_are_bounded_and_fit(shape):
     candidates, heads = shape.candidates(), shape.heads
     assert candidates[0] == shape.present
-    assert 4 < len(candidates) == len(set(candidates)) <= MAX_CANDIDATES
+    least = 4 if shape.arch >= 90 else 1  # 99 KiB of shared memory leave little choice for MLA
+    assert least < len(candidates) == len(set(candidates)) <= MAX_CANDIDATES
     for config in candidates:
         assert (
             tuning.fitted(config, shape.arch, heads.kind == "mla", heads.head_dim, heads.v_head_dim, shape.kv_dtype.itemsize)
             == config
         )
         # The options that are not searched stay.
-        assert (config.min_blocks, config.tma, config.cooperative) == (1, True, True)
+        assert (config.min_blocks, config.tma, config.cooperative) == (1, shape.arch >= 90, True)
     nearest = candidates[1:]
     searched = [f.name for f in dataclasses.fields(Config) if f.compare]
     changed = [sum(getattr(shape.present, name) != getattr(c, name) for name in searched) for c in nearest]
@@ -313,7 +314,7 @@ def test_write_changes_the_class_asked_for_on_this_architecture_alone(fakes, tmp
     shape = shape_named("split/gqa/128/16")
     with (tmp_path / "log").open("w") as log:
         console = Console(file=log, width=200)
-        (result,) = tune_command.tune(console, [shape], 2, 3, out, path)
+        (result,) = tune_report.tune(console, [shape], 2, 3, out, path)
     assert result.choice.block_n == 32
     assert result.choice.num_warps > 1
     assert {name for name, _ in fakes} == {"split/gqa/128/16"}
@@ -354,7 +355,7 @@ def test_write_changes_the_class_asked_for_on_this_architecture_alone(fakes, tmp
 def test_nothing_is_written_unless_asked(fakes, tmp_path):
     before = tuning.PATH.read_bytes()
     with (tmp_path / "log").open("w") as log:
-        (result,) = tune_command.tune(Console(file=log), [shape_named("split/gqa/128/32")], 2, 3, None, None)
+        (result,) = tune_report.tune(Console(file=log), [shape_named("split/gqa/128/32")], 2, 3, None, None)
     assert result.choice != result.shape.present
     assert tuning.PATH.read_bytes() == before
 

@@ -204,7 +204,7 @@ def test_mismatched_tensors_are_named(pair, tmp_path, name):
     with pytest.raises(ValueError, match=rf"{name}: unknown tensors \['extra'\]"):
         load_pair(tmp_path)
     save_file({**state, "lm_head.weight": head[:-1].contiguous()}, tmp_path / name)
-    with pytest.raises(ValueError, match=rf"{name}: `lm_head.weight` is .*, expected"):
+    with pytest.raises(ValueError, match=rf"{name}: `lm_head.weight` must be of shape .*, got"):
         load_pair(tmp_path)
 
 

@@ -128,7 +128,7 @@ def plot(path: Path, kernels: Sequence[Kernel], title: str) -> None:
     """One round as a PNG: a lane per kind and one for the gaps; above the whole round, below a stretch of it with names.
 
     Raises:
-        ImportError: matplotlib is missing (`pip install spec-ops[bench]`). ValueError: no kernels.
+        ImportError: matplotlib, of the extra `bench`, is missing. ValueError: no kernels.
     """
     if not kernels:
         raise ValueError("plot: `kernels` must hold at least one, got none")

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from spec_ops.backends.triton.steps import head_parts
-from spec_ops.backends.triton.tuning import Config, Entry, fitted, lookup
+from spec_ops.backends.triton.tuning import Config, Entry, fitted, head_parts, lookup
 from spec_ops.bench.kernel_cases import TREE_FROM, Batch, Case, Heads
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 

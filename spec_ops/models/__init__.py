@@ -1,5 +1,6 @@
 """Reference targets and drafts that call the ops, all with paged KV."""
 
+from spec_ops.models.checkpoint import CheckpointError
 from spec_ops.models.config import ModelConfig, ModelSizes
 from spec_ops.models.drafts import Draft, Eagle3Draft, MTPDraft, StandaloneDraft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
@@ -7,6 +8,7 @@ from spec_ops.models.target import CausalLM, Target, TargetOutput
 
 __all__ = [
     "CausalLM",
+    "CheckpointError",
     "Draft",
     "Eagle3Draft",
     "MTPDraft",

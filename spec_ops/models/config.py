@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Protocol
+
+from spec_ops.models.fields import FieldError, Fields
 
 KVRows = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -47,6 +50,9 @@ class ModelConfig:
         q_lora_rank: width of the query's bottleneck; None for a direct projection.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: MLA head sizes.
         aux_layers: layers whose *input* hidden states are handed to an EAGLE-3 draft; empty for none.
+
+    Raises:
+        FieldError: a value of another type or out of range, by name.
     """
 
     vocab_size: int
@@ -70,27 +76,41 @@ class ModelConfig:
     aux_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check = Fields(vars(self), _error)
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ModelConfig: `{name}` must be at least 1, got {getattr(self, name)}")
-        if self.sliding_window_pattern is not None and (self.sliding_window is None or self.sliding_window_pattern < 2):
-            raise ValueError(
-                "ModelConfig: `sliding_window_pattern` must be at least 2 and needs `sliding_window`, "
-                f"got {self.sliding_window_pattern} and {self.sliding_window}"
-            )
-        if self.attention_sinks and self.is_mla:
-            raise ValueError("ModelConfig: `attention_sinks` is for GQA, got MLA")
+            check.integer(name)
+        for name in ("kv_lora_rank", "num_kv_heads", "head_dim"):
+            check.integer(name, 0)
+        if check.flag("attention_sinks") and self.is_mla:
+            raise check.error("attention_sinks", "is for GQA, got MLA")
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            check.integer(name, 1 if self.is_mla else 0)
+        for name in ("q_lora_rank", "sliding_window"):
+            check.integer(name, default=None)
+        for name in ("rope_theta", "rms_norm_eps"):
+            check.positive(name)
+        if check.integer("sliding_window_pattern", 2, default=None) is not None and self.sliding_window is None:
+            raise check.error("sliding_window_pattern", f"needs `sliding_window`, got {self.sliding_window_pattern} without")
         if self.is_mla:
-            for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-                if getattr(self, name) < 1:
-                    raise ValueError(f"ModelConfig: `{name}` must be at least 1 for MLA, got {getattr(self, name)}")
-        elif self.head_dim < 2 or self.head_dim % 2 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                "ModelConfig: `num_kv_heads` must divide `num_heads` and `head_dim` be even, "
-                f"got {self.num_heads}, {self.num_kv_heads}, {self.head_dim}"
-            )
-        if any(not 0 <= layer < self.num_layers for layer in self.aux_layers):
-            raise ValueError(f"ModelConfig: `aux_layers` must lie in [0, {self.num_layers}), got {self.aux_layers}")
+            if self.qk_rope_head_dim % 2:
+                raise check.error("qk_rope_head_dim", f"must be even, got {self.qk_rope_head_dim}")
+        elif self.head_dim < 2 or self.head_dim % 2:
+            raise check.error("head_dim", f"must be even and at least 2, got {self.head_dim}")
+        elif self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise check.error("num_kv_heads", f"must divide `num_heads` {self.num_heads}, got {self.num_kv_heads}")
+        if any(not 0 <= layer < self.num_layers for layer in check.integers("aux_layers")):
+            raise check.error("aux_layers", f"must lie in [0, {self.num_layers}), got {self.aux_layers}")
+        if self.rope_scaling is not None:
+            self._check_rope_scaling(check)
+
+    def _check_rope_scaling(self, check: Fields) -> None:
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
+        if not isinstance(self.rope_scaling, tuple) or len(self.rope_scaling) != len(names):
+            raise check.error("rope_scaling", f"must be {', '.join(names)}; got {self.rope_scaling!r}")
+        values = Fields(dict(zip(names, self.rope_scaling, strict=True)), _error, "rope_scaling")
+        _, low, high, _ = (values.positive(name) for name in names)
+        if low >= high:
+            raise values.error("low_freq_factor", f"must be below `high_freq_factor` {high:g}, got {low:g}")
 
     @property
     def is_mla(self) -> bool:
@@ -111,10 +131,16 @@ class ModelConfig:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict) -> ModelConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """From what `to_dict` gave, through JSON. Raises FieldError for unknown and missing fields too."""
         known = {f.name for f in fields(cls)}
-        if unknown := set(values) - known:
-            raise ValueError(f"ModelConfig: unknown keys {sorted(unknown)}")
-        scaling = values.get("rope_scaling")
-        tuples = {"aux_layers": tuple(values.get("aux_layers", ())), "rope_scaling": tuple(scaling) if scaling else None}
-        return cls(**{**values, **tuples})
+        if unknown := sorted(set(values) - known):
+            raise _error(unknown[0], "is unknown")
+        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]:
+            raise _error(missing[0], "is missing")
+        as_tuples: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**as_tuples)
+
+
+def _error(field: str, problem: str) -> FieldError:
+    return FieldError("ModelConfig", field, problem)

@@ -60,6 +60,25 @@ class Draft(nn.Module):
         return self.state_dict()
 
 
+def vocabulary_problem(draft_to_target: torch.Tensor, vocab_size: int) -> str | None:
+    """What is wrong with a map of draft ids to target ids, or None. Values on the meta device are not looked at.
+
+    Two draft ids of one target id would give it two probabilities, of which rejection sampling compares one.
+    """
+    kind = f"{str(draft_to_target.dtype).removeprefix('torch.')} {list(draft_to_target.shape)}"
+    if draft_to_target.dim() != 1 or draft_to_target.dtype != torch.int64 or draft_to_target.numel() == 0:
+        return f"must be int64 of shape [draft_vocab], got {kind}"
+    if draft_to_target.is_meta or isinstance(draft_to_target, torch._subclasses.FakeTensor):
+        return None
+    low, high = int(draft_to_target.min()), int(draft_to_target.max())
+    if low < 0 or high >= vocab_size:
+        return f"must hold ids in [0, {vocab_size}), got {low} to {high}"
+    ids, counts = draft_to_target.unique(return_counts=True)
+    if ids.numel() < draft_to_target.numel():
+        return f"must hold different ids, got {int(ids[counts.argmax()])} {int(counts.max())} times"
+    return None
+
+
 class Eagle3Draft(Draft):
     """EAGLE-3 head (arXiv:2503.01840): three target hidden states fused by `fc`, one layer whose attention reads token
     embedding and hidden state side by side, and an LM head, mostly over a reduced vocabulary.
@@ -67,8 +86,11 @@ class Eagle3Draft(Draft):
     Args:
         config: of the head (GQA, the target's hidden size). Layers after the first are plain decoder layers, as in vLLM.
         target: shares its embedding; its `aux_layers` give the features.
-        draft_to_target: `[draft_vocab]` int64; None if the head knows the whole vocabulary.
+        draft_to_target: `[draft_vocab]` int64, different target ids; None if the head knows the whole vocabulary.
         norm_before_residual: the first layer's residual is the normalized hidden state (heads trained by `speculators`).
+
+    Raises:
+        ValueError: naming the argument that does not fit the target.
     """
 
     config: ModelConfig
@@ -85,7 +107,17 @@ class Eagle3Draft(Draft):
         if not target.config.aux_layers:
             raise ValueError("Eagle3Draft: `target` must have `aux_layers`, got none")
         if config.hidden_size != target.config.hidden_size or config.is_mla:
-            raise ValueError("Eagle3Draft: `config` must be GQA layers of the target's hidden size")
+            raise ValueError(
+                f"Eagle3Draft: `config` must be GQA layers of the target's hidden size {target.config.hidden_size}, got "
+                f"{'MLA' if config.is_mla else 'GQA'} layers of {config.hidden_size}"
+            )
+        if draft_to_target is None and config.vocab_size != target.config.vocab_size:
+            raise ValueError(
+                f"Eagle3Draft: `draft_to_target` must map the head's vocabulary of {config.vocab_size} to the target's of "
+                f"{target.config.vocab_size}, got None"
+            )
+        if draft_to_target is not None and (problem := vocabulary_problem(draft_to_target, target.config.vocab_size)):
+            raise ValueError(f"Eagle3Draft: `draft_to_target` {problem}")
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.config, self.norm_before_residual = config, norm_before_residual
         self.embed = target.embed

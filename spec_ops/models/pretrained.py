@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
+from spec_ops.models.checkpoint import CheckpointError, check_tensors, read_fields, read_tensors
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.corpus import ByteTokenizer
-from spec_ops.models.drafts import Eagle3Draft
+from spec_ops.models.drafts import Eagle3Draft, vocabulary_problem
+from spec_ops.models.fields import FieldError, Fields
 from spec_ops.models.target import CausalLM
 
 FORMAT_VERSION = 1
@@ -51,33 +52,50 @@ def load_pair(
     Both models come in evaluation mode with gradients off. The head shares the target's embedding module.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, of another format version, or does not fit the configuration.
+        CheckpointError: a file is damaged, of another format version, or does not fit the configuration; a missing one is a
+            FileNotFoundError as well.
     """
     directory = PRETRAINED if path is None else Path(path)
-    config_path = directory / _CONFIG
-    try:
-        config = json.loads(_existing(config_path).read_text(encoding="utf-8"))
-        if config.get("format_version") != FORMAT_VERSION:
-            found = config.get("format_version")
-            raise ValueError(f"format version {found}, this package reads {FORMAT_VERSION}")
-        target_config, draft_config = ModelConfig.from_dict(config["target"]), ModelConfig.from_dict(config["draft"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"load_pair: {config_path}: {type(error).__name__}: {error}") from error
+    config = read_fields(directory / _CONFIG)
+    if (version := config.integer("format_version", 0)) != FORMAT_VERSION:
+        raise config.error("format_version", f"must be {FORMAT_VERSION} for this package, got {version}")
+    target_config, draft_config = _model_config(config, "target"), _model_config(config, "draft")
+    if target_config.vocab_size < ByteTokenizer.vocab_size:
+        expected = f"must be at least the tokenizer's {ByteTokenizer.vocab_size}"
+        raise config.error("target.vocab_size", f"{expected}, got {target_config.vocab_size}")
 
-    target_state = _read(directory / _TARGET, device, dtype)
-    draft_state = _read(directory / _DRAFT, device, dtype)
-    if "draft_to_target" not in draft_state:
-        raise ValueError(f"load_pair: {directory / _DRAFT}: missing tensors ['draft_to_target']")
+    target_state = read_tensors(directory / _TARGET, device)
+    draft_state = read_tensors(directory / _DRAFT, device)
+    if (reduced := draft_state.get("draft_to_target")) is None:
+        raise CheckpointError(directory / _DRAFT, "is missing", "draft_to_target")
+    if problem := vocabulary_problem(reduced, target_config.vocab_size):
+        raise CheckpointError(directory / _DRAFT, problem, "draft_to_target")
     # On the meta device nothing is initialized: no memory is taken twice and the random state stays as it is.
     with torch.device("meta"):
         target = CausalLM(target_config)
-        draft = Eagle3Draft(draft_config, target, draft_state["draft_to_target"].to("meta"))
-    _check(directory / _TARGET, target.state_dict(), target_state)
-    _check(directory / _DRAFT, draft.own_state_dict(), draft_state)
-    target.load_state_dict(target_state, assign=True)
-    draft.load_state_dict(draft_state, strict=False, assign=True)  # not strict: the embedding is the target's
+        try:
+            draft = Eagle3Draft(draft_config, target, reduced.to("meta"))
+        except ValueError as error:
+            raise config.error("draft", f"does not fit the target: {error}") from error
+    check_tensors(directory / _TARGET, target.state_dict(), target_state)
+    check_tensors(directory / _DRAFT, draft.own_state_dict(), draft_state)
+    target.load_state_dict(_converted(target_state, dtype), assign=True)
+    draft.load_state_dict(
+        _converted(draft_state, dtype), strict=False, assign=True
+    )  # not strict: the embedding is the target's
     return target.eval().requires_grad_(False), draft.eval().requires_grad_(False), ByteTokenizer()
+
+
+def _model_config(config: Fields, name: str) -> ModelConfig:
+    inner = config.inner(name)
+    try:
+        return ModelConfig.from_dict(inner.values)
+    except FieldError as error:
+        raise inner.error(error.field, error.problem) from error
+
+
+def _converted(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
 
 
 def _stored(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -86,27 +104,3 @@ def _stored(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         name: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else value.dtype, copy=True).contiguous()
         for name, value in state.items()
     }
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise FileNotFoundError(f"load_pair: no such file: {path}")
-    return path
-
-
-def _read(path: Path, device: torch.device | str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    try:
-        state = load_file(_existing(path), device=str(device))
-    except SafetensorError as error:
-        raise ValueError(f"load_pair: {path}: {error}") from error
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
-
-
-def _check(path: Path, expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
-    if missing := sorted(expected.keys() - found.keys()):
-        raise ValueError(f"load_pair: {path}: missing tensors {missing}")
-    if unknown := sorted(found.keys() - expected.keys()):
-        raise ValueError(f"load_pair: {path}: unknown tensors {unknown}")
-    for name, value in expected.items():
-        if found[name].shape != value.shape:
-            raise ValueError(f"load_pair: {path}: `{name}` is {list(found[name].shape)}, expected {list(value.shape)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,15 +20,25 @@ class TargetOutput(NamedTuple):
     aux: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class PositionLimit:
+    """Positions `[0, count)` are all that a model has; `reason` says what is beyond."""
+
+    count: int
+    reason: str
+
+
 class Target(nn.Module):
     """What the round needs of a target model; it attends through an `attention` object (see `models.paged`)."""
 
     config: ModelSizes
     embed: nn.Embedding
     lm_head: nn.Linear
+    position_limit: PositionLimit | None = None
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
-        """`tokens`, `positions`: `[bs, q_len]`, or `[total_q]` for a ragged extend."""
+        """`tokens`, `positions`: `[bs, q_len]`, or `[total_q]` for a ragged extend. Positions past `position_limit` come
+        too, of drafts that will not be emitted: any hidden states will do."""
         raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,13 @@
-"""`python -m spec_ops bench tune`: its options, what it prints and writes."""
+"""What `python -m spec_ops bench tune` prints and writes."""
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,40 +19,6 @@ if TYPE_CHECKING:
     from spec_ops.bench.tune_shapes import ShapeClass
 
 SHOWN = 6  # lines of a class's table, and the present config
-
-
-def bench_tune(
-    class_: Annotated[
-        list[str] | None, typer.Option("--class", help="As split/gqa/128/16, or a beginning: split/mla; may be repeated.")
-    ] = None,
-    listing: Annotated[bool, typer.Option("--list", help="Only list the classes.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile; default one per processor.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Least CUDA-graph replays to take the median of.")] = 7,
-    json: Annotated[Path | None, typer.Option(help="Write all figures, with machine, versions and commit.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Put the winners into the table, for this architecture.")] = False,
-    table: Annotated[Path | None, typer.Option(help="The table to go by and write to; default the package's own.")] = None,
-) -> None:
-    """Compile and time block shapes of the Triton attention kernels around those of the table, on the GPU at hand.
-
-    A class is what one entry of spec_ops/backends/triton/tuning.json stands for. Takes minutes: compiling is most of it."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("bench tune times kernels on a GPU, and no CUDA device is available")
-    from spec_ops.backends.registry import device_arch
-    from spec_ops.backends.triton import tuning
-    from spec_ops.bench import tune_shapes
-
-    arch = device_arch(torch.device("cuda"))
-    assert arch is not None
-    path = table or tuning.PATH
-    try:
-        shapes = tune_shapes.select(tune_shapes.classes(tuning.read(path), arch), class_)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "--table" if not isinstance(error, ValueError) else "--class / --table"
-        raise typer.BadParameter(f"{type(error).__name__}: {error}", param_hint=hint) from error
-    console = Console(highlight=False, emoji=False)
-    console.print(classes_table(shapes, arch))
-    if not listing:
-        tune(console, shapes, jobs or os.cpu_count() or 1, repeats, json, path if write else None)
 
 
 def tune(

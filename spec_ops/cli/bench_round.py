@@ -1,4 +1,4 @@
-"""`python -m spec_ops bench round`: its options."""
+"""`python -m spec_ops bench round`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from spec_ops.bench.shapes import SHAPES
 from spec_ops.bench.timing import measure_ceilings
+from spec_ops.cli.options import console, plot_file, writable_file
 
 PASSES = {"both": (True, False), "on": (True,), "off": (False,)}
 
@@ -38,14 +38,17 @@ def bench_round(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 50,
     bandwidth: Annotated[float | None, typer.Option(min=1, help="Copy bytes a second for the floor; default measured.")] = None,
     device: Annotated[str, typer.Option(help="cpu runs rounds uncompiled by the wall clock, to try the command.")] = "cuda",
-    timeline: Annotated[Path | None, typer.Option(help="PNG of one round of the first case; needs matplotlib.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the rows, with machine, versions and commit.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(callback=plot_file, help="PNG of a round of the first case; needs matplotlib.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(callback=writable_file, help="Write the rows, with machine, versions and commit.")
+    ] = None,
     append: Annotated[bool, typer.Option("--append", help="Keep what other runs wrote to --json.")] = False,
 ) -> None:
     """Milliseconds of whole rounds on models' shapes with random bfloat16 weights, next to the bytes floor.
 
     Each case compiles in a process of its own with empty compiler caches."""
-    console = Console(highlight=False, emoji=False)
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"must be cuda or cpu, got {device!r}", param_hint="--device")
     if device == "cuda" and not torch.cuda.is_available():

@@ -1,0 +1,132 @@
+"""`python -m spec_ops explain`."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.utils._pytree import tree_map
+
+from spec_ops.cli.options import Device, Steps, TopK, TreeTokens, console, parse_config, parse_device, parse_dtype
+from spec_ops.decoding import Generator
+from spec_ops.models.pretrained import load_pair
+
+
+def explain(
+    factory: Annotated[
+        str | None,
+        typer.Argument(
+            help="FILE.py:FUNCTION that returns what to compile, or (it, *arguments); default: the shipped pair's round."
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="Plan for this architecture, such as sm100; default: this machine's.")
+    ] = None,
+    steps: Steps = 3,
+    tree_width: TopK = 1,
+    tree_tokens: TreeTokens = None,
+    device: Device = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="bfloat16, float16 or float32; default: bfloat16, for FACTORY what it makes."),
+    ] = None,
+) -> None:
+    """What the graph passes make of a round: kernels chosen and refused, what was removed, what stays and why. Runs nothing."""
+    from spec_ops.passes import explain as explain_graph
+    from spec_ops.passes.plan import parse_arch
+
+    try:
+        capability = parse_arch(arch)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--arch") from error
+    # `.item()` becomes a node that a pass can remove, instead of a graph break.
+    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        if factory is None:
+            target, draft, _ = load_pair(device=parse_device(device), dtype=parse_dtype(dtype or "bfloat16"))
+            made: Any = Generator(target, draft, parse_config(steps, tree_width, tree_tokens), max_batch_size=8).round(8)
+            report = explain_graph(made, arch=capability)
+        else:
+            made = _made_by(factory)
+            parts = made if isinstance(made, tuple) else (made,)
+            if dtype is not None:
+                parts = _in_dtype(parts, parse_dtype(dtype))
+            if not callable(parts[0] if parts else None):
+                raise _bad_factory(f"must return what to compile, or (it, *arguments), got {type(made).__name__}")
+            if problem := _cannot_call(*parts):
+                raise _bad_factory(f"must return what to compile and its arguments: {problem}")
+            try:
+                report = explain_graph(*parts, arch=capability)
+            except Exception as error:  # of the user's code, which a traceback through the compiler does not show
+                raise _bad_factory(_in_a_line(error)) from error
+    console.print(str(report), markup=False, soft_wrap=True)
+
+
+def _bad_factory(message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint="FACTORY")
+
+
+def _made_by(factory: str) -> Any:
+    file, _, name = factory.rpartition(":")
+    if not Path(file).is_file():
+        raise _bad_factory(f"no such file: {file or factory!r}; write FILE.py:FUNCTION")
+    function = _load(Path(file), name)
+    if problem := _cannot_call(function):
+        raise _bad_factory(f"{name}{inspect.signature(function)} must take no arguments: {problem}")
+    try:
+        return function()
+    except Exception as error:
+        raise _bad_factory(_in_a_line(error)) from error
+
+
+def _in_dtype(parts: tuple, dtype: torch.dtype) -> tuple:
+    """A module and its arguments, floating-point numbers in `dtype`."""
+    if not parts or not isinstance(parts[0], torch.nn.Module):
+        raise typer.BadParameter("is for modules; the FACTORY of a function decides its dtype", param_hint="--dtype")
+
+    def converted(part: Any) -> Any:
+        return part.to(dtype) if isinstance(part, torch.Tensor) and part.is_floating_point() else part
+
+    return parts[0].to(dtype), *tree_map(converted, parts[1:])
+
+
+def _cannot_call(fn: Callable, *args: Any) -> str | None:
+    """Why `fn` does not take `args`; None if it does."""
+    try:
+        inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).bind(*args)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _load(file: Path, name: str) -> Callable:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise _bad_factory(f"{file} is no Python file; write FILE.py:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where the file's own classes look themselves up
+    sys.path.insert(0, str(file.resolve().parent))  # as for a script: it may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _bad_factory(_in_a_line(error)) from error
+    if not callable(found := getattr(module, name, None)):
+        raise _bad_factory(f"{file} has no function {name!r}")
+    return found
+
+
+def _in_a_line(error: Exception) -> str:
+    """What went wrong and where in the user's code: as the compiler says it, or else where it was raised."""
+    text = str(error)
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    frames = re.findall(r'File "(.+?)", line (\d+)', text.partition("from user code")[2])
+    frames = frames or [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    file, line = frames[-1]
+    return f"{type(error).__name__}: {first} ({file}:{line})"

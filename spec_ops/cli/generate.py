@@ -1,0 +1,158 @@
+"""`python -m spec_ops generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from spec_ops.cli.options import (
+    Compile,
+    Device,
+    DType,
+    PairPath,
+    Seed,
+    Steps,
+    TopK,
+    TreeTokens,
+    console,
+    describe,
+    describe_sampling,
+    parse_config,
+    parse_device,
+    parse_dtype,
+    parse_sampling,
+    refusing,
+)
+from spec_ops.cli.text import Text, from_checkpoints, from_pair, local_folder, parse_setting, read_prompt
+from spec_ops.decoding import GenerationResult, Generator
+
+DEFAULT_PROMPT = '''class Matrix:
+    """A dense matrix stored row by row."""
+
+    def __init__(self, rows, columns):
+'''
+
+
+def generate(
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = DEFAULT_PROMPT,
+    prompt_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Read the prompt from a file instead.")
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: the model's setting, else 384.")] = None,
+    steps: Steps = 3,
+    tree_width: TopK = 1,
+    tree_tokens: TreeTokens = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="0 is greedy. Of this and the next two: the model's setting, else off."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    seed: Seed = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Decode both ways; exit code 1 if the texts differ.")] = False,
+    pair: PairPath = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            callback=local_folder, help="Folder of a transformers causal language model and its tokenizer, instead of a pair."
+        ),
+    ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option("--draft", callback=local_folder, help="With --model: folder of a smaller model, or of an EAGLE-3 head."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="With --model: in place of its generation_config's; may be repeated."),
+    ] = None,
+    device: Device = None,
+    dtype: DType = "float32",
+    compile: Compile = False,
+) -> None:
+    """Continue a prompt with the shipped pair of models (byte-level, trained on Python sources) or with local checkpoints of
+    transformers, streaming the text."""
+    if compare and (plain or (temperature or 0.0) > 0 or dtype != "float32"):
+        # In a short format the two ways round differently, and a near tie may rightly fall either way.
+        raise typer.BadParameter(
+            "compares greedy texts in float32: leave out --plain, --temperature and --dtype", param_hint="--compare"
+        )
+    place, weights, config = parse_device(device), parse_dtype(dtype), parse_config(steps, tree_width, tree_tokens)
+    sampling = parse_sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p, seed)
+    if model is None and (draft_model is not None or settings):
+        raise typer.BadParameter("needs --model", param_hint="--set" if settings else "--draft")
+    if model is not None and (pair is not None or (draft_model is None and not plain)):
+        raise typer.BadParameter("needs --draft (or --plain), and no --pair", param_hint="--model")
+    words = read_prompt(prompt, prompt_file)
+    if model is None:
+        text = from_pair(words, pair, sampling, max_new_tokens, device=place, dtype=weights)
+    else:
+        given = {"max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p, "temperature": temperature or None}
+        overrides = {name: value for name, value in given.items() if value is not None}
+        overrides |= {} if temperature is None else {"do_sample": temperature > 0}
+        overrides |= dict(map(parse_setting, settings or ()))
+        drafting = None if draft_model is None else Path(draft_model)
+        assert sampling.seed is not None
+        text = from_checkpoints(words, Path(model), drafting, overrides, sampling.seed, device=place, dtype=weights)
+    if compare and text.sampling.temperature > 0:
+        raise typer.BadParameter(
+            "compares greedy texts, the model's settings sample: add --temperature 0", param_hint="--compare"
+        )
+
+    kinds = ["plain", "speculative"] if compare else ["plain" if plain else "speculative"]
+    options: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": len(text.tokens) + text.max_new_tokens, "compile": compile}
+    # Both before the first runs: what is refused is found early.
+    with refusing("--model / --draft / --tree-width / --max-new-tokens"):
+        generators = {k: Generator(text.target, None if k == "plain" else text.draft, config, **options) for k in kinds}
+    how = f"{describe(config)}; {describe_sampling(text.sampling)}"
+    console.print(f"[dim]{place}, {dtype}, torch {torch.__version__}; {how}[/dim]")
+
+    def run(kind: str) -> GenerationResult:
+        if compile or place.type == "cuda":  # kernels load and graphs record outside the timing
+            console.print("[dim]warming up ...[/dim]")
+            generators[kind].generate([text.tokens], max_new_tokens=min(text.max_new_tokens, 24), sampling=text.sampling)
+        console.rule(kind, align="left")
+        return _stream(generators[kind], text)
+
+    runs = {kind: run(kind) for kind in kinds}
+    console.print(_stats_table(runs))
+    if compare:
+        first, second = runs["plain"], runs["speculative"]
+        saved = 1 - second.stats.rounds / max(first.stats.rounds, 1)
+        console.print(
+            f"accept length {second.stats.accept_length:.2f} tokens a round; target forwards saved {saved:.0%} "
+            f"({first.stats.rounds} to {second.stats.rounds})"
+        )
+        if first.tokens != second.tokens:
+            console.print("[red]texts differ: speculation must not change greedy output[/red]")
+            raise typer.Exit(1)
+        console.print("[green]texts are equal[/green]")
+
+
+def _stream(generator: Generator, text: Text) -> GenerationResult:
+    stream = text.tokenizer.stream_decoder()
+    console.print(text.tokenizer.decode(text.tokens), end="", style="dim", markup=False, soft_wrap=True)
+    result = generator.generate(
+        [text.tokens],
+        max_new_tokens=text.max_new_tokens,
+        stop_tokens=text.stop_tokens,
+        stop_when=text.stop_when(),
+        sampling=text.sampling,
+        on_tokens=lambda _, new: console.print(stream.push(new), end="", markup=False, soft_wrap=True),
+    )
+    console.print(stream.finish(), markup=False)
+    return result
+
+
+def _stats_table(runs: dict[str, GenerationResult]) -> Table:
+    table = Table("", "new tokens", "target forwards", "tokens a forward", "tokens/s")
+    for name, run in runs.items():
+        stats = run.stats
+        table.add_row(
+            name, str(stats.new_tokens), str(stats.rounds), f"{stats.accept_length:.2f}", f"{stats.tokens_per_second:.1f}"
+        )
+    return table

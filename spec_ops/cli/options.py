@@ -1,0 +1,125 @@
+"""Options that several commands share, and what their values become."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from spec_ops._extras import install_hint
+from spec_ops.decoding import SamplingParams, SpeculationConfig
+from spec_ops.models.checkpoint import CheckpointError
+
+console = Console(highlight=False, emoji=False)  # `x[:end:]` is Python, not an emoji
+
+
+def writable_file(path: Path | None) -> Path | None:
+    """Callback of an option: refuses, before anything is measured, a file that could not be written afterwards."""
+    if path is not None:
+        if path.is_dir():
+            raise typer.BadParameter(f"must be a file, got the folder {path}")
+        # Folders that are missing are made when the file is written.
+        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+        if not (nearest.is_dir() or nearest == path):
+            raise typer.BadParameter(f"{path} would be in {nearest}, which is a file")
+        if not os.access(nearest, os.W_OK):
+            raise typer.BadParameter(f"{nearest} cannot be written to")
+    return path
+
+
+def plot_file(path: Path | None) -> Path | None:
+    """Callback of an option: a file as for `writable_file`, and matplotlib to draw it with."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter(f"needs matplotlib, which is not installed: {install_hint('bench')}")
+    return writable_file(path)
+
+
+PairPath = Annotated[
+    Path | None,
+    typer.Option("--pair", exists=True, file_okay=False, help="Folder of a saved pair; default the one shipped."),
+]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Draft steps S.")]
+TopK = Annotated[int, typer.Option("--tree-width", min=1, help="Branches K per draft step; 1 drafts a chain.")]
+TreeTokens = Annotated[int | None, typer.Option("--tree-tokens", help="Tokens verified per round in a tree, root included.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu.")]
+DType = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile rounds (CUDA graphs on a GPU).")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Of sampling; default: drawn, and printed to repeat a run with.")]
+# Of a `SpeculationConfig`, for messages.
+_OPTIONS = {"num_steps": "--steps", "topk": "--tree-width", "num_draft_tokens": "--tree-tokens"}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_dtype(name: str, known: dict[str, torch.dtype] = DTYPES) -> torch.dtype:
+    if name not in known:
+        raise typer.BadParameter(f"must be one of {sorted(known)}, got {name!r}", param_hint="--dtype")
+    return known[name]
+
+
+def parse_device(name: str | None) -> torch.device:
+    """A device that rounds run on. The CPU has no index: tensors on `cpu:0` are not on `cpu`."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise typer.BadParameter(f"must be cpu, cuda or cuda:N, got {name!r}", param_hint="--device") from error
+    if device.type == "cpu" and device.index in (None, 0):
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise typer.BadParameter(f"must be cpu, cuda or cuda:N, got {name!r}", param_hint="--device")
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device is available", param_hint="--device")
+    if (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise typer.BadParameter(f"must be one of {count} CUDA devices, got {name!r}", param_hint="--device")
+    return device
+
+
+def parse_config(steps: int, topk: int, tokens: int | None) -> SpeculationConfig:
+    if topk == 1 and tokens is not None:
+        raise typer.BadParameter("is for trees: a --tree-width above 1", param_hint="--tree-tokens")
+    try:
+        return SpeculationConfig(steps, topk, tokens)
+    except ValueError as error:
+        text = str(error).removeprefix("SpeculationConfig: ")
+        for name, option in _OPTIONS.items():
+            text = text.replace(f"`{name}`", option)
+        raise typer.BadParameter(text, param_hint="--steps / --tree-width / --tree-tokens") from error
+
+
+def parse_sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> SamplingParams:
+    """With a seed that was drawn if none is given: torch's own generator starts with the same one in every process."""
+    try:
+        return SamplingParams(temperature, top_k, top_p, secrets.randbits(31) if seed is None else seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--temperature / --top-k / --top-p / --seed") from error
+
+
+@contextmanager
+def refusing(option: str) -> Iterator[None]:
+    """What checkpoints, models and settings are refused for becomes a mistake in `option`."""
+    try:
+        yield
+    except (CheckpointError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+        raise typer.BadParameter(" ".join(str(error).split()), param_hint=option) from error
+
+
+def describe(config: SpeculationConfig) -> str:
+    shape = "chain" if config.topk == 1 else f"tree of width {config.topk}"
+    return f"{shape}, {config.num_steps} draft steps, {config.num_tokens} tokens verified a round"
+
+
+def describe_sampling(sampling: SamplingParams) -> str:
+    if sampling.temperature == 0:
+        return "greedy"
+    filters = [f"top-k {sampling.top_k}"] * (sampling.top_k > 0) + [f"top-p {sampling.top_p:g}"] * (sampling.top_p < 1)
+    return ", ".join([f"temperature {sampling.temperature:g}", *filters, f"seed {sampling.seed}"])

@@ -5,7 +5,7 @@
 A small random Llama-type target and head in bfloat16 with heads and pages as large models have them (128 wide, 64 tokens), so
 that every kernel that a Llama-3.1-8B would get is open to it. On sm_100 a chain runs on trtllm-gen throughout; a tree
 (`--width`) needs kernels that honour its mask. Nothing names a backend: FlashInfer is used where it is installed (`pip install
-spec-ops[flashinfer]`).
+".[flashinfer]"` in a checkout).
 """
 
 import argparse

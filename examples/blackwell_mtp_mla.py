@@ -4,7 +4,7 @@
 
 A small random DeepSeek-type target and MTP layer in bfloat16 with DeepSeek-V3's latent widths (512 + 64) and pages of 64. On
 sm_100 a chain runs on tokenspeed_mla, or on trtllm-gen where only FlashInfer is installed; a tree (`--width`) goes to our own
-kernel, since no other MLA kernel takes a mask. `pip install spec-ops[tokenspeed,flashinfer]`.
+kernel, since no other MLA kernel takes a mask. `pip install ".[tokenspeed,flashinfer]"` in a checkout.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python examples/chain_and_tree.py [--new-tokens 96]
 
 The shipped byte-level target and its EAGLE-3 head continue a few prompts of different lengths, plainly, with chains of 1 to 5
-drafts, and with trees.
+drafts, and with trees. All in float32: bfloat16 rounds differently, and a near tie may fall either way.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A round written the obvious way, and what the graph passes make of it.
 
-    python examples/naive_round.py [--mla] [--width 4] [--arch sm100]
+    python examples/naive_round.py [--mla] [--width 4] [--arch sm100] [--dtype bfloat16]
 
 Every attention call gets all the metadata that any kernel could want: a page table and kv-indices of its own, lengths on the
 host, the longest length as a Python number; the extend runs as a prefill, and its LM head computes every row although one is
@@ -26,9 +26,9 @@ class NaiveRound(nn.Module):
         super().__init__()
         self.target, self.draft, self.steps, self.width = target, draft, steps, width
         self.num_tokens = steps + 1 if width == 1 else 2 * width
-        pages = MAX_LEN // PAGE_SIZE
-        self.target_cache = PagedKVCache(target.config, batch_size * pages, PAGE_SIZE)
-        self.draft_cache = PagedKVCache(draft.config, batch_size * pages, PAGE_SIZE)
+        pages, dtype = MAX_LEN // PAGE_SIZE, next(target.parameters()).dtype
+        self.target_cache = PagedKVCache(target.config, batch_size * pages, PAGE_SIZE, dtype=dtype)
+        self.draft_cache = PagedKVCache(draft.config, batch_size * pages, PAGE_SIZE, dtype=dtype)
         slots = torch.arange(batch_size * MAX_LEN, dtype=torch.int32).reshape(batch_size, MAX_LEN)
         self.register_buffer("req_to_token", slots.flip(0).contiguous())
         self.register_buffer("requests", torch.arange(batch_size))
@@ -36,7 +36,7 @@ class NaiveRound(nn.Module):
         self.register_buffer("last_token", torch.full((batch_size,), 3))
         self.register_buffer("first_drafts", torch.full((batch_size, width), 4))
         self.register_buffer("first_scores", torch.zeros(batch_size, width))
-        self.register_buffer("hidden", torch.zeros(batch_size, draft.config.hidden_size))
+        self.register_buffer("hidden", torch.zeros(batch_size, draft.config.hidden_size, dtype=dtype))
 
     def attention(self, cache, step, lens, positions, **options):
         """Everything that any kernel might read, for every call anew."""
@@ -61,7 +61,7 @@ class NaiveRound(nn.Module):
         )
         depth = (self.committed + step)[:, None].expand(-1, self.width)
         hidden = self.draft(tokens, hidden, depth, attention)
-        return hidden, torch.log_softmax(self.draft.logits(hidden), -1)
+        return hidden, torch.log_softmax(self.draft.logits(hidden).float(), -1)
 
     def draft_tokens(self):
         """Candidates `[bs, D]`, positions, mask and parents (None for a chain)."""
@@ -114,7 +114,7 @@ class NaiveRound(nn.Module):
         features = self.draft.encode(output).gather(1, node)
         hidden = self.draft(accepted.tokens.clamp(min=0).flatten(), features.flatten(0, 1), rows.flatten(), attention)
         hidden = hidden.unflatten(0, (-1, path_len))
-        log_probs = torch.log_softmax(self.draft.logits(hidden), -1)
+        log_probs = torch.log_softmax(self.draft.logits(hidden).float(), -1)
         row = (accepted.lens - 1).long()
         self.hidden.copy_(hidden[torch.arange(len(row), device=row.device), row])
         scores, drafts = log_probs[torch.arange(len(row), device=row.device), row].topk(self.width)
@@ -125,16 +125,19 @@ class NaiveRound(nn.Module):
         return accepted.tokens, accepted.lens
 
 
-def make_round(mla: bool = False, width: int = 1, steps: int = 3, layers: int = 2) -> NaiveRound:
-    """A tiny random target and MTP draft in the naive round."""
+def make_round(
+    mla: bool = False, width: int = 1, steps: int = 3, layers: int = 2, dtype: torch.dtype = torch.bfloat16
+) -> NaiveRound:
+    """A tiny random target and MTP draft in the naive round; most kernels are for bfloat16 and float16 alone."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4}
     if mla:
         sizes |= {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     else:
         sizes |= {"num_kv_heads": 2, "head_dim": 16}
-    target = CausalLM(ModelConfig(num_layers=layers, **sizes))
-    return NaiveRound(target, MTPDraft(ModelConfig(num_layers=1, **sizes), target), width=width, steps=steps).eval()
+    target = CausalLM(ModelConfig(num_layers=layers, **sizes)).to(dtype)
+    draft = MTPDraft(ModelConfig(num_layers=1, **sizes), target).to(dtype)
+    return NaiveRound(target, draft, width=width, steps=steps).eval()
 
 
 def main() -> None:
@@ -142,10 +145,15 @@ def main() -> None:
     parser.add_argument("--mla", action="store_true", help="latent attention instead of GQA")
     parser.add_argument("--width", type=int, default=1, help="branches per draft step; 1 drafts a chain")
     parser.add_argument("--arch", help="plan for this architecture, such as sm100; default: the tensors' device")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: bfloat16")
     args = parser.parse_args()
     torch._dynamo.config.capture_scalar_outputs = True  # lets `.item()` into the graph, where a pass can remove it
-    with torch.no_grad():
-        print(spec_ops.passes.explain(make_round(args.mla, args.width), arch=args.arch))
+    module = make_round(args.mla, args.width, dtype=getattr(torch, args.dtype))
+    try:
+        with torch.no_grad():
+            print(spec_ops.explain(module, arch=args.arch))
+    except ValueError as error:  # no such architecture
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

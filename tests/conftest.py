@@ -1,6 +1,8 @@
-"""Shared fixtures: every device the machine has, and GPU tests that skip elsewhere."""
+"""Shared fixtures: every device the machine has, seeds of fuzzing tests, and GPU tests that skip elsewhere."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,24 @@ torch.set_num_threads(1)
 # A run repeats exactly; deadlines would measure the machine.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seeds", type=int, metavar="N", help="random programs and prompts that each fuzzing test tries, 0 to N - 1"
+    )
+    parser.addoption("--all-families", action="store_true", help="try every model family of transformers, not a share of them")
+
+
+@pytest.fixture(scope="session")
+def seeds(request: pytest.FixtureRequest) -> Callable[[int], range]:
+    """The seeds that a fuzzing test tries: `seeds(default)` without `--seeds`."""
+
+    def chosen(default: int) -> range:
+        given = request.config.getoption("--seeds")
+        return range(default if given is None else given)
+
+    return chosen
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,6 +29,7 @@ spec = importlib.util.spec_from_file_location("naive_round", EXAMPLE)
 naive_round = importlib.util.module_from_spec(spec)
 sys.modules["naive_round"] = naive_round
 spec.loader.exec_module(naive_round)
+make_round = functools.partial(naive_round.make_round, dtype=torch.float32)
 
 CASES = [
     pytest.param(mla, width, id=f"{'mla' if mla else 'gqa'}-{'chain' if width == 1 else 'tree'}")
@@ -68,7 +69,7 @@ def expected(width: int, **changes: tuple[int, int]) -> dict[str, tuple[int, int
 
 @pytest.mark.parametrize(("mla", "width"), CASES)
 def test_block_table_kernel_leaves_nothing_redundant(mla, width):
-    plan = explain(naive_round.make_round(bool(mla), width))
+    plan = explain(make_round(bool(mla), width))
     assert table(plan) == expected(width)
     assert not [note.text for result in plan.results for note in result.refused]
     assert plan.host_plan_cost() is None
@@ -79,7 +80,7 @@ def test_block_table_kernel_leaves_nothing_redundant(mla, width):
 @pytest.mark.parametrize(("mla", "width"), CASES)
 def test_nothing_is_read_back_from_a_gpu(mla, width):
     """The same round on CUDA tensors. Its graph is not functional, so the extend's attention keeps its rows and length."""
-    module = naive_round.make_round(bool(mla), width)
+    module = make_round(bool(mla), width)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     graph = capture_for_cuda(lambda given: torch.func.functional_call(module, given, ()), tensors).graph
     reports: list[GraphReport] = []
@@ -98,7 +99,7 @@ def test_csr_kernel_gets_one_multi_step_generation(mla, width):
     """Verify and extend are of one length, hence of one list."""
     backend = dataclasses.replace(CSR, tree_mask=width > 1)
     with registered(backend):
-        plan = explain(naive_round.make_round(bool(mla), width))
+        plan = explain(make_round(bool(mla), width))
     assert plan.before["draft_kv_indices"] == 2
     assert plan.after.get("draft_kv_indices", 0) == 0
     assert plan.after["draft_kv_indices_steps"] == 1
@@ -110,7 +111,7 @@ def test_what_a_host_planned_kernel_costs(layers, monkeypatch):
     """Two draft steps, the target's layers, and the extend, each outside the graph; work before, between and after them."""
     monkeypatch.setattr(naive_round, "PagedAttention", functools.partial(PagedAttention, backend="provider"))
     with using_provider(host_plan=True):
-        plan = explain(naive_round.make_round(layers=layers))
+        plan = explain(make_round(layers=layers))
     assert plan.after[report.HOST_PLANNED] == layers + 3
     assert plan.after[report.CUDA_GRAPHS] == layers + 4
     cost = f"{layers + 3} calls plan on the host and run outside CUDA graphs: {layers + 4} graphs instead of 1"
@@ -132,7 +133,7 @@ def test_numbers_stay_the_same(mla, width, csr):
     """Several rounds, so that a wrong cache or state shows. The passes change the shapes of a few matrix products (one row per
     request instead of all), hence their order of summation in fp32; everything else is exact."""
     with registered(CSR) if csr else contextlib.nullcontext():
-        plain, passed = (naive_round.make_round(bool(mla), width) for _ in range(2))
+        plain, passed = (make_round(bool(mla), width) for _ in range(2))
         run_plain, _ = compile_interpreted(plain, on=False)
         run_passed, _ = compile_interpreted(passed)
         for _ in range(6):
@@ -145,7 +146,7 @@ def test_numbers_stay_the_same(mla, width, csr):
 @pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack")
 def test_generated_code_copies_no_cache():
     """The whole way through Inductor: the rewritten round still updates its caches in place."""
-    plain, passed = naive_round.make_round(), naive_round.make_round()
+    plain, passed = make_round(), make_round()
     with inductor_config.patch(post_grad_custom_post_pass=Uncached()):
         got, code = run_and_get_code(spec_ops.compile(passed, mode="default"))
     for a, b in zip(got, plain(), strict=True):
@@ -156,9 +157,28 @@ def test_generated_code_copies_no_cache():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # Inductor's fp32 sums in another order
 
 
+def run_example(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(EXAMPLE), *args], capture_output=True, text=True, check=False)
+
+
 def test_example_prints_the_plan():
-    run = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--mla", "--width", "2", "--arch", "sm100"], capture_output=True, text=True, check=False
-    )
+    """In bfloat16, and with the copies to the host, which a trace on the CPU lacks."""
+    run = run_example("--width", "2", "--arch", "sm100")
     assert run.returncode == 0, run.stderr
     assert "page tables                         4        1" in run.stdout
+    assert "device-to-host copies               4        0" in run.stdout
+    assert "mha_target_verify: triton" in run.stdout or "mha_target_verify: flashinfer" in run.stdout
+    assert "warning" not in run.stdout
+
+
+def test_example_warns_of_calls_without_a_kernel():
+    run = run_example("--width", "2", "--arch", "sm100", "--dtype", "float32")
+    assert "warning: mha_target_verify runs on `reference`" in run.stdout
+    assert "triton does not support query dtype torch.float32" in run.stdout
+
+
+def test_example_names_an_unknown_architecture():
+    run = run_example("--arch", "blackwell")
+    assert run.returncode == 2
+    assert "sm120 sm121 (Blackwell), got 'blackwell'" in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stderr

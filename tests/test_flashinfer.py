@@ -380,7 +380,8 @@ def test_buffers_are_ours_and_stay(call, fakes):
 
 def test_more_heads_than_semaphores(fakes, monkeypatch):
     """trtllm-gen would write past the end of the buffer: it asks for one per request and query head."""
-    monkeypatch.setattr(provider, "COUNTERS", 7)
+    for name in ("COUNTERS", "COUNTERS_IN_SCRATCH"):
+        monkeypatch.setattr(provider, name, 7)
     args = gqa_call([20, 30], 1)
     ragged = args[0].flatten(0, 1), *args[1:5], torch.arange(3, dtype=torch.int32), 1, *args[7:]
     for kernel, given in ((gqa.trtllm, args), (gqa.trtllm_extend, ragged), (mla.trtllm, mla_call([20, 30], 1, heads=4))):

@@ -89,7 +89,8 @@ def with_fixed_rope(decoder: nn.Module) -> tuple[nn.Module, PositionLimit | None
             longest = parameters["original_max_position_embeddings"] if k == "longrope" else module.original_max_seq_len
             if limit is None or longest < limit.count:
                 limit = PositionLimit(
-                    int(longest), f'past it, RoPE of rope_type="{k}" computes every row\'s angles from the longest row'
+                    int(longest),
+                    f'past it, RoPE of rope_type="{k}" computes every row\'s angles from the longest position of the batch',
                 )
         fixed = {layer: "default" if layer in moving else k for layer, k in kinds.items()}
         twin.rope_type = fixed if isinstance(kind, dict) else "default"  # type: ignore[assignment]

@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

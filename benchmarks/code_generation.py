@@ -5,7 +5,7 @@
 
 Dynamo, AOTAutograd, the graph passes (all but two) and Inductor's lowering, scheduling and code generation for sm_90, for an
 EAGLE-3 chain over a narrow GQA target: the widths of a model change none of that work. Compiling the kernels comes on top. From
-the root of the repository, since it borrows `tests/inductor_cuda.py`.
+the root of the repository, since it borrows `tests/helpers/inductor_cuda.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.rows import environment, write_rows
 from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig
-from spec_ops.results import environment, write_rows
-from tests.inductor_cuda import generate
+from tests.helpers.inductor_cuda import generate
 
 CASES = [(4, 3), (8, 3), (16, 3), (32, 3), (8, 1), (8, 2), (8, 5)]  # layers, steps
 # The nodes that these passes insert get their fake values from ops that enter a device guard, which a torch without CUDA lacks.

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 
 import spec_ops
-from spec_ops.bench.round_profile import profile
-from spec_ops.bench.timing import time_calls
-from spec_ops.results import environment, write_rows
+from benchmarks.round.profile import profile
+from benchmarks.rows import environment, write_rows
+from benchmarks.timing import time_calls
 
 LAYERS = 8
 PAGES, PAGE_SIZE, POSITIONS = 64, 64, 4096

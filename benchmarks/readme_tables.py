@@ -4,8 +4,8 @@
     python benchmarks/readme_tables.py --check    # exit code 1 if one is not up to date
 
 A block of figures stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; NAME is one of `BLOCKS`. Nothing
-between the two is written by hand, and `tests/test_readme.py` finds measured figures that stand elsewhere. docs/decisions.md is
-left alone: a record of what was tried, with figures of trees that are gone.
+between the two is written by hand, and `tests/docs/test_readme.py` finds measured figures that stand elsewhere.
+docs/decisions.md is left alone: a record of what was tried, with figures of trees that are gone.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def accept(results: Path) -> str:
         lines.append([draft.format(**row), str(row.get("num_tokens", 1)), f"{row['accept_length']:.2f}"])
     sample = f"{row['prompts']} prompts, {row['new_tokens'] // row['prompts']} new tokens each"
     intro = f"Accept length of the shipped pair on files of the standard library it was never trained on ({sample};"
-    intro += " `python -m spec_ops bench accept`, files with commands, machine and commit in `benchmarks/results/`):"
+    intro += " `python -m benchmarks accept`, files with commands, machine and commit in `benchmarks/results/`):"
     return paragraph(intro) + "\n\n" + table(("draft", "tokens verified", "accept length, tokens a round"), lines)
 
 
@@ -128,7 +128,7 @@ def kernels(results: Path) -> str:
     intro = (
         "Attention on one H200, bf16, pages of 64, CUDA-graph replay over rotating buffers, next to FlashInfer's kernels in one"
     )
-    intro += " run (`python -m spec_ops bench kernels`, `benchmarks/results/h200-kernels.json`); microseconds, floor at"
+    intro += " run (`python -m benchmarks kernels`, `benchmarks/results/h200-kernels.json`); microseconds, floor at"
     intro += f" {copy:.1f} TB/s and the rate of large matrix products. Every measurement starts from rest and is short"
     intro += " (20 ms, or seven replays), since after 40 to 60 ms of MLA with 128 heads the GPU is at its power limit, and its"
     intro += " clocks fall by a fifth:"
@@ -227,9 +227,7 @@ def rounds(results: Path) -> str:
     intro += f" {listed((row['steps'] for row in shown), str)} steps"
     if all((row["graph_launches"], row["host_launches"], row["host_syncs"]) == (1, 0, 0) for row in shown):
         intro += ", each one graph launch, no other launch and no sync"
-    intro += (
-        " (`python -m spec_ops bench round`, `benchmarks/results/h200-round.json`). Milliseconds; the floor is the bytes of"
-    )
+    intro += " (`python -m benchmarks round`, `benchmarks/results/h200-round.json`). Milliseconds; the floor is the bytes of"
     intro += " weights and KV over the copy rate."
     if any("matmul_ms" in row for row in shown):
         intro += " What is above it goes to matrix products, attention, other kernels and gaps (below zero: kernels overlap)."
@@ -330,12 +328,11 @@ def choice(results: Path) -> str:
     (kind, heads, head_dim, bs, context, q_len, mask), found = case, cases[case]
     text = "Batch size and lengths do not count: one compiled round serves all lengths. In each of the"
     text += f" {compared} measured cases on sm_90 that choice is the fastest within 5% ({commit},"
+    text += " `benchmarks/results/h200-kernels.json`; `tests/backends/test_measured.py` holds it to the results; a case that"
     text += (
-        " `benchmarks/results/h200-kernels.json`; `tests/test_measured.py` holds it to the results; a case that is not would"
+        " is not would stand here and in the reasons). fa2 and fa3 plan on the host, so `auto` leaves them out. With that plan"
     )
-    text += (
-        " stand here and in the reasons). fa2 and fa3 plan on the host, so `auto` leaves them out. With that plan left out of"
-    )
+    text += " left out of"
     text += f" their times too, they are at most {max(ahead - 1, 0):.1%} ahead of `triton` in that file: {name} with"
     text += f" {kind.upper()} {heads}, head_dim {head_dim}, {q_len} queries ({mask}) and {bs} requests of {context} tokens"
     text += f" ({found[name]['us']:.0f} us, `triton` {found['triton']['us']:.0f})."

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from spec_ops.backends.triton.linear import skinny_mm
-from spec_ops.bench.timing import measure_ceilings, time_calls
-from spec_ops.results import environment, write_rows
+from benchmarks.rows import environment, write_rows
+from benchmarks.timing import measure_ceilings, time_calls
+from spec_ops.backends.triton.linear.skinny_mm import skinny_mm
 
 # n, k
 SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (2880, 4096), (1536, 7168)]  # replaced

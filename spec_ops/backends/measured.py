@@ -1,7 +1,7 @@
 """Measured times of the backends, by which `select_backend` prefers one to another.
 
-`measured.json` beside this file is made of the results of `python -m spec_ops bench kernels` by
-`python -m spec_ops.bench.ranking`, and names them. A call goes by the nearest kind of call that was measured on its
+`measured.json` beside this file is made of the results of `python -m benchmarks kernels` by
+`python -m benchmarks.kernels.ranking`, and names them. A call goes by the nearest kind of call that was measured on its
 architecture; where none was, declared ranks decide. Batch sizes and lengths do not count: they are not known when a round is
 compiled, and one graph serves all of them.
 """

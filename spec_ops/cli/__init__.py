@@ -1,4 +1,4 @@
-"""Command line: `python -m spec_ops generate`, `explain`, `backends` and `bench`; a module for each command."""
+"""Command line: `python -m spec_ops generate`, `explain` and `backends`; a module for each command."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ from typing import Annotated
 import typer
 
 from spec_ops._version import __version__
-from spec_ops.cli import backends, bench_accept, bench_ahead, bench_kernels, bench_round, bench_tune, explain, generate
+from spec_ops.cli import backends, explain, generate
 
 # Without rich markup: it would break an error's line into the lines of a box, paths too.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-bench = typer.Typer(help="Measure.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-bench.command("round")(bench_round.bench_round)
-bench.command("tune")(bench_tune.bench_tune)
 app.command()(generate.generate)
 app.command()(explain.explain)
 app.command()(backends.backends)
-bench.command("accept")(bench_accept.bench_accept)
-bench.command("ahead")(bench_ahead.bench_ahead)
-bench.command("kernels")(bench_kernels.bench_kernels)
 
 
 def _version(asked: bool) -> None:

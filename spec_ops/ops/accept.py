@@ -43,7 +43,7 @@ accept_greedy_op = define_op(
     "accept_greedy(Tensor candidates, Tensor target_tokens, Tensor? parents, int path_len) -> (Tensor, Tensor, Tensor)",
     reference.accept_greedy,
     lambda candidates, target_tokens, parents, path_len: _accepted_fake(candidates, path_len),
-    cuda="spec_ops.backends.triton.accept:accept_greedy",
+    cuda="spec_ops.backends.triton.sampling.accept:accept_greedy",
 )
 accept_sampled_op = define_op(
     "accept_sampled(Tensor candidates, Tensor target_probs, Tensor uniforms, Tensor final_uniforms, Tensor? parents, "
@@ -53,19 +53,19 @@ accept_sampled_op = define_op(
     lambda candidates, target_probs, u, final_u, parents, draft_probs, draft_to_target, path_len, single, acc: _accepted_fake(
         candidates, path_len
     ),
-    cuda="spec_ops.backends.triton.accept:accept_sampled",
+    cuda="spec_ops.backends.triton.sampling.accept:accept_sampled",
 )
 sampling_probs_op = define_op(
     "sampling_probs(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p) -> Tensor",
     reference.sampling_probs,
     lambda logits, temperature, top_k, top_p: logits.new_empty(logits.shape, dtype=torch.float32),
-    cuda="spec_ops.backends.triton.sampling:sampling_probs",
+    cuda="spec_ops.backends.triton.sampling.probabilities:sampling_probs",
 )
 sample_tokens_op = define_op(
     "sample_tokens(Tensor probs, Tensor uniforms) -> Tensor",
     reference.sample_tokens,
     lambda probs, uniforms: probs.new_empty(probs.shape[:-1], dtype=torch.int64),
-    cuda="spec_ops.backends.triton.accept:sample_tokens",
+    cuda="spec_ops.backends.triton.sampling.accept:sample_tokens",
 )
 
 

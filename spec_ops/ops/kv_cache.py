@@ -100,13 +100,13 @@ append_kv_op = define_op(
     f"append_kv({_APPEND_KV}) -> ()",
     reference.append_kv,
     _append_kv_fake,
-    cuda="spec_ops.backends.triton.kv_cache:append_kv",
+    cuda="spec_ops.backends.triton.cache.append:append_kv",
 )
 append_mla_kv_op = define_op(
     f"append_mla_kv({_APPEND_MLA_KV}) -> ()",
     reference.append_mla_kv,
     _append_mla_kv_fake,
-    cuda="spec_ops.backends.triton.kv_cache:append_mla_kv",
+    cuda="spec_ops.backends.triton.cache.append:append_mla_kv",
 )
 # What the pass `lower_kv_append` puts in place of the ops above: Inductor generates code for these. Tagged pointwise, which
 # each is to its rows, so that Inductor computes a `cat` in place. Not overloads: where two overloads have one signature and
@@ -115,14 +115,14 @@ append_kv_lowered = define_op(
     f"append_kv_lowered({_APPEND_KV}) -> ()",
     reference.append_kv,
     _no_output,
-    cuda="spec_ops.backends.triton.kv_cache:append_kv",
+    cuda="spec_ops.backends.triton.cache.append:append_kv",
     tags=(torch.Tag.pointwise,),
 )
 append_mla_kv_lowered = define_op(
     f"append_mla_kv_lowered({_APPEND_MLA_KV}) -> ()",
     reference.append_mla_kv,
     _no_output,
-    cuda="spec_ops.backends.triton.kv_cache:append_mla_kv",
+    cuda="spec_ops.backends.triton.cache.append:append_mla_kv",
     tags=(torch.Tag.pointwise,),
 )
 # For a named backend: the ops above are what every pass and model uses, and need no choice at run time.
@@ -136,7 +136,7 @@ move_kv_op = define_op(
     "move_kv(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots) -> ()",
     reference.move_kv,
     _move_kv_fake,
-    cuda="spec_ops.backends.triton.kv_cache:move_kv",
+    cuda="spec_ops.backends.triton.cache.append:move_kv",
 )
 
 

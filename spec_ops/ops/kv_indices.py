@@ -23,13 +23,13 @@ page_table_op = define_op(
     f"page_table({_SOURCE}, int page_size, SymInt max_pages) -> Tensor",
     reference.page_table,
     lambda req_to_token, req, lens, page_size, max_pages: _int32(lens, lens.shape[0], max_pages),
-    cuda="spec_ops.backends.triton.kv_indices:page_table",
+    cuda="spec_ops.backends.triton.cache.indices:page_table",
 )
 kv_indices_op = define_op(
     f"kv_indices({_SOURCE}, SymInt capacity) -> (Tensor, Tensor)",
     reference.kv_indices,
     lambda req_to_token, req, lens, capacity: (_int32(lens, lens.shape[0] + 1), _int32(lens, capacity)),
-    cuda="spec_ops.backends.triton.kv_indices:kv_indices",
+    cuda="spec_ops.backends.triton.cache.indices:kv_indices",
 )
 draft_kv_indices_op = define_op(
     f"draft_kv_indices({_SOURCE}, int step, int num_steps, int topk, int page_size, SymInt capacity) -> (Tensor, Tensor)",
@@ -38,7 +38,7 @@ draft_kv_indices_op = define_op(
         _int32(lens, lens.shape[0] * topk + 1),
         _int32(lens, capacity),
     ),
-    cuda="spec_ops.backends.triton.kv_indices:draft_kv_indices",
+    cuda="spec_ops.backends.triton.cache.indices:draft_kv_indices",
 )
 draft_kv_indices_steps_op = define_op(
     f"draft_kv_indices_steps({_SOURCE}, int num_steps, int topk, int page_size, SymInt capacity, int rows) -> (Tensor, Tensor)",
@@ -47,7 +47,7 @@ draft_kv_indices_steps_op = define_op(
         _int32(lens, rows, lens.shape[0] * topk + 1),
         _int32(lens, rows, capacity),
     ),
-    cuda="spec_ops.backends.triton.kv_indices:draft_kv_indices_steps",
+    cuda="spec_ops.backends.triton.cache.indices:draft_kv_indices_steps",
 )
 
 

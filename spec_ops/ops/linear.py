@@ -25,7 +25,7 @@ skinny_mm_op = define_op(
     "skinny_mm(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     reference.skinny_mm,
     _skinny_mm_fake,
-    cuda="spec_ops.backends.triton.linear:skinny_mm",
+    cuda="spec_ops.backends.triton.linear.skinny_mm:skinny_mm",
 )
 
 # An RMS norm between two products is divided among them, since its factor of a row, `rstd = rsqrt(mean(y^2) + eps)`, can be
@@ -44,7 +44,7 @@ add_skinny_mm_op = define_op(
     "add_skinny_mm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight) -> (Tensor y, Tensor z, Tensor squares)",
     reference.add_skinny_mm,
     _add_skinny_mm_fake,
-    cuda="spec_ops.backends.triton.norm_linear:add_skinny_mm",
+    cuda="spec_ops.backends.triton.linear.norm:add_skinny_mm",
 )
 
 
@@ -57,7 +57,7 @@ scaled_skinny_mm_op = define_op(
     "scaled_skinny_mm(Tensor x, Tensor weight, Tensor? bias, Tensor squares, float eps) -> Tensor",
     reference.scaled_skinny_mm,
     _scaled_skinny_mm_fake,
-    cuda="spec_ops.backends.triton.norm_linear:scaled_skinny_mm",
+    cuda="spec_ops.backends.triton.linear.norm:scaled_skinny_mm",
 )
 
 
@@ -71,5 +71,5 @@ scaled_silu_mul_op = define_op(
     "scaled_silu_mul(Tensor gate, Tensor up, Tensor squares, int columns, float eps) -> Tensor",
     reference.scaled_silu_mul,
     _scaled_silu_mul_fake,
-    cuda="spec_ops.backends.triton.norm_linear:scaled_silu_mul",
+    cuda="spec_ops.backends.triton.linear.norm:scaled_silu_mul",
 )

@@ -44,7 +44,7 @@ rope_append_kv_op = define_op(
     "Tensor slots, float k_scale, float v_scale) -> Tensor",
     reference.rope_append_kv,
     _rope_append_kv_fake,
-    cuda="spec_ops.backends.triton.rope:rope_append_kv",
+    cuda="spec_ops.backends.triton.cache.rope_append:rope_append_kv",
 )
 
 

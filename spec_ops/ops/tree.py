@@ -41,7 +41,7 @@ select_draft_tokens_op = define_op(
         tokens.new_empty(scores.shape[0], num_tokens, dtype=torch.int64),
         tokens.new_empty(scores.shape[0], num_tokens, dtype=torch.int64),
     ),
-    cuda="spec_ops.backends.triton.tree:select_draft_tokens",
+    cuda="spec_ops.backends.triton.tree.build:select_draft_tokens",
 )
 
 
@@ -55,7 +55,7 @@ build_tree_op = define_op(
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference.build_tree,
     _build_tree_fake,
-    cuda="spec_ops.backends.triton.tree:build_tree",
+    cuda="spec_ops.backends.triton.tree.build:build_tree",
 )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from spec_ops.backends.registry import device_arch, missing_backends
-from spec_ops.passes.graph import source_line
+from spec_ops.passes.analysis.graph import source_line
 
 
 @dataclass(frozen=True)

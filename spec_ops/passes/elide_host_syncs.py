@@ -24,8 +24,8 @@ from torch import fx
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, attention_calls, has_arg, set_arg, source_line, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, arg, attention_calls, has_arg, set_arg, source_line, value
 from spec_ops.passes.report import is_host_copy
 
 ITEM = torch.ops.aten._local_scalar_dense.default

@@ -15,8 +15,8 @@ from __future__ import annotations
 from torch import fx
 
 from spec_ops.backends import registry
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, attention_calls, set_arg
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, arg, attention_calls, set_arg
 
 OPTIONAL_INPUTS = tuple(sorted(registry.OPTIONAL_INPUTS))
 

@@ -43,9 +43,7 @@ import torch
 from torch import fx
 
 from spec_ops.ops.kv_indices import draft_kv_indices_op, draft_kv_indices_steps_op, page_table_op
-from spec_ops.passes.analysis.storage import is_returned, is_view
-from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import (
+from spec_ops.passes.analysis.graph import (
     ATTENTION_OPS,
     AUTO_FUNCTIONALIZED,
     INDEX_OPS,
@@ -57,9 +55,11 @@ from spec_ops.passes.graph import (
     op_of,
     value,
 )
-from spec_ops.passes.lengths import Length, Values, as_dtype, materialize
-from spec_ops.passes.stacking import Stacking
-from spec_ops.passes.table_reads import Read, Table, read_of
+from spec_ops.passes.analysis.lengths import Length, Values, as_dtype, materialize
+from spec_ops.passes.analysis.stacking import Stacking
+from spec_ops.passes.analysis.storage import is_returned, is_view
+from spec_ops.passes.analysis.table_reads import Read, Table, read_of
+from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten = torch.ops.aten
 

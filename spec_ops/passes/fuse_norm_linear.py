@@ -27,10 +27,10 @@ from torch import fx
 
 from spec_ops.backends.registry import device_arch
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_silu_mul_op, scaled_skinny_mm_op, skinny_mm_op
+from spec_ops.passes.analysis.graph import arg, calls, insert, value
+from spec_ops.passes.analysis.rows import RESHAPES
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import arg, calls, insert, value
 from spec_ops.passes.lower_skinny_mm import Rule, Rules, operands, product_refusal, stored_weight
-from spec_ops.passes.rows import RESHAPES
 
 aten, prims = torch.ops.aten, torch.ops.prims
 DTYPE = torch.bfloat16

@@ -5,8 +5,8 @@
 
 A draft extend needs the logits of one row per request, so its LM head, final norm, MLP, output projection, attention output and
 query projection run on that row alone; keys and values are still written for all rows. The selection moves up through every
-op whose result rows need the same operand rows only (`spec_ops.passes.rows`) and whose result nobody else reads. Where the
-full value stays in use it is gathered from; no matrix product or attention call is ever computed twice. Selections by the same
+op whose result rows need the same operand rows only (`analysis/rows.py`) and whose result nobody else reads. Where the full
+value stays in use it is gathered from; no matrix product or attention call is ever computed twice. Selections by the same
 index move together. The rewritten nodes take the place of the selection, which all they read precedes.
 """
 
@@ -26,12 +26,10 @@ from torch import fx
 
 from spec_ops.backends import BackendError, attention_meta, select_backend
 from spec_ops.backends.registry import known_while_compiling
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, call_like, insert, source_line, value
+from spec_ops.passes.analysis.lengths import Values
 from spec_ops.passes.analysis.replacement import escapes, in_place_of
-from spec_ops.passes.analysis.storage import base_of, is_view, storage_of
-from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, arg, call_like, insert, source_line, value
-from spec_ops.passes.lengths import Values
-from spec_ops.passes.rows import (
+from spec_ops.passes.analysis.rows import (
     SEVERAL_RESULTS,
     Axis,
     Demand,
@@ -43,7 +41,9 @@ from spec_ops.passes.rows import (
     plan,
     shape_of,
 )
-from spec_ops.passes.selections import Selection, selection_of
+from spec_ops.passes.analysis.selections import Selection, selection_of
+from spec_ops.passes.analysis.storage import base_of, is_view, storage_of
+from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _LAST_MASK_BIT = 62  # of a positive int64: a row that sees all of 64 positions is -1

@@ -27,10 +27,10 @@ from torch._inductor import config as inductor_config
 from spec_ops.backends.registry import device_arch
 from spec_ops.ops._validate import FP8_DTYPES
 from spec_ops.ops.kv_cache import append_kv_lowered, append_kv_op, append_mla_kv_lowered, append_mla_kv_op
+from spec_ops.passes.analysis.graph import AUTO_FUNCTIONALIZED, calls, mutated_input, value
+from spec_ops.passes.analysis.rows import RESHAPES, is_pointwise
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import AUTO_FUNCTIONALIZED, calls, mutated_input, value
 from spec_ops.passes.row_scatter import register_lowerings
-from spec_ops.passes.rows import RESHAPES, is_pointwise
 
 aten = torch.ops.aten
 

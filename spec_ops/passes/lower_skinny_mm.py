@@ -23,8 +23,8 @@ from torch._inductor import config as inductor_config
 
 from spec_ops.backends.registry import device_arch
 from spec_ops.ops.linear import skinny_mm_op
+from spec_ops.passes.analysis.graph import calls, insert, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import calls, insert, value
 
 aten = torch.ops.aten
 BLOCK_K = 256  # what the kernel reads of a row of the weight at a time

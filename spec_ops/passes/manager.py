@@ -25,13 +25,13 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from spec_ops.backends.registry import declarations
+from spec_ops.passes.analysis.graph import op_of
 from spec_ops.passes.analysis.outputs import Watch
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.elide_host_syncs import ElideHostSyncs
 from spec_ops.passes.elide_unread_inputs import ElideUnreadInputs
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
-from spec_ops.passes.graph import op_of
 from spec_ops.passes.hoist_row_select import HoistRowSelect
 from spec_ops.passes.lower_kv_append import LowerKvAppend
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm

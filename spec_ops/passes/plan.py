@@ -19,8 +19,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 from torch.utils._pytree import tree_leaves
 
+from spec_ops.passes.analysis.graph import EAGER, arg, attention_calls
 from spec_ops.passes.compile import with_own_code
-from spec_ops.passes.graph import EAGER, arg, attention_calls
 from spec_ops.passes.manager import enabled
 from spec_ops.passes.report import GraphReport
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, INDEX_OPS, op_of, value
+from spec_ops.passes.analysis.lengths import INTEGERS
+from spec_ops.passes.analysis.rows import RESHAPES, is_product
 from spec_ops.passes.base import PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, INDEX_OPS, op_of, value
-from spec_ops.passes.lengths import INTEGERS
-from spec_ops.passes.rows import RESHAPES, is_product
 
 KV_GENERATIONS, PAGE_TABLES = "kv-index generations", "page tables"
 HOST_COPIES, ITEMS = "device-to-host copies", "item calls"

@@ -15,8 +15,8 @@ from torch import fx
 from spec_ops.backends import BackendError, attention_meta, select_backend
 from spec_ops.backends.registry import known_while_compiling, warn_once, without_kernel
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, attention_calls, set_arg, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, arg, attention_calls, set_arg, value
 
 
 class SelectBackends(GraphPass):

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from spec_ops.passes.analysis.graph import insert, op_of, value
 from spec_ops.passes.analysis.storage import is_returned
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import insert, op_of, value
 
 _VIEWS = {
     torch.ops.aten.view.default,

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from spec_ops.passes.analysis.graph import calls, insert, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import calls, insert, value
 
 aten = torch.ops.aten
 PROGRAMS = 512  # to read with: enough for every multiprocessor of a large GPU to have three or four

@@ -25,8 +25,8 @@ from spec_ops.backends import BackendError, attention_meta, select_backend
 from spec_ops.backends.registry import known_while_compiling
 from spec_ops.ops._attention_checks import MAX_TREE_TOKENS
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, call_like, calls, insert, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import ATTENTION_OPS, arg, call_like, calls, insert, value
 
 # Decode kernels hold all queries of a request in one tile next to the KV they stream. They are built for drafts, which have at
 # most 64 tokens (the width of a tree mask); a longer extend is a prefill, and faster on the kernel made for that.

@@ -26,9 +26,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.torch_version import TorchVersion
 
+from spec_ops.passes.analysis.graph import AUTO_FUNCTIONALIZED, EAGER, calls, insert, mutated_input, op_of, source_line, value
 from spec_ops.passes.analysis.storage import is_view, storage_of
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.graph import AUTO_FUNCTIONALIZED, EAGER, calls, insert, mutated_input, op_of, source_line, value
 
 aten = torch.ops.aten
 

@@ -15,11 +15,11 @@ from torch._dynamo.utils import counters
 from tqdm.auto import tqdm
 
 import spec_ops
+from benchmarks.kernels.cases import Batch, Case, Heads, Pool, Problem, num_sets, pages_needed
+from benchmarks.round.measure import reset
+from benchmarks.round.profile import profile
+from benchmarks.timing import MAX_REPLAYS, median_ms, time_calls
 from spec_ops import ops
-from spec_ops.bench.kernel_cases import Batch, Case, Heads, Pool, Problem, num_sets, pages_needed
-from spec_ops.bench.round import reset
-from spec_ops.bench.round_profile import profile
-from spec_ops.bench.timing import MAX_REPLAYS, median_ms, time_calls
 from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.models.corpus import ByteTokenizer, held_out_prompts
 from spec_ops.models.pretrained import load_pair

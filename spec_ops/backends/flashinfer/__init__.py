@@ -10,7 +10,7 @@
 
 `register_variant` gives trtllm-gen and XQA what their kernels offer beyond the ops. Importing this package imports no
 FlashInfer: kernels are imported when they first run. What is declared here comes from the package's own checks and kernel
-lists; `tests/test_flashinfer.py` binds every call to its real signatures.
+lists; `tests/backends/flashinfer/test_calls.py` binds every call to its real signatures.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def _constraint(meta: AttentionMeta, arch: int | None) -> str | None:
 register_backend(
     Backend(
         name="triton",
-        kernels={step: f"spec_ops.backends.triton.steps:{step if step in RAGGED else step[:3]}" for step in STEPS}
-        | {op: f"spec_ops.backends.triton.kv_cache:{op}" for op in APPENDS},
+        kernels={step: f"spec_ops.backends.triton.attention.launcher:{step if step in RAGGED else step[:3]}" for step in STEPS}
+        | {op: f"spec_ops.backends.triton.cache.append:{op}" for op in APPENDS},
         capabilities=(80, 121),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         kv_dtypes=frozenset({torch.bfloat16, torch.float16, _FP8}),
@@ -54,7 +54,8 @@ register_backend(
     Backend(
         name="triton-deterministic",
         kernels={
-            step: f"spec_ops.backends.triton.deterministic_steps:{step if step in RAGGED else step[:3]}" for step in STEPS
+            step: f"spec_ops.backends.triton.attention.deterministic.launcher:{step if step in RAGGED else step[:3]}"
+            for step in STEPS
         },
         capabilities=(80, 121),
         dtypes=frozenset({torch.bfloat16, torch.float16}),

@@ -16,9 +16,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from spec_ops.passes.analysis.graph import source_line, value
 from spec_ops.passes.analysis.storage import Storage, base_of, is_view, may_copy, storage_of
 from spec_ops.passes.base import PassResult
-from spec_ops.passes.graph import source_line, value
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from spec_ops.passes.graph import arg, value
+from spec_ops.passes.analysis.graph import arg, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._prims_common import compute_elementwise_output_strides
 
+from spec_ops.passes.analysis.graph import AUTO_FUNCTIONALIZED, insert, value
 from spec_ops.passes.analysis.storage import (
     Storage,
     is_returned,
@@ -22,7 +23,6 @@ from spec_ops.passes.analysis.storage import (
     storage_of,
     views_of,
 )
-from spec_ops.passes.graph import AUTO_FUNCTIONALIZED, insert, value
 
 aten = torch.ops.aten
 

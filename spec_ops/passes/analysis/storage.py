@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from spec_ops.passes.graph import AUTO_FUNCTIONALIZED, value
+from spec_ops.passes.analysis.graph import AUTO_FUNCTIONALIZED, value
 
 Storage = Hashable
 

@@ -1,0 +1,29 @@
+"""`python -m benchmarks`, from a checkout: each command's module says what it measures."""
+
+from __future__ import annotations
+
+import typer
+
+from benchmarks.accept import bench_accept
+from benchmarks.ahead import bench_ahead
+from benchmarks.kernels.command import bench_kernels
+from benchmarks.round.command import bench_round
+from benchmarks.tune.command import bench_tune
+
+# Without rich markup: it would break an error's line into the lines of a box, paths too.
+app = typer.Typer(
+    help="Measure.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+app.command("round")(bench_round)
+app.command("kernels")(bench_kernels)
+app.command("tune")(bench_tune)
+app.command("accept")(bench_accept)
+app.command("ahead")(bench_ahead)
+
+
+def main() -> None:
+    app(prog_name="python -m benchmarks")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Correctness and time of every attention kernel: `python -m benchmarks kernels`."""

@@ -1,0 +1,1 @@
+"""Time of whole rounds: `python -m benchmarks round`."""

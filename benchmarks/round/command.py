@@ -1,0 +1,85 @@
+"""`python -m benchmarks round`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks.round.shapes import SHAPES
+from benchmarks.timing import measure_ceilings
+from spec_ops.cli.options import console, plot_file, writable_file
+
+PASSES = {"both": (True, False), "on": (True,), "off": (False,)}
+
+
+def bench_round(
+    model: Annotated[list[str], typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.")] = ["llama-8b"],  # noqa: B006
+    batch_size: Annotated[list[int], typer.Option(min=1, help="May be repeated.")] = [1, 8, 32],  # noqa: B006  typer wants lists
+    context: Annotated[list[int], typer.Option(min=1, help="Committed tokens per request; may be repeated.")] = [1024],  # noqa: B006
+    layers: Annotated[list[int] | None, typer.Option(min=1, help="Of the target; may be repeated; default all.")] = None,
+    steps: Annotated[list[int], typer.Option(min=1, help="Draft steps S; may be repeated.")] = [3],  # noqa: B006
+    tree_width: Annotated[int, typer.Option(min=1, help="Branches K per draft step; 1 drafts a chain.")] = 1,
+    tree_tokens: Annotated[int | None, typer.Option(help="Tokens verified per round in a tree, root included.")] = None,
+    backend: Annotated[list[str], typer.Option(help="Of every attention call; may be repeated.")] = ["auto"],  # noqa: B006
+    passes: Annotated[str, typer.Option(help="both, on or off: the graph passes.")] = "on",
+    naive: Annotated[bool, typer.Option("--naive", help="Also the round as one writes it at first.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Also plain compiled decoding by the same ops.")] = False,
+    assisted: Annotated[bool, typer.Option("--assisted", help="Also transformers', batch 1, shortest context.")] = False,
+    accept_length: Annotated[
+        float | None, typer.Option(min=1, help="Tokens a round for tokens/s; default three quarters of the longest path.")
+    ] = None,
+    compile_times: Annotated[bool, typer.Option("--compile-times", help="Compile again in a second process: warm.")] = False,
+    compile_limit: Annotated[float, typer.Option(min=0, help="Seconds; a case that takes longer is stopped.")] = 900,
+    jobs: Annotated[int, typer.Option(min=1, help="Cases that compile side by side; measured one at a time.")] = 6,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds to take the median of.")] = 50,
+    bandwidth: Annotated[float | None, typer.Option(min=1, help="Copy bytes a second for the floor; default measured.")] = None,
+    device: Annotated[str, typer.Option(help="cpu runs rounds uncompiled by the wall clock, to try the command.")] = "cuda",
+    timeline: Annotated[
+        Path | None, typer.Option(callback=plot_file, help="PNG of a round of the first case; needs matplotlib.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(callback=writable_file, help="Write the rows, with machine, versions and commit.")
+    ] = None,
+    append: Annotated[bool, typer.Option("--append", help="Keep what other runs wrote to --json.")] = False,
+) -> None:
+    """Milliseconds of whole rounds on models' shapes with random bfloat16 weights, next to the bytes floor.
+
+    Each case compiles in a process of its own with empty compiler caches."""
+    if device not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"must be cuda or cpu, got {device!r}", param_hint="--device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device is available", param_hint="--device")
+    if timeline is not None and device == "cpu":
+        raise typer.BadParameter("needs a CUDA device", param_hint="--timeline")
+    if passes not in PASSES:
+        raise typer.BadParameter(f"must be one of {list(PASSES)}, got {passes!r}", param_hint="--passes")
+    if unknown := sorted(set(model) - set(SHAPES)):
+        raise typer.BadParameter(f"must be one of {list(SHAPES)}, got {unknown}", param_hint="--model")
+    if naive and tree_width > 1:
+        raise typer.BadParameter("drafts chains: leave out --tree-width", param_hint="--naive")
+    from benchmarks.round import runner as round_runner  # with the compiler behind it: not for every start of the command line
+
+    place = torch.device(device)
+    copy_rate = measure_ceilings(place, bandwidth, matmul=1.0).copy
+    try:
+        cases = round_runner.plan(
+            model=model, batch_size=batch_size, context=context, layers=layers, steps=steps, tree=(tree_width, tree_tokens),
+            backend=backend, passes=PASSES[passes], extra=(naive, plain, assisted), accept_length=accept_length,
+            common={"repeats": repeats, "bandwidth": copy_rate, "device": device, "compiled": device == "cuda"},
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--steps / --tree-width / --tree-tokens / --accept-length") from error
+    memory = 0.95 * torch.cuda.get_device_properties(place).total_memory if device == "cuda" else math.inf
+    console.print(f"copy {copy_rate / 1e12:.3g} TB/s")
+    for name in model:
+        console.print(f"{name}: {SHAPES[name].about}", soft_wrap=True)
+    report = round_runner.Report(json, append, {"bandwidth": copy_rate, "jobs": jobs})
+    rows, notes = round_runner.measure(console, cases, memory, jobs, compile_times, compile_limit, timeline, report)
+    round_runner.show(console, rows, notes)
+    if any(note.failed for note in notes):
+        console.print("[red]some rounds failed[/red]")
+        raise typer.Exit(1)

@@ -1,0 +1,256 @@
+"""Time of one speculative round on a real model's shape with random weights, and what it is compared with.
+
+A round runs as the replay of its CUDA graph; the median of single replays between events is reported. The floor is the bytes
+of weights and KV that a round must read once, over the measured copy bandwidth. One compiled round serves all contexts of its
+batch size, as in a server: only lengths differ, and the block tables are as wide as the longest needs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.round.naive import NaiveRound
+from benchmarks.round.profile import Profile, breakdown, plot, profile, small_kernels
+from benchmarks.round.shapes import SHAPES, Shape
+from benchmarks.timing import median_ms
+from spec_ops.decoding import Generator, SpeculationConfig
+from spec_ops.models.config import CacheSizes, ModelConfig
+from spec_ops.passes import compile as compile_with_passes
+
+ROUNDS = ("speculative", "naive", "plain", "assisted")
+PAGE_SIZE = 64
+PROFILED = 5  # rounds under the profiler
+
+
+@dataclass(frozen=True)
+class RoundCase:
+    """One round to compile and time, in a process of its own.
+
+    Attributes:
+        model: key of `SHAPES`; layers: of the target, None for all.
+        steps, topk, tree_tokens: the draft, as in `SpeculationConfig`.
+        contexts: committed tokens per request, one row each.
+        round: `"speculative"`; `"naive"`, see `round_naive`; `"plain"`: one token by the same ops; `"assisted"`: transformers.
+        backend: of every attention call. passes: the graph passes on or off.
+        repeats: rounds to take the median of. bandwidth: bytes a second, for the floor.
+        accept_length: tokens a request gains per round, stated and not measured: random weights accept nothing.
+        compiled: False runs the round as it is, to try a benchmark without a compiler.
+        timeline: file for a picture of one round at the first context.
+    """
+
+    model: str
+    batch_size: int
+    contexts: tuple[int, ...]
+    round: str = "speculative"
+    backend: str = "auto"
+    passes: bool = True
+    layers: int | None = None
+    steps: int = 3
+    topk: int = 1
+    tree_tokens: int | None = None
+    repeats: int = 50
+    bandwidth: float = 4.3e12
+    accept_length: float = 3.0
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    compiled: bool = True
+    timeline: str | None = None
+
+    def __str__(self) -> str:
+        layers = f" {self.layers} layers" if self.layers else ""
+        contexts = ", ".join(str(context) for context in self.contexts)
+        shape = f"{self.model}{layers} batch {self.batch_size} context {contexts} S={self.steps}"
+        return f"{shape} {self.round} {self.backend}{'' if self.passes else ' without passes'}"
+
+    @property
+    def shape(self) -> Shape:
+        return SHAPES[self.model].with_layers(self.layers)
+
+    @property
+    def config(self) -> SpeculationConfig:
+        return SpeculationConfig(self.steps, self.topk, self.tree_tokens)
+
+    @property
+    def slack(self) -> int:
+        """Tokens that a request may gain between two resets: warm-up, or the timed rounds, all of the longest path."""
+        return self.config.path_len * (max(self.repeats, PROFILED) + 8)
+
+    def memory_bytes(self) -> int:
+        """Estimate of what the process takes on the device."""
+        target, draft = self.shape.build("meta", getattr(torch, self.dtype))
+        models = [target] if self.round == "plain" else [target, draft]
+        configs: list[CacheSizes] = [target.config] if self.round == "plain" else [target.config, draft.config]
+        weights = {id(p): p.numel() * p.element_size() for model in models for p in model.parameters()}
+        rows = [row for config in configs for layer in config.kv_rows for row in layer]
+        tokens = self.batch_size * (max(self.contexts) + self.slack + self.config.reserve + PAGE_SIZE)
+        item = getattr(torch, self.dtype).itemsize
+        # The CUDA context, libraries' workspaces, a graph's pool, and logits of a batch.
+        return sum(weights.values()) + tokens * item * sum(map(math.prod, rows)) + 2 * 2**30
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RoundCase:
+        values = json.loads(text)
+        return cls(**values | {"contexts": tuple(values["contexts"])})
+
+    def row(self, context: int, milliseconds: float, floors: tuple[int, int]) -> dict[str, Any]:
+        """What every row has. `floors`: bytes of weights and of KV that a round must read."""
+        weights, kv = (number / self.bandwidth * 1e3 for number in floors)
+        accepted = 1.0 if self.round == "plain" else self.accept_length
+        steps, topk = (0, 0) if self.round == "plain" else (self.steps, self.topk)
+        draft = {"plain": "", "assisted": "+one-layer"}.get(self.round, f"+{self.shape.draft}")
+        return {
+            "model": f"{self.shape.label}-{self.shape.target.num_layers}-layers{draft}",
+            "layers": self.shape.target.num_layers,
+            "bs": self.batch_size,
+            "context": context,
+            "steps": steps,
+            "topk": topk,
+            "round": self.round,
+            "backend": self.backend,
+            "passes": self.passes,
+            "ms": round(milliseconds, 3),
+            "floor_ms": round(weights + kv, 3),
+            "weights_floor_ms": round(weights, 3),
+            "kv_floor_ms": round(kv, 3),
+            "share_of_floor": round((weights + kv) / milliseconds, 4),
+            "accept_length": accepted,
+            "tokens_per_s": round(accepted * self.batch_size / milliseconds * 1e3, 1),
+        }
+
+
+def floor_bytes(generator: Generator, batch_size: int, context: int) -> tuple[int, int]:
+    """Bytes of weights and of KV that a round must read: the target's once, the draft's (its LM head too) once per draft
+    forward. A layer with a window reads the window."""
+    target, draft = generator.target, generator.draft
+
+    def size(module: Any) -> int:
+        return sum(p.numel() * p.element_size() for p in module.parameters()) - sum(
+            p.numel() * p.element_size() for p in module.embed.parameters()
+        )
+
+    def kv(config: ModelConfig) -> int:
+        seen = [min(context, config.window(layer) or context) for layer in range(config.num_layers)]
+        return sum(n * math.prod(row) for n, rows in zip(seen, config.kv_rows, strict=True) for row in rows)
+
+    forwards = 0 if draft is None else generator.config.num_steps
+    weights, rows = size(target), kv(target.config)  # type: ignore[arg-type]
+    if draft is not None:
+        weights += forwards * size(draft)
+        rows += forwards * kv(draft.config)  # type: ignore[arg-type]
+    return weights, batch_size * rows * target.embed.weight.element_size()
+
+
+def reset(generator: Generator, batch_size: int, context: int) -> None:
+    """All rows in the middle of a generation at `context` committed tokens, their pages in random order."""
+    state = generator._state(batch_size)
+    state.clear()
+    order = torch.randperm(batch_size * generator.max_pages, generator=torch.Generator().manual_seed(0))
+    state.block_tables.copy_(order.to(torch.int32).view(batch_size, -1))
+    state.committed_lens.fill_(context)
+    state.max_lens.fill_(2**30)
+    state.finished.fill_(False)
+
+
+class CompiledRound:
+    """A case's round, built, compiled and recorded by the constructor.
+
+    Attributes:
+        compile_s: seconds of the first call: compilation with whatever is in the cache directories, and its warm-up; None for
+            a round that is not compiled.
+    """
+
+    compile_s: float | None = None
+
+    def __init__(self, case: RoundCase) -> None:
+        self.case = case
+        target, draft = case.shape.build(case.device, getattr(torch, case.dtype))
+        self.generator = Generator(
+            target,
+            None if case.round == "plain" else draft,
+            case.config,
+            max_batch_size=case.batch_size,
+            max_seq_len=max(case.contexts) + case.slack,
+            page_size=PAGE_SIZE,
+            backend=case.backend,
+            prefill_backend="auto",  # not every provider has one, and nothing is prefilled here
+        )
+        for cache in filter(None, (self.generator.target_cache, self.generator.draft_cache)):
+            for tensor in cache.tensors():
+                tensor.normal_()
+        self.reset(max(case.contexts))
+        naive = case.round == "naive"
+        module = NaiveRound(self.generator, case.batch_size) if naive else self.generator.round(case.batch_size)
+        self.step = self._compiled(module)
+        start = time.perf_counter()
+        # `.item()` of the naive round becomes a node that a pass can remove, instead of a graph break.
+        with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=naive):
+            self.step()
+            self._synchronize()
+            if case.compiled:
+                self.compile_s = time.perf_counter() - start
+            for _ in range(3):  # record the graph, and replay it
+                self.step()
+        self._synchronize()
+
+    def _compiled(self, module: torch.nn.Module) -> Callable[[], object]:
+        if not self.case.compiled:
+            return module
+        if self.case.passes:
+            return compile_with_passes(module)
+        # torch 2.11 records no CUDA graph behind an `.item()`: the node's buffer, None, enters the next partition, where an
+        # assertion without a text fails. Without the pass that removes it, the naive round is launched kernel by kernel.
+        mode = "default" if self.case.round == "naive" else "reduce-overhead"
+        return torch.compile(module, mode=mode, fullgraph=True, dynamic=False)
+
+    def _synchronize(self) -> None:
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()
+
+    def reset(self, context: int) -> None:
+        reset(self.generator, self.case.batch_size, context)
+
+    def _milliseconds(self) -> float:
+        if self.case.device == "cuda":
+            return median_ms(self.step, self.case.repeats)
+        times = []
+        for _ in range(self.case.repeats):
+            start = time.perf_counter()
+            self.step()
+            times.append((time.perf_counter() - start) * 1e3)
+        return sorted(times)[len(times) // 2]
+
+    @torch.no_grad()
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A row per context, in the case's order."""
+        case = self.case
+        for context in case.contexts:
+            self.reset(context)
+            milliseconds = self._milliseconds()
+            row = case.row(context, milliseconds, floor_bytes(self.generator, case.batch_size, context))
+            if case.device == "cuda":
+                self.reset(context)
+                found = profile(self.step, PROFILED)
+                kernels = [kernel for one in found.rounds for kernel in one]
+                row |= found.counts | breakdown(kernels, PROFILED, milliseconds)
+                row["small_kernels"] = small_kernels(kernels, PROFILED)
+            yield row
+            if case.timeline is not None and context == case.contexts[0]:
+                self._draw(case.timeline, found, row)
+
+    def _draw(self, path: str, found: Profile, row: dict[str, Any]) -> None:
+        if len(found.rounds) != PROFILED:
+            raise RuntimeError(f"--timeline: the {PROFILED} rounds of {self.case} launched different kernels")
+        shape = f"{row['model']}, batch {row['bs']}, context {row['context']}, {row['backend']}"
+        title = f"one round: {shape}; {row['ms']:.2f} ms, floor {row['floor_ms']:.2f}"
+        plot(Path(path), found.rounds[PROFILED // 2], title)

@@ -1,0 +1,130 @@
+"""The models that `python -m benchmarks round` measures, with random weights: only their sizes matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from spec_ops.models import CausalLM, Draft, Eagle3Draft, ModelConfig, MTPDraft
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A target and its draft.
+
+    Attributes:
+        label: of the rows.
+        target: sizes; `aux_layers` are set by `with_layers`.
+        draft_vocab: of an EAGLE-3 head of the target's width; None for an MTP/NextN layer of the target's kind.
+        about: what differs from the model it stands for.
+    """
+
+    label: str
+    target: ModelConfig
+    draft_vocab: int | None
+    about: str
+
+    @property
+    def draft(self) -> str:
+        return "nextn" if self.draft_vocab is None else "eagle3"
+
+    def with_layers(self, layers: int | None) -> Shape:
+        """The same with another number of layers in the target (None: as it is)."""
+        count = layers or self.target.num_layers
+        # Where EAGLE-3 heads are trained to look: early, in the middle, late.
+        places = (2, count // 2, count - 3) if self.draft_vocab is not None else ()
+        aux = tuple(min(max(place, 0), count - 1) for place in places)
+        return replace(self, target=replace(self.target, num_layers=count, aux_layers=aux))
+
+    def head(self) -> ModelConfig:
+        """Sizes of the draft: one layer like the target's; an EAGLE-3 head's sees everything and has no sinks."""
+        if self.draft_vocab is None:
+            return replace(self.target, num_layers=1, aux_layers=())
+        plain = {"sliding_window": None, "sliding_window_pattern": None, "attention_sinks": False}
+        return replace(self.target, num_layers=1, aux_layers=(), **plain)  # type: ignore[arg-type]
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> tuple[CausalLM, Draft]:
+        """Target and draft with fresh weights; on "meta" they take no memory."""
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device), torch.no_grad():
+                target = CausalLM(self.target)
+                if self.draft_vocab is None:
+                    return target, MTPDraft(self.head(), target)
+                return target, Eagle3Draft(self.head(), target, torch.arange(self.draft_vocab))
+        finally:
+            torch.set_default_dtype(default)
+
+
+LLAMA_8B = Shape(
+    "llama-3.1-8b-shape",
+    ModelConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=500000.0,
+    ),
+    draft_vocab=32000,
+    about="Llama-3.1-8B with an EAGLE-3 head",
+)
+MLA_STACK = Shape(
+    "deepseek-v3-width",
+    ModelConfig(
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_layers=4,
+        num_heads=128,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        rms_norm_eps=1e-6,
+    ),
+    draft_vocab=None,
+    about="DeepSeek-V3's width, with 4 dense layers instead of 61 of which 58 are mixtures, and a dense NextN layer",
+)
+GPT_OSS = Shape(
+    "gpt-oss-20b-type",
+    ModelConfig(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=4 * 2880,
+        num_layers=24,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        rope_theta=150000.0,
+        sliding_window=128,
+        sliding_window_pattern=2,
+        attention_sinks=True,
+    ),
+    draft_vocab=32000,
+    about="gpt-oss-20b with sinks and windows, and an EAGLE-3 head; the MLP is dense and as wide as a token's 4 experts, so a "
+    "batch reads the weights of 4 experts a layer where the mixture reads up to 32",
+)
+TINY = Shape(
+    "tiny",
+    ModelConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        sliding_window=128,
+        sliding_window_pattern=2,
+        attention_sinks=True,
+    ),
+    draft_vocab=40,
+    about="to try the benchmark on any machine",
+)
+SHAPES = {"llama-8b": LLAMA_8B, "mla-stack": MLA_STACK, "gpt-oss": GPT_OSS, "tiny": TINY}

@@ -1,0 +1,54 @@
+"""Measured figures on disk: rows with the command, machine, versions and commit that gave them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, str]:
+    """What a figure depends on besides the code's arguments."""
+    cuda = torch.cuda.is_available()
+    return {
+        "machine": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        **{name: version for name in ("triton", "flashinfer-python") if (version := _version(name))},
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    """Short hash of the checkout the package runs from, marked if it has changes; "unknown" for an installed package."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=10", "HEAD") + ("-modified" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """JSON at `path`: `{"environment": ..., "rows": [...]}`, with whatever else is given between the two."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(), **more, "rows": list(rows)}, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Every kernel under compute-sanitizer: `python -m benchmarks.sanitize`."""

@@ -1,0 +1,229 @@
+"""Every Triton kernel of the package on small inputs, compared with the CPU reference: what `sanitize.py` runs.
+
+python -m benchmarks.sanitize.kernels            # all; `append move` for the cases whose names contain one of these
+TRITON_INTERPRET=1 python -m benchmarks.sanitize.kernels --device cpu append
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from triton.runtime.interpreter import GridExecutor
+
+from benchmarks.sanitize import attention as sanitize_attention
+from spec_ops.backends.triton.cache import rope_append as rope
+from spec_ops.backends.triton.linear import norm as norm_linear
+from spec_ops.backends.triton.linear import skinny_mm as linear
+from spec_ops.backends.triton.runtime import ahead
+from spec_ops.backends.triton.sampling import accept
+from spec_ops.backends.triton.sampling import probabilities as sampling
+from spec_ops.ops.reference import accept as reference_accept
+from spec_ops.ops.reference import linear as reference_linear
+from spec_ops.ops.reference import rope as reference_rope
+from tests.interpreter.cases import CASES, Copy, Rng, check
+
+FP8 = torch.float8_e4m3fn
+SEEDS = 4  # of the random cases of an op
+KERNELS = {
+    "append_kv": ("append_kv_kernel",),
+    "append_mla_kv": ("append_mla_kv_kernel",),
+    "move_kv": ("move_kv_kernel",),
+    "page_table": ("page_table_kernel",),
+    "kv_indices": ("kv_indices_kernel",),
+    "draft_kv_indices": ("kv_indices_kernel",),
+    "draft_kv_indices_steps": ("kv_indices_kernel",),
+    "select_draft_tokens": ("select_draft_tokens_kernel",),
+    "build_tree": ("build_tree_kernel",),
+    "accept_greedy": ("accept_greedy_kernel",),
+    "accept_sampled": ("accept_sampled_tree_kernel", "accept_sampled_chain_kernel"),
+    "sample_tokens": ("sample_tokens_kernel",),
+}
+
+
+class Case(NamedTuple):
+    """`run` takes the device, and raises unless the kernel does what the reference does. `kernels`: those it launches.
+
+    Triton's interpreter cannot do what is not `interpreted`: it truncates to bfloat16, rounds to e4m3 in ways of its own, and
+    ops do not take Triton's attention on a CPU.
+    """
+
+    name: str
+    kernels: tuple[str, ...]
+    run: Callable[[str], None]
+    interpreted: bool = True
+
+
+def _random(op: str, device: str) -> None:
+    """Chains and trees, int32 and int64, layouts of caches, dropped slots: as `CASES` draws them."""
+    for seed in range(SEEDS):
+        check(op, CASES[op](Rng(f"{op}{seed}"), device == "cpu"), device)
+
+
+def _long_rows(op: str, device: str) -> None:
+    """A vocabulary of several of the kernel's blocks; a chain and a tree."""
+    rng = Rng(op)
+    vocab = 2 * accept.VOCAB_BLOCK + 100
+    if op == "sample_tokens":
+        check(op, (torch.softmax(rng.tensor(3, vocab) * 3, -1), torch.rand(3)), device)
+        return
+    target = torch.softmax(rng.tensor(2, 3, vocab) * 4, -1)
+    draft = torch.softmax(rng.tensor(2, 2, vocab) * 4, -1)
+    candidates = torch.cat([target[:, :1].argmax(-1), target[:, :-1].argmax(-1)], 1)
+    coins = torch.rand(2, 3), torch.rand(2)
+    check(op, (candidates, target, *coins, None, draft, None, 3, 1.0, 1.0), device)
+    check(op, (candidates, target, *coins, torch.tensor([[-1, 0, 0]] * 2), None, None, 2, 1.0, 1.0), device)
+
+
+def _sampling_probs(device: str) -> None:
+    """Rows of several blocks and of less than one; greedy rows; top-k and top-p, alone and together."""
+    rng = Rng("sampling_probs")
+    for vocab in (100, 2 * sampling.BLOCK + 100):
+        logits = (rng.tensor(3, 2, vocab) * 4).bfloat16()
+        temperature = torch.tensor([0.0, 0.7, 1.0])
+        top_k, top_p = torch.tensor([3, vocab, 20]), torch.tensor([0.9, 0.5, 1.0])
+        for filters in ((None, None), (top_k, None), (None, top_p), (top_k, top_p)):
+            args = logits, temperature, *filters
+            got = sampling.sampling_probs(*Copy(args, device).args).cpu()
+            wanted = reference_accept.sampling_probs(*args)
+            assert torch.equal(got > 0, wanted > 0), "keeps other tokens"
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
+
+
+def _rope_append_kv(dtype: torch.dtype, scale: float, device: str) -> None:
+    """Rows of caches before and behind those that are written; a dropped slot."""
+    rng = Rng("rope_append_kv")
+    q, k, v = (rng.tensor(5, heads, 32) for heads in (9, 3, 3))
+    pools = [rng.tensor(5, 8, 3, 32).to(dtype) for _ in range(2)]
+    slots = torch.tensor([3, -1, 39, 0, 17])
+    args = q, k, v, rng.tensor(5, 12), rng.tensor(5, 12), *pools, slots, scale, scale
+    expected, given = Copy(args, "cpu"), Copy(args, device)
+    wanted, got = reference_rope.rope_append_kv(*expected.args), rope.rope_append_kv(*given.args).cpu()
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(given.args[5:7], expected.args[5:7], strict=True):
+        # Rotations round once less or more than the reference's; in e4m3 the neighbour is up to an eighth away.
+        close = {"rtol": 0.13, "atol": 2**-9} if dtype == FP8 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(mine.cpu().float(), theirs.float(), **close)
+
+
+def _skinny_mm(m: int, n: int, k: int, device: str) -> None:
+    """Enough of k that several programs share a tile; columns that no block divides."""
+    rng = Rng(m)
+    args = rng.tensor(m, k).half(), rng.tensor(n, k).half(), rng.tensor(n).half()
+    got = linear.skinny_mm(*Copy(args, device).args).cpu()
+    wanted = reference_linear.skinny_mm(*(x.double() for x in args))
+    torch.testing.assert_close(got.double(), wanted, rtol=2**-10, atol=1e-3)
+
+
+def _norm_linear(m: int, device: str) -> None:
+    """A norm divided among two products, and its scale in SiLU: several programs share a tile; odd rows, columns and sums."""
+    rng = Rng(m)
+    x, w0, r, g, w1 = (rng.tensor(*shape).half() for shape in ((m, 1088), (320, 1088), (m, 320), (320,), (50, 320)))
+    x, w0, r, g, w1 = args = Copy((x, w0 * 0.05, r, g, w1), device).args
+    y, z, squares = norm_linear.add_skinny_mm(x, w0, r, g)
+    out = norm_linear.scaled_skinny_mm(z, w1, None, squares, 1e-5)
+    act = norm_linear.scaled_silu_mul(z[:, :100], z[:, 100:200], squares, 320, 1e-5)
+    x, w0, r, g, w1 = (a.cpu() for a in args)
+    z, squares = z.cpu(), squares.cpu()
+    wanted = reference_linear.add_skinny_mm(x.double(), w0.double(), r.double(), g.double())[0]
+    torch.testing.assert_close(y.cpu().double(), wanted, rtol=2**-9, atol=2e-3)  # rounded twice
+    torch.testing.assert_close(z, (y.cpu().float() * g.float()).half(), rtol=0, atol=0)
+    torch.testing.assert_close(squares.sum(1), y.cpu().float().square().sum(1), rtol=1e-5, atol=0)
+    wanted = reference_linear.scaled_skinny_mm(z.double(), w1.double(), None, squares, 1e-5)
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
+    wanted = reference_linear.scaled_silu_mul(z[:, :100].double(), z[:, 100:200].double(), squares, 320, 1e-5)
+    torch.testing.assert_close(act.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
+
+
+def cases() -> list[Case]:
+    """Every kernel of the package."""
+    found = [Case(op, kernels, functools.partial(_random, op)) for op, kernels in KERNELS.items()]
+    for op in ("sample_tokens", "accept_sampled"):
+        found.append(Case(f"{op}, long rows", KERNELS[op], functools.partial(_long_rows, op)))
+    found.append(Case("sampling_probs", ("sampling_probs_kernel",), _sampling_probs))
+    for dtype, scale in ((torch.float32, 1.0), (FP8, 0.25)):
+        run = functools.partial(_rope_append_kv, dtype, scale)
+        name = f"rope_append_kv, {str(dtype).removeprefix('torch.')}"
+        found.append(Case(name, ("rope_append_kv_kernel",), run, interpreted=dtype != FP8))
+    for m, n, k in ((4, 50, 1088), (16, 40, 1024), (31, 130, 832), (64, 130, 704)):
+        found.append(Case(f"skinny_mm, {m} rows", ("skinny_mm_kernel",), functools.partial(_skinny_mm, m, n, k)))
+    for m in (4, 15, 31):
+        names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
+        found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))
+    found += [Case(*case, interpreted=False) for case in sanitize_attention.cases()]
+    return found
+
+
+def package_kernels() -> set[str]:
+    return {variant.kernel.fn.__name__ for variant in ahead.variants()}
+
+
+@contextlib.contextmanager
+def launches(device: str) -> Iterator[set[str]]:
+    """Inside, the names of kernels are added to the set as they are launched."""
+    launched: set[str] = set()
+    if device == "cuda":
+
+        def note(metadata: Any) -> None:
+            launched.add(metadata.get()["name"])
+
+        hooks = triton.knobs.runtime.launch_enter_hook
+        hooks.add(note)
+        try:
+            yield launched
+        finally:
+            hooks.remove(note)
+        return
+    run = GridExecutor.__call__
+
+    def noted(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        launched.add(self.fn.__name__)
+        run(self, *args, **kwargs)
+
+    with mock.patch.object(GridExecutor, "__call__", noted):
+        yield launched
+
+
+def run_cases(chosen: Iterable[Case], device: str) -> int:
+    """Prints a line for each case; how many failed."""
+    failed = 0
+    for case in chosen:
+        if device == "cpu" and not case.interpreted:
+            print(case.name, "skipped: needs a GPU", flush=True)
+            continue
+        torch.manual_seed(0)
+        try:
+            with launches(device) as launched:
+                case.run(device)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+            assert launched == set(case.kernels), f"launched {sorted(launched)}, not {sorted(case.kernels)}"
+        except Exception as error:  # one failure must not hide the others'
+            failed += 1
+            print(case.name, "FAILED", f"{type(error).__name__}: {error}", flush=True)
+        else:
+            print(case.name, "ok", flush=True)
+    return failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="run the cases whose names contain one of these")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    chosen = [c for c in cases() if not options.names or any(name in c.name for name in options.names)]
+    if not chosen:
+        raise SystemExit(f"no case has one of {options.names} in its name")
+    failed = run_cases(chosen, options.device)
+    if failed:
+        raise SystemExit(f"{failed} of {len(chosen)} cases failed")
+
+
+if __name__ == "__main__":
+    main()

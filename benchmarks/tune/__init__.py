@@ -1,0 +1,1 @@
+"""The search for the attention kernels' block shapes: `python -m benchmarks tune`."""

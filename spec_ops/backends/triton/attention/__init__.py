@@ -1,0 +1,1 @@
+"""Paged attention: how it is divided, masked, computed and launched."""

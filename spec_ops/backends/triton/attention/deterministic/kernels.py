@@ -1,0 +1,276 @@
+"""Batch-invariant attention: the bits of a query's result depend on that query and on the keys it sees, on nothing else.
+
+Keys are cut at multiples of `CHUNK`, counted from a request's first key. A chunk's online softmax starts anew, and chunks are
+merged in their order (`merge`). Who computes a chunk, and where partial results wait, may depend on the batch; the arithmetic
+of a row does not, for these reasons:
+
+* One tile shape, one number of warps and of keys a block, whatever the number of queries, requests and keys: a product of the
+  tensor cores adds the same numbers in the same order, wherever in the tile a row stands (`attend`).
+* Rows share instructions, never numbers. Keys that a row does not see have weight 0, and adding 0 changes nothing: so it does
+  not matter which further blocks other rows of its tile need. Merging a chunk that a row does not see multiplies by
+  `exp2(0) == 1` and adds 0.
+* Multiplications and additions are not fused (`enable_fp_fusion=False`). What is fused is the compiler's choice, and the same
+  function is compiled into several kernels.
+* Only a zero's sign can differ; `finish` takes it off.
+
+A request of many chunks is either walked by one program, which merges them in registers, or split: one program a chunk, and a
+second launch that merges their results. Both give the same bits, so that choice is free (`divide`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from spec_ops.backends.triton.attention.mask import query_rows, seen_of_request
+from spec_ops.backends.triton.attention.schedule import kv_blocks, pick
+from spec_ops.backends.triton.attention.tile import attend, denominator, first_pages, times
+from spec_ops.backends.triton.runtime.launch import await_predecessors
+
+
+@triton.jit
+def merge(m, l, acc, m_next, l_next, acc_next):
+    """Maximum, sum and output of all chunks up to the next one, from those before it and its own."""
+    m_new = tl.maximum(m, m_next)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+    keep = tl.exp2(m - shift)
+    add = tl.exp2(m_next - shift)
+    return m_new, l * keep + l_next * add, acc * keep[:, None] + acc_next * add[:, None]
+
+
+@triton.jit
+def finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS: tl.constexpr):
+    """The result, from a row's merged chunks."""
+    result = acc * (denominator(m, l, sinks, head, in_use, HAS_SINKS) * v_scale)[:, None]
+    return tl.where(result == 0, 0.0, result)
+
+
+@triton.jit
+def attend_chunks(
+    q0, q1, k_cache, k_rest, v_cache, table, kv_head, first_chunk, last_chunk, first_key, last_key, seq_len, all_seen,
+    position, words, first_seen, slots, qk_scale, softcap,
+    k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    CLEAR: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`attend` over the chunks `[first_chunk, last_chunk)`, merged. No row sees a key outside `[first_key, last_key)`."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
+        begin = tl.maximum(chunk * CHUNK, first_key // BLOCK_N * BLOCK_N)
+        end = tl.minimum(chunk * CHUNK + CHUNK, last_key)
+        page = first_pages(table, begin, end, seq_len, PAGE, BLOCK_N)
+        m_next, l_next, acc_next = attend(
+            q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, begin, end, seq_len, all_seen, position, words,
+            first_seen, slots, qk_scale, softcap,
+            k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+            D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
+            HOLES, WIDE,
+        )  # fmt: skip
+        m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
+    return m, l, acc
+
+
+@triton.jit
+def divide(seq_lens, bs, span, ranges, capacity, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr):
+    """`[BS]` pieces of each request: its chunks if it is split, else 1 (also for an empty one, whose zeros someone must write).
+
+    A request stays whole if `ranges` programs that took requests like this one in turns would lose at most a quarter to
+    uneven turns. At most `capacity` chunks in all get a place for their partial results. `span`: see `kv_blocks`.
+    """
+    ids = tl.arange(0, BS)
+    lens = tl.load(seq_lens + ids, mask=ids < bs, other=0)
+    _, chunks = kv_blocks(lens, span, WINDOW, CHUNK)
+    chunks = tl.where(ids < bs, tl.maximum(chunks, 1), 0)
+    total = tl.sum(chunks, 0)
+    turn = tl.maximum(chunks, 1) * ranges
+    split = (chunks > 1) & (4 * tl.cdiv(total, turn) * turn > 5 * total)
+    split = split & (tl.cumsum(tl.where(split, chunks, 0), 0) <= capacity)
+    return tl.where(split, chunks, tl.minimum(chunks, 1))
+
+
+@triton.jit
+def first_slot(pieces, b, BS: tl.constexpr):
+    """Where request `b`'s partial results begin: behind those of the split requests before it."""
+    return tl.sum(tl.where((tl.arange(0, BS) < b) & (pieces > 1), pieces, 0), 0)
+
+
+# No argument that changes from call to call is specialized: one compiled kernel serves every number of queries.
+@triton.jit(do_not_specialize=["bs", "q_len", "row_blocks", "ranges", "capacity", "mask_stride"])
+def deterministic_attention_kernel(
+    q, k_cache, k_rest, v_cache, out, block_tables, seq_lens, tree_mask, sinks, partial_acc, partial_ml,
+    qk_scale, v_scale, softcap,
+    bs, q_len, row_blocks, ranges, capacity,
+    q_stride_b, q_stride_q, q_stride_h,
+    k_stride_page, k_stride_token, k_stride_h,
+    v_stride_page, v_stride_token, v_stride_h,
+    table_stride, mask_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
+    BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
+    CHUNK: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`q [bs, q_len, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
+
+    The programs take (piece of a request, KV head, block of rows) in turns; neighbours read the same pages. A split request's
+    partial results go to `partial_acc [slots, KV_HEADS, q_len * GROUP, BLOCK_DV]` and `partial_ml [slots, KV_HEADS, q_len *
+    GROUP, 2]`. Other arguments as `split_kv_attention_kernel`.
+    """
+    await_predecessors(PDL)
+    tiles = KV_HEADS * row_blocks
+    rows = q_len * GROUP
+    d0 = tl.arange(0, D0)
+    dv = tl.arange(0, BLOCK_DV)
+    span = MASK_LEN if MASK_LEN > 0 else q_len
+    pieces = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
+    ends = tl.cumsum(pieces, 0)
+    for item in tl.range(tl.program_id(0), tl.sum(pieces, 0) * tiles, tl.num_programs(0), num_stages=1):
+        piece = item // tiles
+        tile = item % tiles
+        kv_head = tile // row_blocks
+        row = (tile % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+        query = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        in_use = row < rows
+        b = tl.sum((ends <= piece).to(tl.int32), 0)
+        count = pick(pieces, b, BS)
+        part = piece - (pick(ends, b, BS) - count)
+        seq_len = tl.maximum(tl.load(seq_lens + b), 0)
+        first_chunk, chunks = kv_blocks(seq_len, span, WINDOW, CHUNK)
+        last_chunk = first_chunk + chunks
+        if count > 1:
+            first_chunk += part
+            last_chunk = first_chunk + 1
+
+        q_row = q + b.to(tl.int64) * q_stride_b + times(query, q_stride_q, WIDE) + times(head, q_stride_h, WIDE)
+        q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
+        q1 = q0
+        if D1 > 0:
+            d1 = D0 + tl.arange(0, D1)
+            q1 = tl.load(q_row[:, None] + d1[None, :], mask=in_use[:, None] & (d1 < D)[None, :], other=0.0)
+        words = query.to(tl.int64)
+        masks = tree_mask
+        if MASK_LEN > 0:
+            masks = tree_mask + b.to(tl.int64) * mask_stride
+            words = tl.load(masks + query, mask=in_use, other=0)
+        all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else q_len - 1)  # keys before this are seen by every query
+        first_seen, slots = seen_of_request(seq_len, masks, q_len, MASK_LEN, WINDOW, HOLES)
+        position, words = query_rows(seq_len, query, q_len, words, MASK_LEN, WINDOW)
+        first_key = tl.maximum(first_seen, 0) if WINDOW >= 0 else 0
+        m, l, acc = attend_chunks(
+            q0, q1, k_cache, k_rest, v_cache, block_tables + b.to(tl.int64) * table_stride, kv_head, first_chunk, last_chunk,
+            first_key, seq_len, seq_len, all_seen, position, words, first_seen, slots, qk_scale, softcap,
+            k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+            D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
+            HOLES, WIDE, CHUNK,
+        )  # fmt: skip
+
+        if count > 1:
+            slot = (first_slot(pieces, b, BS) + part).to(tl.int64)
+            at = (slot * KV_HEADS + kv_head) * rows + row
+            tl.store(partial_acc + at[:, None] * BLOCK_DV + dv[None, :], acc, mask=in_use[:, None])
+            tl.store(partial_ml + at * 2, m, mask=in_use)
+            tl.store(partial_ml + at * 2 + 1, l, mask=in_use)
+        else:
+            result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)
+            o = out + ((b.to(tl.int64) * q_len + query) * (KV_HEADS * GROUP) + head) * DV
+            mask = in_use[:, None] & (dv < DV)[None, :]
+            tl.store(o[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["bs", "q_len", "ranges", "capacity"])
+def deterministic_combine_kernel(
+    out, seq_lens, sinks, partial_acc, partial_ml, v_scale, bs, q_len, ranges, capacity,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASK_LEN: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merges the chunks of split requests, `ROWS` rows a program, `AHEAD` chunks loaded at a time."""
+    await_predecessors(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    kv_head = tl.program_id(1)
+    b = tl.program_id(2)
+    rows = q_len * GROUP
+    in_use = row < rows
+    dv = tl.arange(0, BLOCK_DV)
+    span = MASK_LEN if MASK_LEN > 0 else q_len
+    pieces = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
+    count = pick(pieces, b, BS)
+    if count > 1:
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+        first = first_slot(pieces, b, BS)
+        for start in tl.range(0, count, AHEAD):
+            for ahead in tl.static_range(AHEAD):
+                part = start + ahead
+                there = in_use & (part < count)
+                at = ((first + part).to(tl.int64) * KV_HEADS + kv_head) * rows + row
+                m_next = tl.load(partial_ml + at * 2, mask=there, other=float("-inf"))
+                l_next = tl.load(partial_ml + at * 2 + 1, mask=there, other=0.0)
+                acc_next = tl.load(partial_acc + at[:, None] * BLOCK_DV + dv[None, :], mask=there[:, None], other=0.0)
+                m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
+        head = kv_head * GROUP + row % GROUP
+        result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)
+        o = out + ((b.to(tl.int64) * q_len + row // GROUP) * (KV_HEADS * GROUP) + head) * DV
+        mask = in_use[:, None] & (dv < DV)[None, :]
+        tl.store(o[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def deterministic_extend_kernel(
+    q, k_cache, k_rest, v_cache, out, block_tables, seq_lens, q_indptr, sinks,
+    qk_scale, v_scale, softcap,
+    q_stride_q, q_stride_h,
+    k_stride_page, k_stride_token, k_stride_h,
+    v_stride_page, v_stride_token, v_stride_h,
+    table_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr, CHUNK: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`q [total_q, KV_HEADS * GROUP, D]`, ragged; `out` holds zeros. One program a tile, in which all chunks are merged."""
+    await_predecessors(PDL)
+    # The last rows of a request see the most keys: they start first.
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    kv_head = tl.program_id(1)
+    b = tl.program_id(2)
+    begin = tl.load(q_indptr + b)
+    q_len = tl.load(q_indptr + b + 1) - begin
+    if first_row < q_len * GROUP:
+        seq_len = tl.maximum(tl.load(seq_lens + b), 0)
+        row = first_row + tl.arange(0, BLOCK_M)
+        query = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        in_use = query < q_len
+        d0 = tl.arange(0, D0)
+        dv = tl.arange(0, BLOCK_DV)
+        q_row = q + (begin + query).to(tl.int64) * q_stride_q + times(head, q_stride_h, WIDE)
+        q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
+        q1 = q0
+        if D1 > 0:
+            d1 = D0 + tl.arange(0, D1)
+            q1 = tl.load(q_row[:, None] + d1[None, :], mask=in_use[:, None] & (d1 < D)[None, :], other=0.0)
+        low = seq_len - q_len + first_row // GROUP  # position of the tile's first query
+        last_key = tl.maximum(seq_len - q_len + tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1) + 1, 0)
+        first_key = tl.maximum(low - WINDOW, 0) if WINDOW >= 0 else 0
+        m, l, acc = attend_chunks(
+            q0, q1, k_cache, k_rest, v_cache, block_tables + b.to(tl.int64) * table_stride, kv_head, first_key // CHUNK,
+            tl.cdiv(last_key, CHUNK), first_key, last_key, seq_len, low + 1, seq_len - q_len + query, query.to(tl.int64),
+            low - WINDOW, 0, qk_scale, softcap,
+            k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+            D, D0, D1, DV, BLOCK_DV, PAGE, 0, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
+            False, WIDE, CHUNK,
+        )  # fmt: skip
+        result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)
+        o = out + ((begin + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV
+        mask = in_use[:, None] & (dv < DV)[None, :]
+        tl.store(o[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=mask)

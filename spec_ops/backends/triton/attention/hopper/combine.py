@@ -1,0 +1,197 @@
+"""From accumulators to results for `gqa_hopper.py` and `mla_hopper.py`: whole tiles, partial results, and their combination.
+
+A tile is 64 query rows. GQA's has the columns of one warpgroup, and the two warpgroups of a program announce, await and combine
+by themselves; MLA's is shared by two warpgroups with half of the columns each (`COLUMN0`), and counts two arrivals a program.
+
+Partial results lie in memory in one of two ways (`striped`). With up to 16 splits a tile, by strips of 8 columns: `[D / 8, 64
+rows, 8]`. As `wgmma` leaves it in registers four threads hold 8 columns of a row, so a warp writes 256 bytes in a row; and a
+program combines whole strips, so a thread needs the weights of one row and all its loads fit in one turn. With more splits, by
+rows, of which each program combines one or two. A turn costs 1 to 2 us, and so does code that no cache has seen
+(`docs/decisions.md`).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from spec_ops.backends.triton.attention.hopper.program import await_all, barrier, denominator, exp_shift, tile_splits
+
+
+def striped(ranges: int, bs: int) -> bool:
+    """How partial results are to lie: there are `ranges` ranges for `bs` requests."""
+    return ranges <= 16 * bs
+
+
+@gluon.jit
+def _row_offset(row, kv_head, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr):
+    """Where in a request's output `[Q_LEN, KV_HEADS * GROUP, D]` a row of a KV head's tile goes."""
+    return (row // GROUP * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP) * D
+
+
+@gluon.jit
+def finish(
+    acc, m, l, out, sinks, partial_acc, partial_ml, counter, b, row0, kv_head, is_whole, slot, v_scale,
+    ROWS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr,
+    COLUMN0: gl.constexpr, STRIPED: gl.constexpr,
+):  # fmt: skip
+    """Write a warpgroup's columns from `COLUMN0` on: the result if the whole tile was seen, else a partial result."""
+    by_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    local = gl.arange(0, 64, by_row)
+    column = COLUMN0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    row = row0 + local
+    in_use = row < ROWS
+    m = gl.convert_layout(m, by_row)
+    l = gl.convert_layout(l, by_row)
+    if is_whole:
+        scale = denominator(m, l, sinks, kv_head * GROUP + row % GROUP, in_use, HAS_SINKS) * v_scale
+        o = out + b.to(gl.int64) * (ROWS * KV_HEADS * D) + _row_offset(row, kv_head, GROUP, KV_HEADS, D)
+        result = (acc * gl.expand_dims(scale, 1)).to(out.dtype.element_ty)
+        gl.store(gl.expand_dims(o, 1) + gl.expand_dims(column, 0), result, mask=gl.expand_dims(in_use, 1))
+    else:
+        base = slot.to(gl.int64) * 64
+        if STRIPED:
+            offset = gl.expand_dims(local * 8, 1) + gl.expand_dims(column // 8 * 512 + column % 8, 0)
+        else:
+            offset = gl.expand_dims(local * D, 1) + gl.expand_dims(column, 0)
+        gl.store(partial_acc + base * D + offset, acc, mask=gl.expand_dims(in_use, 1))
+        if COLUMN0 == 0:
+            gl.store(partial_ml + base * 2 + local, m)
+            gl.store(partial_ml + base * 2 + 64 + local, l)
+        barrier()  # every thread's part is written before one thread announces it
+        gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+
+
+@gluon.jit
+def _combine_strips(
+    partial_acc, partial_ml, out, sinks, unit, splits, slots, row0, rows, kv_head, v_scale, TILES: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, COLUMN0: gl.constexpr,
+    COLUMNS: gl.constexpr, SPLITS: gl.constexpr, STRIPS: gl.constexpr, MORE: gl.constexpr,
+):  # fmt: skip
+    """Merge `COLUMNS` columns of a tile's partial results: `STRIPS` strips of every `splits * STRIPS`, from `unit * STRIPS` on.
+
+    There are at most `SPLITS` splits or, with `MORE`, any number.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 16, 2], [1, 4, 1], [2, 1, 0])  # [SPLITS, 64, 8 * STRIPS]
+    by_row: gl.constexpr = gl.SliceLayout(2, layout)
+    merged: gl.constexpr = gl.SliceLayout(0, layout)
+    merged_row: gl.constexpr = gl.SliceLayout(1, merged)
+    split = gl.arange(0, SPLITS, gl.SliceLayout(1, by_row))
+    row = gl.arange(0, 64, gl.SliceLayout(0, by_row))
+    out_row = gl.arange(0, 64, merged_row)
+    column = gl.arange(0, 8 * STRIPS, gl.SliceLayout(0, merged))
+    offset = gl.expand_dims(out_row * 8, 1) + gl.expand_dims(column // 8 * 512 + column % 8, 0)
+    for strip in range(unit * STRIPS, COLUMNS // 8, splits * STRIPS):
+        m = gl.full([64], float("-inf"), gl.float32, row.type.layout)
+        l = gl.full([64], 0.0, gl.float32, row.type.layout)
+        acc = gl.full([64, 8 * STRIPS], 0.0, gl.float32, merged)
+        for start in range(0, splits if MORE else 1, SPLITS):
+            # Loads have no masks, which would be more instructions than all else: a split too many is the last one, with weight
+            # zero, and rows behind the tile's hold what was there before, which is not stored.
+            i = gl.minimum(start + split, splits - 1)
+            slot = (slots + (2 * i + (i < splits - 1).to(gl.int32)) * TILES).to(gl.int64)
+            # .cg: partials come from other SMs, so L1 must not answer
+            ml = gl.expand_dims(partial_ml + slot * 128, 1) + gl.expand_dims(row, 0)
+            m_i = gl.load(ml, cache_modifier=".cg")
+            l_i = gl.load(ml + 64, cache_modifier=".cg")
+            a = partial_acc + (COLUMN0 // 8 + strip) * 512 + slot * (64 * D)
+            a_i = gl.load(gl.expand_dims(gl.expand_dims(a, 1), 2) + gl.expand_dims(offset, 0), cache_modifier=".cg")
+            m_i = gl.where(gl.expand_dims(start + split < splits, 1), m_i, float("-inf"))
+            m_new = gl.maximum(m, gl.max(m_i, 0))
+            shift = exp_shift(m_new)
+            shrink = gl.exp2(m - shift)
+            grow = gl.exp2(m_i - gl.expand_dims(shift, 0))
+            factor = gl.convert_layout(shrink, merged_row)
+            acc = acc * gl.expand_dims(factor, 1) + gl.sum(a_i * gl.expand_dims(grow, 2), 0)
+            l = l * shrink + gl.sum(l_i * grow, 0)
+            m = m_new
+        scale = denominator(m, l, sinks, kv_head * GROUP + (row0 + row) % GROUP, row < rows, HAS_SINKS) * v_scale
+        result = (acc * gl.expand_dims(gl.convert_layout(scale, merged_row), 1)).to(out.dtype.element_ty)
+        o = gl.expand_dims(_row_offset(row0 + out_row, kv_head, GROUP, KV_HEADS, D), 1) + gl.expand_dims(column, 0)
+        gl.store(out + (COLUMN0 + strip * 8) + o, result, mask=gl.expand_dims(out_row < rows, 1))
+
+
+@gluon.jit
+def _combine_rows(
+    partial_acc, partial_ml, out, sinks, unit, splits, slots, row0, rows, kv_head, v_scale, TILES: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, COLUMN0: gl.constexpr,
+    COLUMNS: gl.constexpr, SPLITS: gl.constexpr, N_ROWS: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """Merge `COLUMNS` columns of a tile's partial results: `N_ROWS` rows of every `splits * N_ROWS`, from `unit * N_ROWS` on,
+    `SPLITS` splits at a time. `layout` is that of `[N_ROWS, SPLITS, COLUMNS]`.
+    """
+    by_row: gl.constexpr = gl.SliceLayout(2, layout)
+    merged: gl.constexpr = gl.SliceLayout(1, layout)
+    local = gl.arange(0, N_ROWS, gl.SliceLayout(1, by_row))
+    split = gl.arange(0, SPLITS, gl.SliceLayout(0, by_row))
+    column = COLUMN0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    for first in range(unit * N_ROWS, rows, splits * N_ROWS):
+        row = first + local
+        live = row < rows
+        m = gl.full([N_ROWS], float("-inf"), gl.float32, row.type.layout)
+        l = gl.full([N_ROWS], 0.0, gl.float32, row.type.layout)
+        acc = gl.full([N_ROWS, COLUMNS], 0.0, gl.float32, merged)
+        for start in range(0, splits, SPLITS):
+            i = start + split
+            slot = (slots + (2 * i + (i < splits - 1).to(gl.int32)) * TILES).to(gl.int64)
+            there = gl.expand_dims(i < splits, 0) & gl.expand_dims(live, 1)
+            # .cg: partials come from other SMs, so L1 must not answer
+            ml = partial_ml + gl.expand_dims(slot * 128, 0) + gl.expand_dims(row, 1)
+            m_i = gl.load(ml, mask=there, other=float("-inf"), cache_modifier=".cg")
+            l_i = gl.load(ml + 64, mask=there, other=0.0, cache_modifier=".cg")
+            a = partial_acc + (gl.expand_dims(slot * 64, 0) + gl.expand_dims(row, 1)) * D
+            a = gl.expand_dims(a, 2) + gl.expand_dims(gl.expand_dims(column, 0), 0)
+            a_i = gl.load(a, mask=gl.expand_dims(there, 2), other=0.0, cache_modifier=".cg")
+            m_new = gl.maximum(m, gl.max(m_i, 1))
+            shift = exp_shift(m_new)
+            shrink = gl.exp2(m - shift)
+            grow = gl.exp2(m_i - gl.expand_dims(shift, 1))
+            factor = gl.convert_layout(shrink, gl.SliceLayout(1, merged))
+            acc = acc * gl.expand_dims(factor, 1) + gl.sum(a_i * gl.expand_dims(grow, 2), 1)
+            l = l * shrink + gl.sum(l_i * grow, 1)
+            m = m_new
+        scale = denominator(m, l, sinks, kv_head * GROUP + (row0 + row) % GROUP, live, HAS_SINKS) * v_scale
+        result = (acc * gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, merged)), 1)).to(out.dtype.element_ty)
+        row = first + gl.arange(0, N_ROWS, gl.SliceLayout(1, merged))
+        out_column = COLUMN0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, merged))
+        o = out + gl.expand_dims(_row_offset(row0 + row, kv_head, GROUP, KV_HEADS, D), 1) + gl.expand_dims(out_column, 0)
+        gl.store(o, result, mask=gl.expand_dims(row < rows, 1))
+
+
+@gluon.jit
+def combine_unfinished(
+    partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop, tile, row0, kv_head,
+    first_b, first_begin, last_b, last_end, TILES: gl.constexpr,
+    ROWS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr,
+    COLUMN0: gl.constexpr, COLUMNS: gl.constexpr, STRIPED: gl.constexpr,
+):  # fmt: skip
+    """Every warpgroup has announced all its partial results before any waits for others'.
+
+    `COLUMNS` is 256 (MLA) or at most 128 (GQA).
+    """
+    rows = gl.minimum(ROWS - row0, 64)
+    sides = gl.where(range_begin < stop, gl.where(first_b == last_b, 1, 2), 0)
+    for side in range(sides):
+        b = gl.where(side == 0, first_b, last_b)
+        first_range, splits = tile_splits(side, sides, first_begin, last_end, stop, share, longer)
+        if splits > 1:
+            await_all(counters + b * TILES + tile, splits * (D // COLUMNS))
+            unit = index - first_range
+            slots = first_range * 2 * TILES + tile
+            o = out + b.to(gl.int64) * (ROWS * KV_HEADS * D)
+            if STRIPED:
+                # One turn for the usual numbers of splits: 64 values a thread for GQA's 8 strips, 128 for MLA's 32.
+                LOADS: gl.constexpr = 32 if COLUMNS == 256 else 16
+                STEP: gl.constexpr = 1 if COLUMNS == 256 else 2
+                for few in gl.static_range(2, 5, STEP):
+                    if ((few == 2) | (splits > 2 ** (few - STEP))) & ((few == 4) | (splits <= 2**few)):
+                        _combine_strips(
+                            partial_acc, partial_ml, o, sinks, unit, splits, slots, row0, rows, kv_head, v_scale,
+                            TILES, GROUP, KV_HEADS, D, HAS_SINKS, COLUMN0, COLUMNS, 2**few, LOADS // 2**few, few == 4,
+                        )  # fmt: skip
+            else:
+                lanes: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 2, 16], [1, 256 // COLUMNS, COLUMNS // 64], [2, 1, 0])
+                _combine_rows(
+                    partial_acc, partial_ml, o, sinks, unit, splits, slots, row0, rows, kv_head, v_scale, TILES,
+                    GROUP, KV_HEADS, D, HAS_SINKS, COLUMN0, COLUMNS, 32 if COLUMNS == 256 else 64, 1, lanes,
+                )  # fmt: skip

@@ -1,0 +1,473 @@
+"""Paged GQA attention for Hopper (sm_90) with many query rows per KV head, in Gluon: draft decode, verify and draft extend.
+
+Same contract and division of work as `attention.py` (see `schedule.py`); what differs is the inside of a program. With 128 rows
+per KV head the exponentials take about as long as the products, and both together longer than the loads, so they have to
+overlap, as in FlashAttention-3 (arXiv:2407.08608):
+
+- two warpgroups have 64 rows each, and one's softmax overlaps the other's products,
+- a warpgroup starts the products of queries and keys of block `n + 1` before it multiplies the weights of block `n` with their
+  values, and the latter runs during the softmax of the former,
+- a third partition of one warp loads queries, keys and values with TMA, some blocks ahead.
+
+Weights stay in registers. Masks are applied in a loop of its own, over the last blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
+from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums, visible
+from spec_ops.backends.triton.attention.hopper.program import (
+    LOG2E,
+    add,
+    arrive,
+    await_predecessors,
+    next_stage,
+    padded,
+    range_start,
+    seen_by_any,
+    seen_slots,
+    whole_ranges,
+)
+from spec_ops.backends.triton.runtime.counters import arrival_counters
+from spec_ops.backends.triton.runtime.launch import launch, num_sms
+
+BLOCK_N = 128
+MIN_ROWS = 65  # one tile of 64 rows leaves a warpgroup idle
+
+# Barriers `full` (TMA has written) and `free` (both warpgroups have read): of the queries' two buffers, then of the keys' and
+# values' `STAGES` buffers in turn.
+KEYS, VALUES = gl.constexpr(2), gl.constexpr(3)
+
+
+@gluon.jit
+def _clear_rows(
+    v, valid, slots, cleared, clears, MASK_LEN: gl.constexpr, HOLES: gl.constexpr, WARPGROUP: gl.constexpr
+):  # fmt: skip
+    """Clear the rows of `v [BLOCK_N, D]` that no query sees (`seen_by_any`), where there may be NaN, and 0 * NaN is NaN: each
+    warpgroup half of the block, for both. How often that was done, `clears` times before."""
+    BLOCK_N: gl.constexpr = v.shape[0]
+    D: gl.constexpr = v.shape[1]
+    HALF: gl.constexpr = BLOCK_N // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    chunks = v._reinterpret(v.dtype, [D // 64, BLOCK_N, 64], v.layout)
+    row = WARPGROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    seen = gl.expand_dims(seen_by_any(row, valid, slots, MASK_LEN, HOLES), 1)
+    for c in gl.static_range(D // 64):
+        chunk = chunks.index(c).slice(WARPGROUP * HALF, HALF)
+        x = chunk.load(layout)
+        chunk.store(gl.where(seen, x, gl.zeros_like(x)))
+    fence_async_shared()
+    arrive(cleared.index(0))
+    mbarrier.wait(cleared.index(0), clears & 1)
+    return clears + 1
+
+
+@gluon.jit
+def _load_block(rows, smem, bar, page0, page1, key, kv_head, PAGE: gl.constexpr, D: gl.constexpr, BOX: gl.constexpr):
+    """Start to load the keys or values of a block: `BOX` tokens by 64 numbers at a time."""
+    BLOCK_N: gl.constexpr = smem.shape[0]
+    mbarrier.expect(bar, BLOCK_N * D * 2)
+    chunks = smem._reinterpret(smem.dtype, [D // 64, BLOCK_N, 64], smem.layout)
+    for part in gl.static_range(BLOCK_N // BOX):
+        page = page0 if part == 0 else page1
+        slot = page * PAGE + (key + part * BOX) % PAGE
+        for c in gl.static_range(D // 64):
+            box = chunks.index(c).slice(part * BOX, BOX)
+            tma.async_copy_global_to_shared(rows, [slot, kv_head * D + c * 64], bar, box)
+
+
+@gluon.jit
+def _load(
+    q_rows, k_rows, v_rows, q_smem, k_smem, v_smem, full, free,
+    block_tables, seq_lens, table_stride, position, stop, length, b, begin, kv_head, query0,
+    Q_LEN: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, BOX: gl.constexpr,
+):  # fmt: skip
+    """The loading warp."""
+    stage = 0
+    phase = 0
+    segments = 0
+    while position < stop:
+        seq_len = gl.maximum(gl.load(seq_lens + b), 0)
+        count = gl.cdiv(seq_len, BLOCK_N)
+        end = gl.where(length > 0, stop, begin + count)  # with a length ranges end with requests; spares `padded`'s division
+        if count > 0:
+            until = gl.minimum(end, stop)
+            last = gl.minimum(until - begin, count)
+            first = position - begin
+            table = block_tables + b.to(gl.int64) * table_stride
+            # Page ids are loaded one block ahead; with pages of half a block there are two.
+            page0 = gl.load(table + first * BLOCK_N // PAGE)
+            page1 = gl.load(table + (first * BLOCK_N + BOX) // PAGE, mask=first * BLOCK_N + BOX < seq_len, other=0)
+            side = segments & 1
+            mbarrier.wait(free.index(side), ((segments >> 1) & 1) ^ 1)
+            mbarrier.expect(full.index(side), 128 * D * 2)
+            # A box is 64 rows: queries by heads of the group. Those behind a request's last query are the next request's.
+            for half in gl.static_range(2):
+                query = b * Q_LEN + query0 + half * (64 // GROUP)
+                half_smem = q_smem.index(side * 2 + half)
+                chunks = half_smem._reinterpret(q_smem.dtype, [D // 64, 64 // GROUP, GROUP, 64], q_rows.layout)
+                for c in gl.static_range(D // 64):
+                    tma.async_copy_global_to_shared(q_rows, [query, kv_head * GROUP, c * 64], full.index(side), chunks.index(c))
+            segments += 1
+            for k in range(first, last):
+                key = k * BLOCK_N
+                this0 = page0
+                this1 = page1
+                page0 = gl.load(table + (key + BLOCK_N) // PAGE, mask=k + 1 < last, other=0)
+                page1 = gl.load(
+                    table + (key + BLOCK_N + BOX) // PAGE, mask=(k + 1 < last) & (key + BLOCK_N + BOX < seq_len), other=0
+                )
+                keys = KEYS + 2 * stage
+                mbarrier.wait(free.index(keys), phase ^ 1)
+                _load_block(k_rows, k_smem.index(stage), full.index(keys), this0, this1, key, kv_head, PAGE, D, BOX)
+                values = VALUES + 2 * stage
+                mbarrier.wait(free.index(values), phase ^ 1)
+                _load_block(v_rows, v_smem.index(stage), full.index(values), this0, this1, key, kv_head, PAGE, D, BOX)
+                stage, phase = next_stage(stage, phase, STAGES)
+            position = until
+        begin = end
+        b += 1
+
+
+@gluon.jit
+def _logits(q, k, BLOCK_N: gl.constexpr):
+    """Start the products `[64, BLOCK_N]` of queries and keys."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    zero = gl.zeros([64, BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _turns(
+    turns, start, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l, stage, phase, v_stage, issued, clears,
+    seq_len, query, words, slots, qk_scale, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, WARPGROUP: gl.constexpr,
+):  # fmt: skip
+    """Weights of `turns` blocks from key `start` on, and the outputs of the blocks one before, whose values are there."""
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    HOLES: gl.constexpr = MASK_LEN > Q_LEN
+    for turn in range(turns):
+        if MASKED and HOLES:  # else only a request's last block has values that no query sees
+            before = start + (turn - 1) * BLOCK_N
+            if before + BLOCK_N > seq_len - MASK_LEN:
+                clears = _clear_rows(
+                    v_smem.index(v_stage), seq_len - before, slots, cleared, clears, MASK_LEN, HOLES, WARPGROUP
+                )  # fmt: skip
+        mbarrier.wait(full.index(KEYS + 2 * stage), phase)
+        mbarrier.wait(order.index(WARPGROUP), (issued & 1) ^ (1 - WARPGROUP))
+        s_token = _logits(q, k_smem.index(stage), BLOCK_N)
+        o_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+        mbarrier.arrive(order.index(1 - WARPGROUP))
+        issued += 1
+        s = warpgroup_mma_wait(1, [s_token])
+        arrive(free.index(KEYS + 2 * stage))
+        if MASKED:
+            s = visible(s, start + turn * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN)
+        weights, m, shrink = softmax_step(s, m, qk_scale)
+        l = scale_rows(l, shrink) + thread_sums(weights)
+        # The next turn's values. Here, because without a branch in between the assembler moves the wait for products ahead of
+        # the softmax that they are to overlap with.
+        mbarrier.wait(full.index(VALUES + 2 * stage), phase)
+        acc, p = warpgroup_mma_wait(0, [o_token, p])  # the operand must stay where it is until then
+        arrive(free.index(VALUES + 2 * v_stage))
+        acc = scale_rows(acc, shrink)
+        p = gl.convert_layout(weights.to(q.dtype), p.type.layout)
+        v_stage = stage
+        stage, phase = next_stage(stage, phase, STAGES)
+    return acc, p, m, l, stage, phase, v_stage, issued, clears
+
+
+@gluon.jit
+def _attend(
+    q_smem, k_smem, v_smem, full, free, cleared, order,
+    out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
+    index, share, longer, range_begin, stop, length, b, begin, hm,
+    Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, MASK_LEN: gl.constexpr,
+    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, WARPGROUP: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: 64 rows and all blocks of each of its program's tiles."""
+    D: gl.constexpr = v_smem.shape[2]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    ROWS: gl.constexpr = Q_LEN * GROUP
+    TILES: gl.constexpr = KV_HEADS * ROW_BLOCKS * 2
+    HOLES: gl.constexpr = MASK_LEN > Q_LEN
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
+    kv_head = hm // ROW_BLOCKS
+    tile = hm * 2 + WARPGROUP
+    row0 = hm % ROW_BLOCKS * 128 + WARPGROUP * 64
+    row = row0 + gl.arange(0, 64, s_row)
+    query = row // GROUP
+    stage = 0
+    phase = 0
+    segments = 0
+    clears = 0
+    issued = 0
+    first_b = b
+    first_begin = begin
+    while (begin < stop) & (range_begin < stop):
+        seq_len = gl.load(seq_lens + b)
+        count = gl.cdiv(gl.maximum(seq_len, 0), BLOCK_N)
+        end = begin + padded(count, length)
+        if count > 0:
+            until = gl.minimum(end, stop)
+            last = gl.minimum(until - begin, count)
+            first = gl.maximum(range_begin - begin, 0)
+            words = query.to(gl.int64)
+            if MASK_LEN > 0:
+                words = gl.load(tree_mask + b * mask_stride + query, mask=row < ROWS, other=0)
+            some_seen = seq_len  # keys before this are seen by some query
+            slots = 0
+            if HOLES:
+                some_seen = seq_len - MASK_LEN
+                slots = seen_slots(tree_mask + b * mask_stride, Q_LEN)
+            # Keys before this are seen by every query; `seen` counts the blocks of such keys only.
+            all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else Q_LEN - 1)
+            seen = gl.maximum(gl.minimum(gl.maximum(all_seen, 0) // BLOCK_N, last), first + 1)
+            q = q_smem.index((segments & 1) * 2 + WARPGROUP)
+
+            mbarrier.wait(full.index(segments & 1), (segments >> 1) & 1)
+            mbarrier.wait(full.index(KEYS + 2 * stage), phase)
+            s = warpgroup_mma_wait(0, [_logits(q, k_smem.index(stage), BLOCK_N)])
+            arrive(free.index(KEYS + 2 * stage))
+            if (first + 1) * BLOCK_N > all_seen:
+                s = visible(s, first * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN)
+            m = gl.full([64], float("-inf"), gl.float32, s_row)
+            acc = gl.zeros([64, D], gl.float32, o_layout)
+            weights, m, _ = softmax_step(s, m, qk_scale)
+            l = thread_sums(weights)
+            p = gl.convert_layout(weights.to(q.dtype), p_layout)
+            mbarrier.wait(full.index(VALUES + 2 * stage), phase)
+            v_stage = stage
+            stage, phase = next_stage(stage, phase, STAGES)
+
+            acc, p, m, l, stage, phase, v_stage, issued, clears = _turns(
+                seen - first - 1, (first + 1) * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
+                stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
+                Q_LEN, MASK_LEN, STAGES, False, WARPGROUP,
+            )  # fmt: skip
+            acc, p, m, l, stage, phase, v_stage, issued, clears = _turns(
+                last - seen, seen * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
+                stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
+                Q_LEN, MASK_LEN, STAGES, True, WARPGROUP,
+            )  # fmt: skip
+            arrive(free.index(segments & 1))
+            segments += 1
+
+            if last * BLOCK_N > some_seen:
+                clears = _clear_rows(
+                    v_smem.index(v_stage), seq_len - (last - 1) * BLOCK_N, slots, cleared, clears, MASK_LEN, HOLES, WARPGROUP
+                )  # fmt: skip
+            o_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
+            acc, p = warpgroup_mma_wait(0, [o_token, p])
+            arrive(free.index(VALUES + 2 * v_stage))
+
+            is_whole = (first == 0) & (until == end)
+            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on behind it (slot 1).
+            slot = (index * 2 + (end > stop).to(gl.int32)) * TILES + tile
+            finish(
+                acc, m, gl.sum(l, 1), out, sinks, partial_acc, partial_ml, counters + b * TILES + tile,
+                b, row0, kv_head, is_whole, slot, v_scale, ROWS, GROUP, KV_HEADS, D, HAS_SINKS, 0, STRIPED,
+            )  # fmt: skip
+        begin = end
+        b += 1
+    combine_unfinished(
+        partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop, tile, row0, kv_head,
+        first_b, first_begin, b - 1, begin, TILES, ROWS, GROUP, KV_HEADS, D, HAS_SINKS, 0, D,
+        STRIPED,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride"])
+def gqa_hopper_attention(
+    q_rows, k_rows, v_rows, out, block_tables, seq_lens, tree_mask, sinks,
+    partial_acc, partial_ml, counters,
+    qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
+    Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, D: gl.constexpr,
+    PAGE: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr, BS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr, MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Descriptors: queries `[bs * Q_LEN, KV_HEADS * GROUP, D]`, 64 rows by 64; caches `[tokens, KV_HEADS * D]`, `BOX` by 64."""
+    full = gl.allocate_shared_memory(gl.int64, [2 + 2 * STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2 + 2 * STAGES, 1], mbarrier.MBarrierLayout())
+    cleared = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 + 2 * STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    mbarrier.init(cleared.index(0), count=2)
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(order.index(i), count=1)
+    fence_async_shared()
+    await_predecessors(PDL)
+
+    HM: gl.constexpr = KV_HEADS * ROW_BLOCKS
+    ROWS: gl.constexpr = Q_LEN * GROUP
+    pid = gl.program_id(0)
+    index = pid // HM
+    hm = pid % HM
+
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ids = gl.arange(0, BS, line)
+    lens = gl.load(seq_lens + ids, mask=ids < bs, other=0)
+    counts = (gl.maximum(lens, 0) + BLOCK_N - 1) // BLOCK_N
+    total = gl.sum(counts, 0)
+
+    # Requests without keys belong to no range.
+    if gl.sum(((counts == 0) & (ids < bs)).to(gl.int32), 0) > 0:
+        by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        zero_row = hm % ROW_BLOCKS * 128 + gl.arange(0, 128, gl.SliceLayout(1, by_row))
+        zero_column = gl.arange(0, D, gl.SliceLayout(0, by_row))
+        head = hm // ROW_BLOCKS * GROUP + zero_row % GROUP
+        for empty in range(index, bs, ranges):
+            if gl.load(seq_lens + empty) <= 0:
+                o = out + ((empty * Q_LEN + zero_row // GROUP).to(gl.int64) * (KV_HEADS * GROUP) + head) * D
+                zero = gl.full([128, D], 0.0, out.dtype.element_ty, by_row)
+                mask = gl.expand_dims(zero_row < ROWS, 1)
+                gl.store(gl.expand_dims(o, 1) + gl.expand_dims(zero_column, 0), zero, mask=mask)
+
+    # Fewer ranges than programs where a range would be too short to pay for its partial result.
+    ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, MIN_BLOCKS)), 1)
+    length, needed = whole_ranges(counts, total, ranges)
+    share = length
+    longer = total * 0
+    if length > 0:  # round each request up to whole ranges: the blocks too many are empty
+        counts = needed * length
+        ranges = gl.sum(needed, 0)
+    else:
+        share = total // ranges
+        longer = total - share * ranges
+    position = range_start(index, share, longer)
+    stop = range_start(index + 1, share, longer)
+    if index >= ranges:
+        stop = position
+    ends = gl.associative_scan(counts, 0, add)
+    b = gl.sum(((ends <= position) & (ids < bs)).to(gl.int32), 0)
+    begin = gl.sum(gl.where(ids < b, counts, 0), 0)
+
+    dtype: gl.constexpr = k_rows.dtype
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_smem = gl.allocate_shared_memory(dtype, [4, 64, D], shared)  # of two buffers, each warpgroup's
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], shared)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], shared)
+    gl.warp_specialize(
+        [
+            (_attend, (
+                q_smem, k_smem, v_smem, full, free, cleared, order,
+                out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
+                index, share, longer, position, stop, length, b, begin, hm,
+                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, 0,
+            )),
+            (_attend, (
+                q_smem, k_smem, v_smem, full, free, cleared, order,
+                out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
+                index, share, longer, position, stop, length, b, begin, hm,
+                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, 1,
+            )),
+            (_load, (
+                q_rows, k_rows, v_rows, q_smem, k_smem, v_smem, full, free,
+                block_tables, seq_lens, table_stride, position, stop, length, b, begin,
+                hm // ROW_BLOCKS, hm % ROW_BLOCKS * (128 // GROUP), Q_LEN, GROUP, D, PAGE, BLOCK_N, STAGES, BOX,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def _is_token_rows(cache: torch.Tensor) -> bool:
+    """Whether a descriptor can read `cache [pages, page, heads, dim]` (or queries) as `[tokens, heads * dim]`."""
+    return (
+        cache.stride(3) == 1
+        and cache.stride(2) == cache.shape[3]
+        and cache.stride(1) >= cache.shape[2] * cache.shape[3]
+        and cache.stride(0) == cache.shape[1] * cache.stride(1)
+        and cache.stride(1) % 8 == 0
+        and cache.data_ptr() % 16 == 0
+    )
+
+
+def supports(arch: int, q, k_cache, v_cache, window_left: int, softcap: float) -> bool:
+    """Whether `mha` here serves a call on `arch` (90 for sm_90), by dtypes, shapes, strides and alignment.
+
+    Pages must hold whole halves of a block. Heads of 128 would need more registers than there are, or shorter blocks.
+    """
+    pages, page_size, kv_heads, head_dim = k_cache.shape
+    group = q.shape[2] // max(kv_heads, 1)
+    return (
+        arch == 90
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and k_cache.dtype == v_cache.dtype == q.dtype
+        and head_dim == v_cache.shape[3] == 64
+        and group in (1, 2, 4, 8, 16, 32, 64)
+        and group * q.shape[1] >= MIN_ROWS
+        and pages > 0
+        and (page_size == BLOCK_N // 2 or page_size % BLOCK_N == 0)
+        and _is_token_rows(k_cache)
+        and _is_token_rows(v_cache)
+        and window_left < 0
+        and softcap == 0
+    )
+
+
+def mha(
+    q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
+    sinks, softcap, k_scale, v_scale, max_seq_len, block_n=BLOCK_N, stages=5, min_blocks=1,
+):  # fmt: skip
+    """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so."""
+    bs, q_len, heads, dim = q.shape
+    out = q.new_empty(bs, q_len, heads, dim)
+    if out.numel() == 0:
+        return out
+    if not _is_token_rows(q):
+        q = q.clone(memory_format=torch.contiguous_format)
+    sinks = sinks.contiguous() if sinks is not None else None
+    tree_mask = tree_mask.contiguous() if tree_mask is not None else None
+    page_size, kv_heads = k_cache.shape[1:3]
+    group = heads // kv_heads
+    row_blocks = triton.cdiv(q_len * group, 128)
+    tiles = kv_heads * row_blocks
+    ranges = max(1, num_sms(q.device) // tiles)
+    whole = ranges // bs * bs
+    if whole * 16 >= ranges * 15:
+        ranges = whole  # equal lengths then begin where a range begins
+    slots = ranges * 2 * tiles * 2
+    partial = torch.empty(slots * 64 * (dim + 2), dtype=torch.float32, device=q.device)
+    box = min(page_size, block_n)
+
+    def cache_rows(cache: torch.Tensor) -> TensorDescriptor:
+        shape = [cache.shape[0] * page_size, kv_heads * dim]
+        return TensorDescriptor(cache, shape, [cache.stride(1), 1], [box, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+
+    q_layout = gl.NVMMASharedLayout(128, 16, rank=3)
+    launch(
+        gqa_hopper_attention, (ranges * tiles,),
+        TensorDescriptor(q, [bs * q_len, heads, dim], [q.stride(1), dim, 1], [64 // group, group, 64], q_layout),
+        cache_rows(k_cache), cache_rows(v_cache), out, block_tables, seq_lens, tree_mask, sinks,
+        partial, partial[slots * 64 * dim :], arrival_counters(q.device, bs * tiles * 2, "gqa_hopper"),
+        scale * k_scale * LOG2E.value, v_scale, bs, ranges,
+        block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
+        Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, D=dim, PAGE=page_size,
+        MASK_LEN=mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
+        BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box, STRIPED=striped(ranges, bs),
+        MIN_BLOCKS=min_blocks, num_warps=4,
+        # With one range no tile is split, and nobody waits for another program.
+        launch_cooperative_grid=ranges > 1, early=True,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,490 @@
+"""Absorbed-MLA paged attention for Hopper (sm_90), in Gluon: draft decode, verify and draft extend in one launch.
+
+Same contract and division of work as `attention.py` (see `schedule.py`); what differs is the inside of a program. A tile is 64
+query rows. Their accumulator, 64 x 512 float32, fills the registers of two warpgroups, so two tiles cannot take turns on the
+tensor cores; two KV blocks of one tile do (an idea of FlashMLA's:
+https://github.com/deepseek-ai/FlashMLA/blob/main/docs/20250422-new-kernel-deep-dive.md):
+
+- the *even* warpgroup computes logits and weights of blocks 0, 2, 4, ... and accumulates columns 0 to 255 over all blocks,
+- the *odd* warpgroup those of blocks 1, 3, 5, ... and columns 256 to 511,
+- a third partition of one warp loads queries and KV blocks with TMA, half a block at a time.
+
+Weights and row maxima go through shared memory, each block's relative to the maximum of the blocks up to it. Unlike in FlashMLA
+both warpgroups then finish a block before they start its partner, so that a block is free for reloading half a turn earlier.
+Weights take the place of their block's rotary part, which nobody reads any more by then.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
+from spec_ops.backends.triton.attention.hopper.program import (
+    LOG2E,
+    add,
+    await_predecessors,
+    exp_shift,
+    opaque_zero,
+    range_start,
+    seen_by_any,
+    seen_slots,
+)
+from spec_ops.backends.triton.runtime.counters import arrival_counters
+from spec_ops.backends.triton.runtime.launch import launch, num_sms
+
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # logits
+S_ROW = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
+S_COLUMN = gl.constexpr(gl.SliceLayout(0, S_LAYOUT.value))
+O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # a warpgroup's accumulator
+O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
+P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT.value, 2))
+ROW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+# Barriers. "Full": TMA has written; "free": everyone has read; the others: one warpgroup has written to shared memory.
+EVEN_LEFT, EVEN_RIGHT, ODD_LEFT, ODD_RIGHT, QUERIES = (gl.constexpr(i) for i in range(5))
+FREE = gl.constexpr(5)  # added to one of the five above
+EVEN_WEIGHTS, ODD_WEIGHTS, EVEN_SUM, ODD_SUM = (gl.constexpr(i) for i in range(10, 14))
+BARRIERS = gl.constexpr(14)
+
+
+@gluon.jit
+def _visible(s, start, seq_len, query, words, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr):
+    """`s` with -inf at keys that a row does not see; `visibility.visible` for these layouts."""
+    n = start + gl.arange(0, 64, S_COLUMN)
+    if MASK_LEN == 0:
+        seen = gl.expand_dims(n, 0) <= gl.expand_dims(seq_len - Q_LEN + query, 1)
+    else:
+        bit = n - (seq_len - MASK_LEN)
+        in_tree = (bit >= 0) & (bit < MASK_LEN)
+        shift = gl.where(in_tree, bit, 0).to(gl.int64)
+        chosen = ((gl.expand_dims(words, 1) >> gl.expand_dims(shift, 0)) & 1) != 0
+        seen = gl.expand_dims(bit < 0, 0) | (gl.expand_dims(in_tree, 0) & chosen)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _zero_rows(v, valid, slots, MASK_LEN: gl.constexpr, HOLES: gl.constexpr):
+    """Clear the rows of `v [64, 256]` that no query sees (`seen_by_any`): there may be NaN, and 0 * NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    chunks = v._reinterpret(v.dtype, [4, 64, 64], v.layout)
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    seen = gl.expand_dims(seen_by_any(row, valid, slots, MASK_LEN, HOLES), 1)
+    for c in range(4):
+        chunk = chunks.index(c)
+        x = chunk.load(layout)
+        chunk.store(gl.where(seen, x, gl.zeros_like(x)))
+    fence_async_shared()
+
+
+@gluon.jit
+def _scale_rows(acc, factor):
+    return acc * gl.expand_dims(gl.convert_layout(factor, O_ROW), 1)
+
+
+@gluon.jit
+def _load(
+    q_rows, kv_half, kv_rest, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
+    block_tables, seq_lens, table_stride, position, stop, b, begin, row0,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, Q_BOX: gl.constexpr,
+):  # fmt: skip
+    """The loading warp. Parts of blocks come in the order in which the warpgroups free them."""
+    half_bytes: gl.constexpr = 64 * 256 * 2
+    rest_bytes: gl.constexpr = 64 * 64 * 2
+    q_chunks = q_smem._reinterpret(q_smem.dtype, [8, 64, 64], q_rest_smem.layout)
+    segments = 0
+    evens = 0
+    odds = 0
+    while position < stop:
+        count = gl.cdiv(gl.maximum(gl.load(seq_lens + b), 0), 64)
+        end = begin + count
+        if count > 0:
+            last = gl.minimum(end, stop) - begin
+            first = position - begin
+            table = block_tables + b.to(gl.int64) * table_stride
+            page0 = gl.load(table + first * 64 // PAGE)
+            page1 = gl.load(table + (first + 1) * 64 // PAGE, mask=first + 1 < last, other=0)
+            mbarrier.wait(bars.index(QUERIES + FREE), (segments & 1) ^ 1)
+            full = bars.index(QUERIES)
+            mbarrier.expect(full, 576 * Q_BOX * 2)
+            for c in gl.static_range(9):
+                chunk = q_chunks.index(c) if c < 8 else q_rest_smem.index(0)
+                tma.async_copy_global_to_shared(q_rows, [b * ROWS + row0, c * 64], full, chunk.slice(0, Q_BOX))
+            segments += 1
+            for k in range(first, last, 2):
+                slot0 = page0 * PAGE + k * 64 % PAGE
+                slot1 = page1 * PAGE + (k + 1) * 64 % PAGE
+                page0 = gl.load(table + (k + 2) * 64 // PAGE, mask=k + 2 < last, other=0)
+                page1 = gl.load(table + (k + 3) * 64 // PAGE, mask=k + 3 < last, other=0)
+                even_free = (evens & 1) ^ 1
+                odd_free = (odds & 1) ^ 1
+
+                full = bars.index(EVEN_LEFT)
+                mbarrier.wait(bars.index(EVEN_LEFT + FREE), even_free)
+                mbarrier.expect(full, half_bytes)
+                tma.async_copy_global_to_shared(kv_half, [slot0, 0], full, kv_smem.index(0))
+                full = bars.index(EVEN_RIGHT)
+                mbarrier.wait(bars.index(EVEN_RIGHT + FREE), even_free)
+                mbarrier.expect(full, half_bytes + rest_bytes)
+                tma.async_copy_global_to_shared(kv_half, [slot0, 256], full, kv_smem.index(1))
+                tma.async_copy_global_to_shared(kv_rest, [slot0, 512], full, kv_rest_smem.index(0))
+                if k + 1 < last:
+                    full = bars.index(ODD_LEFT)
+                    mbarrier.wait(bars.index(ODD_LEFT + FREE), odd_free)
+                    mbarrier.expect(full, half_bytes + rest_bytes)
+                    tma.async_copy_global_to_shared(kv_half, [slot1, 0], full, kv_smem.index(2))
+                    tma.async_copy_global_to_shared(kv_rest, [slot1, 512], full, kv_rest_smem.index(1))
+                    full = bars.index(ODD_RIGHT)
+                    mbarrier.wait(bars.index(ODD_RIGHT + FREE), odd_free)
+                    mbarrier.expect(full, half_bytes)
+                    tma.async_copy_global_to_shared(kv_half, [slot1, 256], full, kv_smem.index(3))
+                    odds += 1
+                evens += 1
+            position = begin + last
+        begin = end
+        b += 1
+
+
+@gluon.jit
+def _logits(
+    q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, phase, ODD: gl.constexpr,
+):  # fmt: skip
+    """Products `[64, 64]` of the queries with this warpgroup's block: the half that arrives first comes first."""
+    s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    z = opaque_zero()
+    if ODD:
+        mbarrier.wait(bars.index(ODD_LEFT), phase)
+        s = warpgroup_mma(q_smem.index(z + 0), kv_smem.index(z + 2).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_rest_smem.index(z), kv_rest_smem.index(z + 1).permute((1, 0)), s, is_async=True)
+        mbarrier.wait(bars.index(ODD_RIGHT), phase)
+        s = warpgroup_mma(q_smem.index(z + 1), kv_smem.index(z + 3).permute((1, 0)), s, is_async=True)
+    else:
+        mbarrier.wait(bars.index(EVEN_LEFT), phase)
+        s = warpgroup_mma(q_smem.index(z + 0), kv_smem.index(z + 0).permute((1, 0)), s, use_acc=False, is_async=True)
+        mbarrier.wait(bars.index(EVEN_RIGHT), phase)
+        s = warpgroup_mma(q_smem.index(z + 1), kv_smem.index(z + 1).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_rest_smem.index(z), kv_rest_smem.index(z + 0).permute((1, 0)), s, is_async=True)
+    return warpgroup_mma_wait(0, [s])
+
+
+@gluon.jit
+def _attend(
+    q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
+    out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
+    index, share, longer, range_begin, stop, b, begin, hm, HM: gl.constexpr,
+    ROWS: gl.constexpr, HEADS: gl.constexpr, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr,
+    STRIPED: gl.constexpr, ODD: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: logits and weights of every other block, and half of the output columns of all blocks."""
+    row0 = hm * 64
+    row = row0 + gl.arange(0, 64, S_ROW)
+    query = row // HEADS
+    even_max = row_smem.index(0)
+    odd_max = row_smem.index(1)
+    sums = row_smem.index(2)
+    HOLES: gl.constexpr = MASK_LEN > Q_LEN
+    even_weights = kv_rest_smem.index(0)
+    odd_weights = kv_rest_smem.index(1)
+    segments = 0
+    evens = 0
+    odds = 0
+    first_b = b
+    first_begin = begin
+    while (begin < stop) & (range_begin < stop):
+        seq_len = gl.load(seq_lens + b)
+        count = gl.cdiv(gl.maximum(seq_len, 0), 64)
+        end = begin + count
+        if count > 0:
+            last = gl.minimum(end, stop) - begin
+            first = gl.maximum(range_begin - begin, 0)
+            words = query.to(gl.int64)
+            if MASK_LEN > 0:
+                words = gl.load(tree_mask + b * mask_stride + query, mask=row < ROWS, other=0)
+            all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else Q_LEN - 1)  # keys before this are seen by every query
+            some_seen = seq_len  # keys before this are seen by some query
+            slots = 0
+            if HOLES:
+                some_seen = seq_len - MASK_LEN
+                slots = seen_slots(tree_mask + b * mask_stride, Q_LEN)
+            m = gl.full([64], float("-inf"), gl.float32, S_ROW)
+            l = gl.full([64], 0.0, gl.float32, S_ROW)
+            acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
+            mbarrier.wait(bars.index(QUERIES), segments & 1)
+
+            for k in range(first, last, 2):
+                z = opaque_zero()
+                even_phase = evens & 1
+                odd_phase = odds & 1
+                start = k * 64
+                if ODD:
+                    if k + 1 < last:
+                        s = _logits(q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, odd_phase, True)
+                        mbarrier.arrive(bars.index(QUERIES + FREE), pred=k + 3 >= last)
+                        if start + 128 > all_seen:
+                            s = _visible(s, start + 64, seq_len, query, words, Q_LEN, MASK_LEN)
+                        top = gl.max(s, 1) * qk_scale
+
+                        mbarrier.wait(bars.index(EVEN_WEIGHTS), even_phase)
+                        m_even = even_max.load(S_ROW)
+                        shrink = gl.exp2(m - exp_shift(m_even))
+                        m = gl.maximum(m_even, top)
+                        odd_max.store(m)
+                        shift = exp_shift(m)
+                        p = gl.exp2(s * qk_scale - gl.expand_dims(shift, 1))
+                        weights = p.to(q_smem.dtype)
+                        odd_weights.store(weights)
+                        fence_async_shared()
+                        # Ahead of this warpgroup's own product: the even one has nothing to do until it hears this.
+                        mbarrier.arrive(bars.index(ODD_WEIGHTS))
+                        acc = _scale_rows(acc, shrink)
+                        if HOLES:  # noqa: SIM102  decided while compiling: else only a last block, which has no partner
+                            if start + 64 > some_seen:
+                                _zero_rows(kv_smem.index(1), seq_len - start, slots, MASK_LEN, HOLES)
+                        token = warpgroup_mma(kv_rest_smem.index(z), kv_smem.index(z + 1), acc, is_async=True)
+                        l = l * shrink
+                        shrink = gl.exp2(m_even - shift)
+                        l = l * shrink + gl.sum(p, 1)
+                        acc = warpgroup_mma_wait(0, [token])
+                        mbarrier.arrive(bars.index(EVEN_RIGHT + FREE))
+                        acc = _scale_rows(acc, shrink)
+                        if start + 128 > some_seen:
+                            _zero_rows(kv_smem.index(3), seq_len - start - 64, slots, MASK_LEN, HOLES)
+                        token = warpgroup_mma(gl.convert_layout(weights, P_LAYOUT), kv_smem.index(z + 3), acc, is_async=True)
+                        acc = warpgroup_mma_wait(0, [token])
+                        mbarrier.arrive(bars.index(ODD_RIGHT + FREE))
+                    else:  # a block without a partner
+                        mbarrier.wait(bars.index(EVEN_WEIGHTS), even_phase)
+                        mbarrier.arrive(bars.index(QUERIES + FREE), pred=k == first)
+                        m_even = even_max.load(S_ROW)
+                        shrink = gl.exp2(m - exp_shift(m_even))
+                        l = l * shrink
+                        m = m_even
+                        acc = _scale_rows(acc, shrink)
+                        if start + 64 > some_seen:
+                            _zero_rows(kv_smem.index(1), seq_len - start, slots, MASK_LEN, HOLES)
+                        token = warpgroup_mma(kv_rest_smem.index(z), kv_smem.index(z + 1), acc, is_async=True)
+                        acc = warpgroup_mma_wait(0, [token])
+                        mbarrier.arrive(bars.index(EVEN_RIGHT + FREE))
+                else:
+                    s = _logits(q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, even_phase, False)
+                    mbarrier.arrive(bars.index(QUERIES + FREE), pred=k + 2 >= last)
+                    if start + 64 > all_seen:
+                        s = _visible(s, start, seq_len, query, words, Q_LEN, MASK_LEN)
+                    m_even = gl.maximum(m, gl.max(s, 1) * qk_scale)
+                    even_max.store(m_even)
+                    shift = exp_shift(m_even)
+                    p = gl.exp2(s * qk_scale - gl.expand_dims(shift, 1))
+                    weights = p.to(q_smem.dtype)
+                    even_weights.store(weights)
+                    fence_async_shared()
+                    mbarrier.arrive(bars.index(EVEN_WEIGHTS))
+                    shrink = gl.exp2(m - shift)
+                    l = l * shrink + gl.sum(p, 1)
+                    m = m_even
+                    acc = _scale_rows(acc, shrink)
+                    if start + 64 > some_seen:
+                        _zero_rows(kv_smem.index(0), seq_len - start, slots, MASK_LEN, HOLES)
+                    token = warpgroup_mma(gl.convert_layout(weights, P_LAYOUT), kv_smem.index(z), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, [token])
+                    mbarrier.arrive(bars.index(EVEN_LEFT + FREE))
+                    if k + 1 < last:
+                        mbarrier.wait(bars.index(ODD_WEIGHTS), odd_phase)
+                        m = odd_max.load(S_ROW)
+                        shrink = gl.exp2(m_even - exp_shift(m))
+                        l = l * shrink
+                        acc = _scale_rows(acc, shrink)
+                        if start + 128 > some_seen:
+                            _zero_rows(kv_smem.index(2), seq_len - start - 64, slots, MASK_LEN, HOLES)
+                        token = warpgroup_mma(kv_rest_smem.index(z + 1), kv_smem.index(z + 2), acc, is_async=True)
+                        acc = warpgroup_mma_wait(0, [token])
+                        mbarrier.arrive(bars.index(ODD_LEFT + FREE))
+                evens += 1
+                odds += (k + 1 < last).to(gl.int32)
+
+            if ODD:
+                mbarrier.wait(bars.index(EVEN_SUM), segments & 1)
+                l = l + sums.load(S_ROW)
+                sums.store(l)
+                mbarrier.arrive(bars.index(ODD_SUM))
+            else:
+                sums.store(l)
+                mbarrier.arrive(bars.index(EVEN_SUM))
+                mbarrier.wait(bars.index(ODD_SUM), segments & 1)
+                l = sums.load(S_ROW)
+            segments += 1
+            is_whole = (first == 0) & (begin + last == end)
+            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on behind it (slot 1).
+            slot = (index * 2 + (end > stop).to(gl.int32)) * HM + hm
+            finish(
+                acc, m, l, out, sinks, partial_acc, partial_ml, counters + b * HM + hm,
+                b, row0, 0, is_whole, slot, v_scale, ROWS, HEADS, 1, 512, HAS_SINKS, 256 if ODD else 0, STRIPED,
+            )  # fmt: skip
+        begin = end
+        b += 1
+    combine_unfinished(
+        partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop, hm, row0, 0,
+        first_b, first_begin, b - 1, begin, HM, ROWS, HEADS, 1, 512, HAS_SINKS,
+        256 if ODD else 0, 256, STRIPED,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride"])
+def mla_hopper_attention(
+    q_rows, kv_half, kv_rest, out, block_tables, seq_lens, tree_mask, sinks,
+    partial_acc, partial_ml, counters,
+    qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
+    Q_LEN: gl.constexpr, HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr,
+    HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, STRIPED: gl.constexpr, MIN_BLOCKS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in 64 x 256 and in 64 x 64."""
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BARRIERS):
+        mbarrier.init(bars.index(i), count=2 if i == QUERIES + FREE else 1)
+    fence_async_shared()
+    await_predecessors(PDL)
+
+    ROWS: gl.constexpr = Q_LEN * HEADS
+    HM: gl.constexpr = ROW_BLOCKS
+    pid = gl.program_id(0)
+    index = pid // HM
+    hm = pid % HM
+
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ids = gl.arange(0, BS, line)
+    lens = gl.load(seq_lens + ids, mask=ids < bs, other=0)
+    counts = (gl.maximum(lens, 0) + 63) // 64
+    total = gl.sum(counts, 0)
+
+    # Requests without keys belong to no range.
+    if gl.sum(((counts == 0) & (ids < bs)).to(gl.int32), 0) > 0:
+        rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+        zero_row = gl.arange(0, 64, gl.SliceLayout(1, rows_layout))
+        zero_column = gl.arange(0, 512, gl.SliceLayout(0, rows_layout))
+        for empty in range(index, bs, ranges):
+            if gl.load(seq_lens + empty) <= 0:
+                o = out + ((empty * ROWS + hm * 64).to(gl.int64) + zero_row) * 512
+                zero = gl.full([64, 512], 0.0, out.dtype.element_ty, rows_layout)
+                mask = gl.expand_dims(hm * 64 + zero_row < ROWS, 1)
+                gl.store(gl.expand_dims(o, 1) + gl.expand_dims(zero_column, 0), zero, mask=mask)
+
+    # Fewer ranges than programs where a range would be too short to pay for its partial result.
+    ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, MIN_BLOCKS)), 1)
+    share = total // ranges
+    longer = total - share * ranges
+    position = range_start(index, share, longer)
+    stop = range_start(index + 1, share, longer)
+    if index >= ranges:
+        stop = position
+    ends = gl.associative_scan(counts, 0, add)
+    b = gl.sum(((ends <= position) & (ids < bs)).to(gl.int32), 0)
+    begin = gl.sum(gl.where(ids < b, counts, 0), 0)
+
+    dtype: gl.constexpr = kv_half.dtype
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_smem = gl.allocate_shared_memory(dtype, [2, 64, 256], shared)
+    q_rest_smem = gl.allocate_shared_memory(dtype, [1, 64, 64], shared)
+    kv_smem = gl.allocate_shared_memory(dtype, [4, 64, 256], shared)  # even left, even right, odd left, odd right
+    kv_rest_smem = gl.allocate_shared_memory(dtype, [2, 64, 64], shared)
+    row_smem = gl.allocate_shared_memory(gl.float32, [3, 64], ROW_SHARED)
+
+    gl.warp_specialize(
+        [
+            (_attend, (
+                q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
+                out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
+                index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
+                STRIPED, False,
+            )),
+            (_attend, (
+                q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
+                out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
+                index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
+                STRIPED, True,
+            )),
+            (_load, (
+                q_rows, kv_half, kv_rest, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
+                block_tables, seq_lens, table_stride, position, stop, b, begin, hm * 64, ROWS, PAGE, Q_BOX,
+            )),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def supports(q, kv_cache, kv_lora_rank: int, window_left: int, softcap: float) -> bool:
+    """Whether `mla` here can serve a call, by shapes, dtypes, strides and the alignment of `kv_cache`."""
+    pages, page_size, dim = kv_cache.shape
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and (kv_lora_rank, dim) == (512, 576)
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and kv_cache.dtype == q.dtype
+        and pages > 0
+        and page_size % 64 == 0
+        and kv_cache.stride(2) == 1
+        and kv_cache.stride(1) >= dim
+        and kv_cache.stride(0) == page_size * kv_cache.stride(1)
+        and kv_cache.stride(1) % 8 == 0
+        and kv_cache.data_ptr() % 16 == 0
+        and window_left < 0
+        and softcap == 0
+    )
+
+
+def query_rows(q: torch.Tensor) -> torch.Tensor:
+    """`q`, or a copy that TMA can read: contiguous, from a multiple of 16 bytes on."""
+    return q if q.is_contiguous() and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
+
+
+def mla(
+    q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+    window_left, sinks, softcap, kv_scale, max_seq_len, min_blocks=None,
+):  # fmt: skip
+    """mla_draft_decode, mla_target_verify, mla_draft_extend, where `supports` says so."""
+    bs, q_len, heads, dim = q.shape
+    out = q.new_empty(bs, q_len, heads, 512)
+    if out.numel() == 0:
+        return out
+    q, sinks = query_rows(q), sinks.contiguous() if sinks is not None else None
+    tree_mask = tree_mask.contiguous() if tree_mask is not None else None
+    rows = q_len * heads
+    tiles = triton.cdiv(rows, 64)
+    ranges = max(1, num_sms(q.device) // tiles)
+    whole = ranges // bs * bs
+    if whole * 16 >= ranges * 15:
+        # Equal lengths then begin at a range's begin: one tile a range, so one load of queries and one partial result.
+        ranges = whole
+    slots = ranges * 2 * tiles
+    partial = torch.empty(slots * 64 * (512 + 2), dtype=torch.float32, device=q.device)
+    layout = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_box = max(8, min(64, triton.next_power_of_2(rows)))
+    cache_shape, stride = [kv_cache.shape[0] * kv_cache.shape[1], dim], kv_cache.stride(1)
+    launch(
+        mla_hopper_attention, (ranges * tiles,),
+        TensorDescriptor(q, [bs * rows, dim], [dim, 1], [q_box, 64], layout),
+        TensorDescriptor(kv_cache, cache_shape, [stride, 1], [64, 256], layout),
+        TensorDescriptor(kv_cache, cache_shape, [stride, 1], [64, 64], layout),
+        out, block_tables, seq_lens, tree_mask, sinks,
+        partial, partial[slots * 64 * 512 :], arrival_counters(q.device, bs * tiles, "mla_hopper"),
+        scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
+        block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
+        Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
+        MASK_LEN=mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
+        BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, STRIPED=striped(ranges, bs),
+        MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), num_warps=4,
+        # With one range no tile is split, and nobody waits for another program.
+        launch_cooperative_grid=ranges > 1, early=True,
+    )  # fmt: skip
+    return out

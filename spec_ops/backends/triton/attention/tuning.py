@@ -1,0 +1,223 @@
+"""Block shapes of the attention kernels, per architecture and shape.
+
+The choices are data: `tuning.json` beside this file, an entry a line. `python -m benchmarks tune` measures on the GPU at
+hand how far they are from the best, and with `--write` puts the best there. Nothing is measured when a kernel is called: a
+shape that nobody tuned takes the entry of its class, an architecture that nobody tuned that of the range it lies in, with fewer
+stages, keys or rows where its shared memory is smaller. Figures: `docs/decisions.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+PATH = Path(__file__).with_name("tuning.json")
+SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB per SM that programs may use; 99 elsewhere
+
+
+@dataclass(frozen=True)
+class Config:
+    """`block_m` query rows by `block_n` keys, `num_stages` blocks in flight; `programs` resident per SM.
+
+    `min_blocks`: shortest range of key blocks; `tma`: read through tensor descriptors where the cache's layout allows;
+    `cooperative`: the programs of a tile share the work of combining it. `clear`: the loop over blocks takes a request's last,
+    partly filled one too, and clears the values behind its end. `full`: no SM has room for more than `programs` that
+    read through descriptors. `fitted` decides on both.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    min_blocks: int = 1
+    tma: bool = True
+    cooperative: bool = True
+    # These follow from the others and the device.
+    clear: bool = field(default=False, compare=False)
+    full: bool = field(default=False, compare=False)
+
+    @property
+    def max_registers(self) -> int:
+        """Per thread, so that `programs` fit on an SM."""
+        return min(255, 65536 // (32 * self.num_warps * self.programs) // 8 * 8)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The config of one class of calls.
+
+    Attributes:
+        kernel: `"split"` (decode, verify) or `"ragged"` (prefill). attention: `"gqa"` or `"mla"`.
+        head_dim, rows: the largest of the class; None for any above the other classes. Rows are query rows per (request, KV
+            head).
+        arch: first and last architecture, as in `(90, 90)`. config: see there.
+        measured: on which machine and with which versions `bench tune` found it; "" if it was entered by hand.
+        kv_bytes: 1 for caches of 8-bit numbers alone; None for any.
+        window: the longest `window_left` of the class; None for any, and for calls without a window.
+    """
+
+    kernel: str
+    attention: str
+    head_dim: int | None
+    rows: int | None
+    arch: tuple[int, int]
+    config: Config
+    measured: str = ""
+    kv_bytes: int | None = None
+    window: int | None = None
+
+    @property
+    def class_name(self) -> str:
+        """`"split/gqa/64/16"`; `any` and `more` where there is no largest; behind it `/fp8` and `/window-128`."""
+        cache = "/fp8" if self.kv_bytes == 1 else ""
+        window = "" if self.window is None else f"/window-{self.window}"
+        return f"{self.kernel}/{self.attention}/{self.head_dim or 'any'}/{self.rows or 'more'}{cache}{window}"
+
+
+def read(path: Path = PATH) -> tuple[Entry, ...]:
+    """The entries of a file such as `tuning.json`, in its order."""
+    known = Config.__dataclass_fields__
+    return tuple(
+        Entry(
+            arch=(row["arch"][0], row["arch"][1]),
+            config=Config(**{name: value for name, value in row.items() if name in known}),
+            **{name: value for name, value in row.items() if name not in known and name != "arch"},
+        )
+        for row in json.loads(path.read_text(encoding="utf-8"))["entries"]
+    )
+
+
+@functools.cache
+def table() -> tuple[Entry, ...]:
+    """The entries of `tuning.json`."""
+    return read()
+
+
+def lookup(
+    entries: Sequence[Entry],
+    kernel: str,
+    attention: str,
+    arch: int,
+    head_dim: int,
+    rows: int,
+    kv_bytes: int = 2,
+    window: int = -1,
+) -> Entry:
+    """The entry of the smallest class that holds the call: by head_dim, rows, window, numbers of the cache; of several for one
+    class the one of the fewest architectures.
+
+    Raises:
+        ValueError: there is none.
+    """
+
+    def order(e: Entry) -> tuple[float, ...]:
+        window = math.inf if e.window is None else e.window
+        return e.head_dim or math.inf, e.rows or math.inf, window, e.kv_bytes or math.inf, e.arch[1] - e.arch[0]
+
+    held = [
+        e
+        for e in entries
+        if (e.kernel, e.attention) == (kernel, attention)
+        and e.arch[0] <= arch <= e.arch[1]
+        and head_dim <= (e.head_dim or head_dim)
+        and rows <= (e.rows or rows)
+        and e.kv_bytes in (None, kv_bytes)
+        and (e.window is None or 0 <= window <= e.window)
+    ]
+    if not held:
+        call = f"the {kernel} kernel with {attention} on sm_{arch}, head_dim {head_dim}, {rows} rows"
+        raise ValueError(f"tuning: the table must have an entry for {call}, got none")
+    return min(held, key=order)
+
+
+@functools.lru_cache(maxsize=1024)  # a launch outside of a graph asks each time
+def _choose(
+    kernel: str, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int
+) -> Config:
+    entry = lookup(table(), kernel, "mla" if shared_kv else "gqa", arch, head_dim, rows, kv_bytes, window)
+    return fitted(entry.config, arch, shared_kv, head_dim, v_dim, kv_bytes)
+
+
+def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int = -1) -> Config:
+    """Settings of the split kernel for `rows` query rows per (request, KV head).
+
+    Few rows are latency: one or two warps need no barriers, and several such programs share an SM. From 64 rows on the tensor
+    cores' warpgroup instructions apply.
+    """
+    return _choose("split", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, window)
+
+
+def choose_ragged(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> Config:
+    """Settings of the ragged kernel for up to `rows` query rows per (request, KV head)."""
+    return _choose("ragged", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, -1)
+
+
+def head_parts(head_dim: int) -> tuple[int, int]:
+    """A power of two and the padded rest: 192 is 128 + 64, 576 is 512 + 64."""
+    first = max(16, 1 << (head_dim.bit_length() - 1))
+    rest = head_dim - first
+    return first, (max(16, _power_of_2(rest)) if rest > 0 else 0)
+
+
+def value_width(v_dim: int) -> int:
+    """What a row of values takes in registers and shared memory."""
+    return max(16, _power_of_2(v_dim))
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def shared_bytes(config: Config, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> int:
+    """Shared memory of a program; an estimate a little above what Triton takes."""
+    keys = sum(head_parts(head_dim))
+    row = keys + (0 if shared_kv else value_width(v_dim))
+    buffers = config.num_stages - (config.block_m < 64)  # warpgroup instructions read the block being computed
+    return 2 * config.block_m * (keys + config.block_n) + buffers * config.block_n * row * kv_bytes + 1024
+
+
+def most_shared_bytes(config: Config, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> int:
+    """`shared_bytes`, and what `clear` takes more."""
+    needed = shared_bytes(config, shared_kv, head_dim, v_dim, kv_bytes)
+    return needed + (_cleared_bytes(config, v_dim, kv_bytes) if config.clear else 0)
+
+
+def _cleared_bytes(config: Config, v_dim: int, kv_bytes: int) -> int:
+    return config.block_n * value_width(v_dim) * (kv_bytes + 2)
+
+
+def fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> Config:
+    """The same with fewer programs, stages, keys or rows, where shared memory is smaller than on Hopper (sm_86, sm_12x).
+
+    `clear` where there is room: it saves the latency of loads after the loop, 0.4 us of 9 for one short request, and takes a
+    buffer of values more and one that brings them back into the operand's layout. Values for `mma.sync`, up to 32 rows, pass
+    through registers anyway; `wgmma` reads them from shared memory, and MLA's are its keys.
+    """
+    if arch < 90:
+        config = replace(config, tma=False)  # Triton emulates descriptors there, and their loads take more shared memory
+    limit = SHARED.get(arch, 99) * 1024
+    needed = functools.partial(shared_bytes, shared_kv=shared_kv, head_dim=head_dim, v_dim=v_dim, kv_bytes=kv_bytes)
+    while config.programs > 1 and config.programs * needed(config) > limit:
+        config = replace(config, programs=config.programs - 1)
+    while needed(config) > limit:
+        if config.num_stages > 2:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_n > 32:
+            config = replace(config, block_n=config.block_n // 2)
+        elif config.block_m > 16:
+            config = replace(config, block_m=config.block_m // 2)
+        else:
+            config = replace(config, block_n=config.block_n // 2)
+    more = _cleared_bytes(config, v_dim, kv_bytes)
+    clear = config.block_m < 64 and not shared_kv and config.programs * (needed(config) + more) <= limit
+    # Eight warps fill the registers: of at most 255 a thread these kernels take 225 and more. Fp8 may need little for `clear`.
+    # What keys in two parts need (head_dim 96, 192) differs between versions of Triton.
+    block = needed(config) + (more if clear and kv_bytes > 1 else 0)
+    filled = config.programs * config.num_warps >= 8 or (config.programs + 1) * block > limit + 1024
+    full = filled and (shared_kv or head_dim.bit_count() == 1)
+    return replace(config, clear=clear, full=full)

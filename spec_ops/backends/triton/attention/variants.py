@@ -1,0 +1,205 @@
+"""The attention kernels as the usual models launch them, for compilation without a GPU (see `ahead.py`).
+
+Signatures and constants are not written down a second time: the launch functions of `steps.py` run on tensors of the meta
+device, and what they would launch is recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from spec_ops.backends.triton.attention import launcher as steps
+from spec_ops.backends.triton.attention import tuning
+from spec_ops.backends.triton.attention.deterministic import launcher as deterministic_steps
+from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
+from spec_ops.backends.triton.attention.hopper import mla as mla_hopper
+from spec_ops.backends.triton.attention.hopper import mla_few as mla_hopper_few
+from spec_ops.backends.triton.runtime.ahead import ARCHS, FP8_ARCHS, ArgType, Variant
+from spec_ops.backends.triton.runtime.launch import Launch, recorded
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+_NAMES = {
+    BF16: "bf16", FP8: "fp8e4nv", torch.float32: "fp32", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+HOPPER = tuning.Config(64, 64, 4, 3, 1)  # what a table shows of the Gluon kernels, which have their own pipelines
+
+
+class Shape(NamedTuple):
+    """A model's attention: query heads, KV heads (0: MLA), widths of keys and values, dtype of the cache, window."""
+
+    label: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    kv_dtype: torch.dtype = BF16
+    window: int = -1
+
+
+GQA_128 = Shape("GQA 32/8 D128", 32, 8, 128, 128)
+GQA_64 = Shape("GQA 64/8 D64", 64, 8, 64, 64)
+GQA_256 = Shape("GQA 16/8 D256", 16, 8, 256, 256)
+GQA_64_WINDOW = GQA_64._replace(label="GQA 64/8 D64 window 128", window=128)
+GQA_64_FP8 = GQA_64._replace(label="GQA 64/8 D64 fp8", kv_dtype=FP8)
+GQA_FP8 = GQA_128._replace(label="GQA 32/8 D128 fp8", kv_dtype=FP8)
+MLA_128 = Shape("MLA 128 heads", 128, 0, 576, 512)
+MLA_16 = Shape("MLA 16 heads", 16, 0, 576, 512)
+MLA_FP8 = MLA_16._replace(label="MLA 16 heads fp8", kv_dtype=FP8)
+
+# The other head sizes of models. In registers and shared memory they are as wide as the next power of two, or as two of them.
+OTHER_SIZES = [Shape(f"GQA 32/8 D{width}", 32, 8, width, width) for width in (16, 32, 48, 80, 96, 112, 160, 192)]
+
+# (shape, queries, whether they are a tree)
+UNIFORM = [
+    *((shape, *queries) for shape in (GQA_128, GQA_64) for queries in ((1, False), (4, False), (16, False), (16, True))),
+    (GQA_256, 1, False), (GQA_256, 4, False), (GQA_256, 16, True),
+    (GQA_64_WINDOW, 16, True), (GQA_64_FP8, 4, False), (GQA_FP8, 1, False), (GQA_FP8, 16, True),
+    *((shape, q_len, False) for shape in (MLA_128, MLA_16) for q_len in (1, 4)), (MLA_16, 16, True),
+    (MLA_FP8, 1, False),
+    *((shape, q_len, False) for shape in OTHER_SIZES for q_len in (1, 16)),
+]  # fmt: skip
+RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SIZES]
+DETERMINISTIC = [(GQA_64, 16, True), (GQA_128, 4, False), (MLA_128, 1, False)]
+
+
+def _type(value: Any) -> ArgType | None:
+    """Triton's type of an argument as a launch would specialize it; None if it becomes a constant."""
+    if isinstance(value, (TensorDescriptor, GluonDescriptor)):
+        layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+        return f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}{layout}>"
+    if isinstance(value, torch.Tensor):
+        return f"*{_NAMES[value.dtype]}:16"
+    if isinstance(value, float):
+        return "fp32"
+    if value is None or value == 1:
+        return None
+    return ("i64" if abs(value) >= 2**31 else "i32") + (":16" if value % 16 == 0 else "")
+
+
+def _launches(call: Callable[[], Any]) -> list[Launch]:
+    with recorded() as launches:
+        call()
+    return launches
+
+
+def _variant(name: str, launch: Launch, config: tuning.Config, archs: tuple[int, ...], hot: bool) -> Variant:
+    kernel, given, options, early = launch
+    if "COOPERATIVE" in given:
+        given["COOPERATIVE"] = config.cooperative  # the meta device is no CUDA device
+    constants = {p.name for p in kernel.params if p.is_constexpr}
+    plain = {p.name for p in kernel.params if p.do_not_specialize}
+    hot = hot and min(archs) >= 90  # before, 255 registers do not hold all the pointers: some words of a loop's bounds spill
+    types = {n: None if n in constants else "i32" if n in plain else _type(value) for n, value in given.items()}
+    return Variant(
+        name,
+        kernel,
+        signature={n: t for n, t in types.items() if t is not None},
+        constexprs={n: given[n] for n, t in types.items() if t is None},
+        num_warps=options["num_warps"],
+        num_stages=config.num_stages,
+        hot=hot,
+        archs=archs,
+        options={n: options[n] for n in ("maxnreg", "enable_fp_fusion") if n in options},
+        programs=config.programs,
+        early=early,
+    )
+
+
+def _counted_on(shape: Shape, config: tuning.Config, variant: Variant) -> Variant:
+    """With the shared memory that `tuning.fitted` took it to need."""
+    row = not shape.kv_heads, shape.head_dim, shape.v_dim, shape.kv_dtype.itemsize
+    return replace(variant, estimated=tuning.most_shared_bytes(config, *row))
+
+
+def _arguments(shape: Shape, queries: tuple, q_rows: tuple[int, ...], bs: int) -> tuple[str, tuple]:
+    """`"mha"` or `"mla"`, and the arguments of that launch function up to its config, for pages of 64."""
+    meta = torch.device("meta")
+    q = torch.empty(*q_rows, shape.heads, shape.head_dim, dtype=BF16, device=meta)
+    tables = torch.empty(bs, 128, dtype=torch.int32, device=meta)
+    seq_lens = torch.empty(bs, dtype=torch.int32, device=meta)
+    softmax = (0.1, shape.window, None, 0.0)
+    if shape.kv_heads:
+        caches = [torch.empty(1024, 64, shape.kv_heads, d, dtype=shape.kv_dtype, device=meta) for d in shape[3:5]]
+        return "mha", (q, *caches, tables, seq_lens, *queries, None, None, None, *softmax, 1.0, 1.0, None)
+    cache = torch.empty(1024, 64, shape.head_dim, dtype=shape.kv_dtype, device=meta)
+    return "mla", (q, cache, shape.v_dim, tables, seq_lens, *queries, None, None, None, *softmax, 1.0, None)
+
+
+def _by_config(choose: Any, shape: Shape, rows: int, *window: int) -> Iterator[tuple[tuning.Config, tuple[int, ...], str]]:
+    """The distinct choices over the architectures, the architectures of each, and what to add to the variant's name."""
+    chosen: dict[tuple[tuning.Config, bool, bool], list[int]] = {}
+    for arch in FP8_ARCHS if shape.kv_dtype == FP8 else ARCHS:
+        element = shape.kv_dtype.itemsize
+        config = choose(arch, not shape.kv_heads, shape.head_dim, shape.v_dim, element, rows, *window)
+        chosen.setdefault((config, config.clear, config.full), []).append(arch)
+    for (config, *_), archs in chosen.items():
+        yield config, tuple(archs), f" on sm_{archs[0]}" if len(chosen) > 1 else ""
+
+
+def _deterministic() -> Iterator[Variant]:
+    """One kernel of a shape serves every number of queries."""
+
+    def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> tuning.Config:
+        return deterministic_steps.choose(arch, shared_kv, head_dim, v_dim, kv_bytes)
+
+    bs = 8
+    for shape, q_len, tree in DETERMINISTIC:
+        mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
+        kind, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
+        indptr = torch.empty(bs + 1, dtype=torch.int32, device="meta")
+        _, ragged = _arguments(shape, (indptr, 512), (2048,), bs)
+        for config, archs, suffix in _by_config(choose, shape, 0):
+            uniform = _launches(functools.partial(getattr(deterministic_steps, kind), *args, config=config))
+            extend = _launches(functools.partial(getattr(deterministic_steps, f"{kind}_extend"), *ragged, config=config))
+            for launch, step in zip((*uniform, *extend), ("attention", "combine", "extend"), strict=True):
+                if step != "combine" or shape is GQA_64:  # it is the same for all but the width of a row
+                    # What is merged so far waits on the stack while the loop over a chunk's keys runs: only this one is `hot`.
+                    hot = step == "combine"
+                    yield _variant(f"deterministic {step}, {shape.label}{suffix}", launch, config, archs, hot)
+
+
+def ahead() -> Iterator[Variant]:
+    yield from _deterministic()
+    for shape, q_len, tree in UNIFORM:
+        bs = 8
+        mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
+        kind, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
+        name = f"attention, {shape.label}, {q_len} {'tree' if tree else 'causal'}"
+        rows = q_len * shape.heads // max(shape.kv_heads, 1)
+        gqa_on_hopper = kind == "mha" and gqa_hopper.supports(90, args[0], args[1], args[2], shape.window, softcap=0.0)
+        for config, archs, suffix in _by_config(tuning.choose, shape, rows, shape.window):
+            call = functools.partial(getattr(steps, kind), *args, config=config)
+            (launch,) = _launches(call)
+            # MLA has kernels of its own on Hopper (below) and on Blackwell (other backends'), GQA of many rows on Hopper.
+            if gqa_on_hopper and 90 in archs:
+                yield _counted_on(shape, config, _variant(f"{name} on sm_90", launch, config, (90,), hot=False))
+                archs = tuple(arch for arch in archs if arch != 90)
+                suffix = f" on sm_{archs[0]}" if archs else ""
+            if archs:
+                hot = kind == "mha" and shape not in OTHER_SIZES  # those were never timed
+                yield _counted_on(shape, config, _variant(f"{name}{suffix}", launch, config, archs, hot))
+        hopper = gqa_hopper.mha if gqa_on_hopper else None
+        if kind == "mla" and shape.kv_dtype == BF16:
+            hopper = (mla_hopper_few if mla_hopper_few.preferred(args[0]) else mla_hopper).mla
+        if hopper is not None:
+            (launch,) = _launches(functools.partial(hopper, *args))
+            for striped in (True, False) if "STRIPED" in launch.arguments else (None,):  # by the batch: hopper_combine.py
+                if striped is not None:
+                    launch.arguments["STRIPED"] = striped
+                suffix = ", many splits" if striped is False else ""
+                yield _variant(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=True)
+    for shape in RAGGED:
+        bs, most = 8, 512
+        indptr = torch.empty(bs + 1, dtype=torch.int32, device="meta")
+        kind, args = _arguments(shape, (indptr, most), (2048,), bs)
+        for config, archs, suffix in _by_config(tuning.choose_ragged, shape, most * shape.heads // max(shape.kv_heads, 1)):
+            call = functools.partial(getattr(steps, f"{kind}_extend"), *args, config=config)
+            (launch,) = _launches(call)
+            yield _counted_on(shape, config, _variant(f"ragged attention, {shape.label}{suffix}", launch, config, archs, False))

@@ -1,0 +1,1 @@
+"""Writes to paged caches, and the tables that say where their pages are."""

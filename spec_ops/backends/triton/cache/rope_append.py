@@ -1,0 +1,125 @@
+"""RoPE of queries and keys, and the append of keys and values, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from spec_ops.backends.triton.cache.append import slot_start, stored
+from spec_ops.backends.triton.runtime.ahead import ARCHS, FP8_ARCHS, Variant
+from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch
+
+HEADS_BLOCK = 8
+
+
+@triton.jit
+def _rotated(x, row_stride, head_stride, dim_stride, row, head, i, cos, sin, there, HALF: tl.constexpr):
+    """Both halves of a head, `[heads, half]` each, rotated in float32."""
+    at = x + row * row_stride + head.to(tl.int64)[:, None] * head_stride + i.to(tl.int64)[None, :] * dim_stride
+    first = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(at + tl.full([], HALF, tl.int64) * dim_stride, mask=there, other=0.0).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def rope_append_kv_kernel(
+    q, k, v, cos, sin, q_out, k_cache, v_cache, slots,
+    q_row_stride, q_head_stride, q_dim_stride, k_row_stride, k_head_stride, k_dim_stride,
+    v_row_stride, v_head_stride, v_dim_stride, cos_stride, sin_stride, slots_stride,
+    k_page_stride, k_slot_stride, k_cache_head_stride, v_page_stride, v_slot_stride, v_cache_head_stride,
+    k_scale, v_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program `(row, block)`: `BLOCK_HEADS` heads of a row's queries, or behind those of its keys and values."""
+    await_predecessors(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    i = tl.arange(0, BLOCK_HALF)
+    c = tl.load(cos + row * cos_stride + i, mask=i < HALF, other=0.0)[None, :]
+    s = tl.load(sin + row * sin_stride + i, mask=i < HALF, other=0.0)[None, :]
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    if block < q_blocks:
+        head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        there = (head < HEADS)[:, None] & (i < HALF)[None, :]
+        first, second = _rotated(q, q_row_stride, q_head_stride, q_dim_stride, row, head, i, c, s, there, HALF)
+        to = q_out + (row * HEADS + head)[:, None] * DIM
+        tl.store(to + i[None, :], first.to(q_out.dtype.element_ty), mask=there)
+        tl.store(to + HALF + i[None, :], second.to(q_out.dtype.element_ty), mask=there)
+        if 2 * HALF < DIM:
+            q_rest = (head < HEADS)[:, None] & (rest < DIM)[None, :]
+            q_at = q + row * q_row_stride + head.to(tl.int64)[:, None] * q_head_stride
+            kept = tl.load(q_at + rest.to(tl.int64)[None, :] * q_dim_stride, mask=q_rest)
+            tl.store(to + rest[None, :], kept, mask=q_rest)
+    else:
+        head = (block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        here = (head < KV_HEADS)[:, None]
+        slot = tl.load(slots + row * slots_stride)
+        there = here & (i < HALF)[None, :]
+        first, second = _rotated(k, k_row_stride, k_head_stride, k_dim_stride, row, head, i, c, s, there, HALF)
+        dim = tl.arange(0, BLOCK_V)
+        v_there = here & (dim < V_DIM)[None, :]
+        v_at = v + row * v_row_stride + head.to(tl.int64)[:, None] * v_head_stride + dim.to(tl.int64)[None, :] * v_dim_stride
+        values = tl.load(v_at, mask=v_there)
+        if slot >= 0:
+            element: tl.constexpr = k_cache.dtype.element_ty
+            # The rotated key is rounded to the model's dtype before it is quantized, as without this op.
+            to = slot_start(k_cache, slot, k_page_stride, k_slot_stride, PAGE_SIZE)
+            to = to + head.to(tl.int64)[:, None] * k_cache_head_stride
+            tl.store(to + i[None, :], stored(first.to(k.dtype.element_ty), k_scale, element), mask=there)
+            tl.store(to + HALF + i[None, :], stored(second.to(k.dtype.element_ty), k_scale, element), mask=there)
+            if 2 * HALF < DIM:
+                k_rest = here & (rest < DIM)[None, :]
+                k_at = k + row * k_row_stride + head.to(tl.int64)[:, None] * k_head_stride
+                k_kept = tl.load(k_at + rest.to(tl.int64)[None, :] * k_dim_stride, mask=k_rest)
+                tl.store(to + rest[None, :], stored(k_kept, k_scale, element), mask=k_rest)
+            v_to = slot_start(v_cache, slot, v_page_stride, v_slot_stride, PAGE_SIZE)
+            v_to = v_to + head.to(tl.int64)[:, None] * v_cache_head_stride
+            tl.store(v_to + dim[None, :], stored(values, v_scale, element), mask=v_there)
+
+
+def rope_append_kv(q, k, v, cos, sin, k_cache, v_cache, slots, k_scale: float, v_scale: float) -> torch.Tensor:
+    n, heads, dim = q.shape
+    kv_heads, v_dim = v.shape[1:]
+    out = q.new_empty(q.shape)
+    if n == 0:
+        return out
+    half = cos.shape[1]
+    cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (cos, sin))
+    with device_guard(q):
+        launch(
+            rope_append_kv_kernel, (n, triton.cdiv(heads, HEADS_BLOCK) + triton.cdiv(kv_heads, HEADS_BLOCK)),
+            q, k, v, cos, sin, out, k_cache, v_cache, slots,
+            *q.stride(), *k.stride(), *v.stride(), cos.stride(0), sin.stride(0), slots.stride(0),
+            *k_cache.stride()[:3], *v_cache.stride()[:3], k_scale, v_scale,
+            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, HALF=half, PAGE_SIZE=k_cache.shape[1],
+            BLOCK_HEADS=HEADS_BLOCK, BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)), BLOCK_V=triton.next_power_of_2(max(v_dim, 1)),
+            num_warps=4, early=True,
+        )  # fmt: skip
+    return out
+
+
+def ahead() -> Iterator[Variant]:
+    strides = [f"{t}_{s}_stride" for t in "qkv" for s in ("row", "head")]
+    strides += [f"{t}_{s}_stride" for t in "kv" for s in ("page", "slot", "cache_head")] + ["cos_stride", "sin_stride"]
+    for cache, half in (("bf16", 64), ("fp8e4nv", 64), ("bf16", 32)):
+        yield Variant(
+            f"rope_append_kv, {cache} cache{'' if half == 64 else ', half of each head rotated'}",
+            rope_append_kv_kernel,
+            dict.fromkeys(("q", "k", "v", "q_out"), "*bf16:16")
+            | dict.fromkeys(("cos", "sin"), "*fp32:16")
+            | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}:16")
+            | {"slots": "*i64:16", "k_scale": "fp32", "v_scale": "fp32"}
+            | dict.fromkeys(strides, "i64:16"),
+            dict.fromkeys(("q_dim_stride", "k_dim_stride", "v_dim_stride", "slots_stride"), 1)
+            | {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "V_DIM": 128, "HALF": half, "PAGE_SIZE": 64}
+            | {"BLOCK_HEADS": HEADS_BLOCK, "BLOCK_HALF": half, "BLOCK_V": 128}
+            | {"BLOCK_REST": triton.next_power_of_2(max(128 - 2 * half, 1))},
+            archs=ARCHS if cache == "bf16" else FP8_ARCHS,
+        )

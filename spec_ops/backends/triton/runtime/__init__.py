@@ -1,0 +1,1 @@
+"""What every kernel needs around it: launches, arrival counters, compilation without a GPU."""

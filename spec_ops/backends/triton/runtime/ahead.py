@@ -1,0 +1,210 @@
+"""Ahead-of-time compilation of the Triton kernels, without a GPU, and what each takes of a multiprocessor.
+
+A kernel module exposes `ahead() -> Iterable[Variant]`. Spills cost a hot kernel more than any tuning gains, and a kernel that
+needs more shared memory than an architecture has fails at its first launch there: both show here on any machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from spec_ops.backends.triton.attention.tuning import SHARED
+
+ARCHS = (80, 86, 89, 90, 100, 103, 120)
+# Bytes that one block may use: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
+SHARED_LIMIT = {arch: SHARED.get(arch, 99) * 1024 for arch in ARCHS}
+
+FP8_ARCHS = tuple(arch for arch in ARCHS if arch >= 89)  # that convert to and from e4m3
+
+ArgType = str | tuple["ArgType", ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialization of a kernel.
+
+    Attributes:
+        name: of the table's row, such as `"append_kv bf16"`; unique.
+        kernel: the `@triton.jit` (or Gluon) function.
+        signature: Triton type of each argument that is no constant: `"*bf16"`, `"i32"`, `"fp32"`, a tuple of types for a tuple
+            argument. `":16"` at the end (`"*bf16:16"`, `"i64:16"`) promises a multiple of 16, as a launch finds for aligned
+            pointers and for strides; without it nothing is vectorized.
+        constexprs: value of each constexpr (but `PDL`, which is true from sm_90 on: `launch.py`), and of each other argument
+            that a launch makes a constant: None, and integers of value 1 such as the stride of a last dimension.
+        num_warps, num_stages: as in the launch.
+        hot: on the path of a decode step, where no spill is tolerated.
+        archs: architectures it is launched on.
+        options: further compile options, such as `{"maxnreg": 168}`.
+        programs: blocks that must be resident on a multiprocessor at once, as a cooperative launch relies on.
+        early: as in `launch`: then no more than `programs` may fit, or they would not spread evenly.
+        estimated: bytes of shared memory that the launch counts on (`tuning.py`); below sm_90 it takes no more. None if nothing
+            is counted on.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, ArgType]
+    constexprs: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    hot: bool = True
+    archs: tuple[int, ...] = ARCHS
+    options: Mapping[str, Any] = field(default_factory=dict)
+    programs: int = 1
+    early: bool = False
+    estimated: int | None = None
+
+
+class Resources(NamedTuple):
+    """What a kernel takes, and what keeps it from being fast.
+
+    Attributes:
+        registers: per thread. shared_bytes: per block.
+        spill_bytes: of registers (stack frame), per thread.
+        loop_spills: how many instructions of innermost loops access such bytes; None if Triton's disassembler does not know
+            the architecture (3.6's not sm_103).
+        serialized: whether each `wgmma` waits for the one before (sm_90). ptxas does that to a whole kernel where it cannot
+            tell that nothing else touches their registers, and says so only in its log.
+    """
+
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    loop_spills: int | None
+    serialized: bool = False
+
+
+def resident_blocks(used: Resources, num_warps: int, arch: int) -> int:
+    """How many blocks of a kernel fit on a multiprocessor of `arch` at once.
+
+    By the occupancy calculator's rules: registers go to warps in units of 8 a thread, out of a quarter of 65,536 for each of
+    the four schedulers; a block takes 1 KB of shared memory more than it asks for.
+    """
+    most = 12 if arch in (86, 89, 120) else 16
+    warps_per_scheduler = min(16384 // (32 * -(-used.registers // 8) * 8), most)
+    by_shared = (SHARED_LIMIT[arch] + 1024) // (used.shared_bytes + 1024)
+    return min(4 * warps_per_scheduler // num_warps, by_shared)
+
+
+def variants() -> Iterator[Variant]:
+    """Those of every kernel module of this package."""
+    package = importlib.import_module("spec_ops.backends.triton")
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(info.name)
+        if callable(declared := getattr(module, "ahead", None)):
+            yield from declared()
+
+
+def first_of_each_kernel(all_variants: Iterable[Variant]) -> list[Variant]:
+    """The first variant declared of every kernel: what there is time for in CI."""
+    return list({id(v.kernel): v for v in reversed(list(all_variants))}.values())[::-1]
+
+
+def compile_ahead(variant: Variant, arch: int) -> Resources:
+    """What the variant takes on `arch` (90 for sm_90).
+
+    Raises:
+        ValueError: the signature and the constants do not cover the kernel's arguments; the kernel is an interpreted one.
+    """
+    return resources(compiled(variant, arch))
+
+
+def compiled(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
+    """The variant, compiled by triton with the assembler that comes with it; raises as `compile_ahead` does."""
+    kernel = variant.kernel
+    if not isinstance(kernel, triton.JITFunction):
+        raise ValueError(
+            f"compile_ahead: `variant.kernel` must be a compiled @triton.jit function, got {type(kernel).__name__}; "
+            "unset TRITON_INTERPRET"
+        )
+    constexprs = dict(variant.constexprs) | ({"PDL": arch >= 90} if "PDL" in kernel.arg_names else {})
+    given = [*variant.signature, *constexprs]
+    if sorted(given) != sorted(kernel.arg_names):
+        wanted = f"must name each of {kernel.arg_names} once"
+        raise ValueError(f"compile_ahead: {variant.name}: `signature` and `constexprs` {wanted}, got {given}")
+    types: dict[str, Any] = {}
+    attrs: dict[tuple[int, ...], list] = {}
+    for position, name in enumerate(kernel.arg_names):
+        declared = variant.signature.get(name, "constexpr")
+        types[name] = _without_hints(declared, (position,), attrs)
+    source = _source_class(kernel)(kernel, types, constexprs, attrs)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _without_hints(declared: ArgType, path: tuple[int, ...], attrs: dict) -> ArgType:
+    """The type without its `":16"`, which goes to `attrs`."""
+    if isinstance(declared, tuple):
+        return tuple(_without_hints(part, (*path, i), attrs) for i, part in enumerate(declared))
+    name, hint, multiple = declared.partition(":")
+    if hint:
+        if multiple != "16":
+            raise ValueError(f"compile_ahead: a type's hint must be ':16', got {declared!r}")
+        attrs[path] = [["tt.divisibility", 16]]
+    return name
+
+
+def _source_class(kernel) -> type:
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return ASTSource
+
+
+def resources(kernel: triton.compiler.CompiledKernel) -> Resources:
+    """What a compiled kernel takes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        used = {name: int(amount) for name, amount in re.findall(r"(REG|STACK):(\d+)", report)}
+        assembly = _assembly(file.name) if used["STACK"] or "wgmma.mma_async" in kernel.asm["ptx"] else ""
+    loop_spills = None if assembly is None else _loop_spills(assembly)
+    # Not the binary's SHARED: triton's shared memory is dynamic, which the binary does not know of.
+    return Resources(used["REG"], kernel.metadata.shared, used["STACK"], loop_spills, _serialized(assembly or ""))
+
+
+def _assembly(path: str) -> str | None:
+    """`nvdisasm`'s output, None if it does not know the architecture."""
+    read = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", path], capture_output=True, text=True)
+    if "Cannot decode architecture" in read.stderr:
+        return None
+    read.check_returncode()
+    return read.stdout
+
+
+def _serialized(assembly: str) -> bool:
+    """Whether most `wgmma` end a group of their own: a group is the products over all of the inner dimension, 16 at a time."""
+    products = re.findall(r"\bHGMMA\b[^;]*", assembly)
+    return 2 * sum("gsb0" in product for product in products) > len(products)
+
+
+def _loop_spills(assembly: str) -> int:
+    """Accesses to local memory in the innermost loops of `nvdisasm`'s output: backward branches that span no other."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    for line in assembly.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif re.search(r"/\*[0-9a-f]{4,}\*/\s+\S", line):
+            instructions.append(line)
+    loops = {
+        (labels[target[1]], at)
+        for at, line in enumerate(instructions)
+        if (target := re.search(r"\bBRA\b.*(\.L_x_\d+)", line)) and labels[target[1]] <= at
+    }
+    innermost = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for first, last in innermost for line in instructions[first : last + 1])

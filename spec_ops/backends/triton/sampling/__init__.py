@@ -1,0 +1,1 @@
+"""Probabilities, draws and acceptance."""

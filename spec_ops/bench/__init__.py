@@ -1,1 +1,0 @@
-"""Measurements behind `python -m spec_ops bench`."""

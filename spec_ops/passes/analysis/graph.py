@@ -1,0 +1,159 @@
+"""Reading and rewriting post-grad graphs: arguments by schema name, fake values, user source lines.
+
+At this point of Inductor the graph is functional: a mutating op is an `auto_functionalized_v2` node, and a node's value never
+changes. Two uses of one node see the same contents, so value identity is node identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
+from spec_ops.ops.kv_indices import draft_kv_indices_op, draft_kv_indices_steps_op, kv_indices_op, page_table_op
+
+ATTENTION_OPS: dict[Any, str] = {op: name for table in (OPS, HOST_PLAN_OPS) for name, op in table.items()}
+INDEX_OPS: dict[Any, str] = {
+    page_table_op: "page_table",
+    kv_indices_op: "kv_indices",
+    draft_kv_indices_op: "draft_kv_indices",
+    draft_kv_indices_steps_op: "draft_kv_indices_steps",
+}
+
+AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+
+# Where tracing notes the arguments of a custom op as eager mode would pass them. Inductor keeps the inputs' strides to those;
+# a call without the note may get inputs of any strides.
+EAGER = "eager_input_vals"
+
+
+def op_of(node: fx.Node) -> Any:
+    """The operator of ours that `node` calls, also inside `auto_functionalized_v2`; None if it calls none."""
+    if node.op != "call_function":
+        return None
+    target = node.args[0] if node.target is AUTO_FUNCTIONALIZED else node.target
+    return target if getattr(target, "namespace", None) == "spec_ops" else None
+
+
+def mutated_input(node: Any) -> fx.Node | None:
+    """The input of the graph that `node` is, as it is or after earlier mutations; None if it is made in the graph."""
+    while node.target is operator.getitem and op_of(node.args[0]) is not None and node.args[0].target is AUTO_FUNCTIONALIZED:
+        call, place = node.args
+        bases = call.kwargs["_all_bases"]
+        node = bases[place - (len(call.args[0]._schema.returns) or 1)]  # the op's results come first; None if it has none
+    return node if node.op == "placeholder" else None
+
+
+def calls(graph: fx.Graph, *targets: Any) -> Iterator[fx.Node]:
+    """Nodes that call one of `targets`, in order; safe while the graph is edited."""
+    wanted = set(targets)
+    return iter([node for node in graph.nodes if node.op == "call_function" and node.target in wanted])
+
+
+def attention_calls(graph: fx.Graph) -> Iterator[fx.Node]:
+    return calls(graph, *ATTENTION_OPS)
+
+
+def _position(node: fx.Node, name: str) -> int:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if name not in names:
+        raise KeyError(f"{node.target} has no argument {name!r}")
+    return names.index(name)
+
+
+def has_arg(node: fx.Node, name: str) -> bool:
+    return any(argument.name == name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+
+
+def arg(node: fx.Node, name: str) -> Any:
+    """Argument of an op call by its schema name, wherever it was passed; the schema's default if it was not."""
+    index = _position(node, name)
+    if index < len(node.args):
+        return node.args[index]
+    return node.kwargs.get(name, node.target._schema.arguments[index].default_value)  # type: ignore[union-attr]
+
+
+def value(node: Any) -> Any:
+    """Fake value of a node (what it is otherwise: itself)."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def set_arg(node: fx.Node, name: str, new: Any) -> None:
+    index = _position(node, name)
+    if index < len(node.args):
+        node.update_arg(index, new)
+    else:
+        node.update_kwarg(name, new)
+    if (eager := node.meta.get(EAGER)) is not None:
+        args, kwargs = list(eager[0]), dict(eager[1])
+        if index < len(args):
+            args[index] = value(new)
+        else:
+            kwargs[name] = value(new)
+        node.meta[EAGER] = (tuple(args), kwargs)
+
+
+def insert(
+    graph: fx.Graph,
+    before: fx.Node,
+    target: Any,
+    args: tuple,
+    kwargs: dict | None = None,
+    source: fx.Node | None = None,
+    result: Any = None,
+) -> fx.Node:
+    """A new call before `before`, of fake value `result` (default: computed); it inherits the source line of `source` (default
+    `before`).
+
+    A call of our ops gets its inputs with the strides that they have here.
+    """
+    kwargs = kwargs or {}
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value)
+    fakes = (v for n in graph.nodes if isinstance(v := n.meta.get("val"), FakeTensor))
+    fake = next(fakes, None)  # one is enough: all of a graph's fakes share a mode
+    with fake.fake_mode if fake is not None else contextlib.nullcontext():
+        node.meta["val"] = target(*fake_args, **fake_kwargs) if result is None else result
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in (source or before).meta:
+            node.meta[key] = (source or before).meta[key]
+    if op_of(node) is not None:
+        node.meta[EAGER] = (fake_args, fake_kwargs)
+    return node
+
+
+def call_like(graph: fx.Graph, before: fx.Node, node: fx.Node, changes: dict[str, Any], target: Any = None) -> fx.Node:
+    """The call `node` of one of our ops, made anew before `before`: `changes` by argument name, `target` in place of its op.
+
+    What is not changed keeps the strides that it had when the user called the op.
+    """
+    target = target or node.target
+    names = [argument.name for argument in target._schema.arguments]
+    new = insert(graph, before, target, tuple(changes[n] if n in changes else arg(node, n) for n in names), source=node)
+    old_args, old_kwargs = node.meta.get(EAGER, ((), {}))
+    old_names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    kept = {**dict(zip(old_names, old_args, strict=False)), **old_kwargs}
+    args = (kept.get(n, fake) if n not in changes else fake for n, fake in zip(names, new.meta[EAGER][0], strict=True))
+    new.meta[EAGER] = (tuple(args), {})
+    return new
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
+
+
+def source_line(node: fx.Node) -> str:
+    """`file:line` of the user's code that made `node`: the innermost frame outside this package, or else inside it."""
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "") if "/torch/" not in m["file"]]
+    own = [frame for frame in frames if not frame[0].startswith(_PACKAGE)]
+    ours = [frame for frame in frames if not frame[0].startswith(_PACKAGE + "ops/")]
+    return ":".join((own or ours or frames or [("unknown source", "0")])[-1])

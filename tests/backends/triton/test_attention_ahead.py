@@ -1,0 +1,219 @@
+"""What the attention kernels' launches count on, shown without a GPU: so many programs resident on every multiprocessor."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
+
+from spec_ops.backends.registry import AttentionMeta  # noqa: E402
+from spec_ops.backends.triton import _constraint  # noqa: E402
+from spec_ops.backends.triton.attention import launcher as steps  # noqa: E402
+from spec_ops.backends.triton.attention import tuning  # noqa: E402
+from spec_ops.backends.triton.attention import variants as attention_ahead  # noqa: E402
+from spec_ops.backends.triton.runtime import ahead  # noqa: E402
+from spec_ops.backends.triton.runtime.launch import recorded  # noqa: E402
+
+OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+VARIANTS = list(attention_ahead.ahead())
+# A few seconds each; `python -m benchmarks ahead` takes all of them. The usual models' variants for newer architectures
+# on one each, in turn; of the others every head size once, and the largest program of all on the smallest multiprocessor.
+USUAL = [v for v in VARIANTS if min(v.archs) >= 90 and not any(shape.label in v.name for shape in attention_ahead.OTHER_SIZES)]
+TAKEN = [(variant, variant.archs[i % len(variant.archs)]) for i, variant in enumerate(USUAL)]
+for i, shape in enumerate(attention_ahead.OTHER_SIZES):
+    ARCH, QUERIES = (80, 86, 89, 90)[i % 4], (1, 16)[i // 4]
+    NAME = f"attention, {shape.label}, {QUERIES} "
+    TAKEN += [(variant, ARCH) for variant in VARIANTS if variant.name.startswith(NAME) and ARCH in variant.archs]
+TAKEN += [(v, 86) for v in VARIANTS if 86 in v.archs and v.name.startswith("attention, MLA 16 heads, 1 causal")]
+
+
+@pytest.mark.parametrize(("variant", "arch"), TAKEN, ids=lambda part: getattr(part, "name", f"sm_{part}"))
+def test_programs_are_resident_at_once(variant, arch):
+    """A cooperative launch fails otherwise, and programs that wait for others would wait for ever. No more than these where a
+    launch may be early (`launch.launch`). Nor does a decode step's kernel spill."""
+    used = ahead.compile_ahead(variant, arch)
+    assert used.shared_bytes <= ahead.SHARED_LIMIT[arch]
+    # From sm_90 on the estimate lacks what fp8 and MLA's accumulators take there; `programs` below is what a launch goes by.
+    assert variant.estimated is None or arch >= 90 or used.shared_bytes <= variant.estimated
+    fit = ahead.resident_blocks(used, variant.num_warps, arch)
+    assert fit == variant.programs if variant.early else fit >= variant.programs
+    if variant.hot:
+        assert not used.serialized
+        # Triton 3.6's assembler gives nearly every kernel a stack of 8 to 32 bytes on sm_120.
+        assert used.spill_bytes <= (32 if arch == 120 and OLD_TRITON else 0)
+
+
+def test_launches_are_early_where_programs_fill_a_multiprocessor():
+    """The heads and batches of `benchmarks/results/h200-kernels.json`; one warp for fp8 of 64 leaves room for three more."""
+
+    def full(head_dim: int, kv_bytes: int, rows: int) -> bool:
+        return tuning.choose(90, False, head_dim, head_dim, kv_bytes, rows).full
+
+    assert all(full(head_dim, 2, rows) for head_dim in (64, 128) for rows in (4, 8, 16, 32, 64, 128))
+    assert [full(64, 1, rows) for rows in (8, 32, 128)] == [False, True, True]
+    assert {v.early for v in VARIANTS if v.name.startswith("Hopper")} == {True}
+    assert not any(v.early for v in VARIANTS if v.name.startswith(("ragged", "deterministic attention")))
+
+
+WGMMA = [
+    v for v in VARIANTS if 90 in v.archs and ("D128, 16" in v.name or v.name.startswith("ragged attention, GQA 32/8 D128 "))
+]
+
+
+@pytest.mark.parametrize("variant", WGMMA, ids=lambda variant: variant.name)
+def test_wgmma_run_side_by_side(variant):
+    """On Hopper; what `opaque_zeros` is for."""
+    kernel = ahead.compiled(variant, 90)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert not ahead.resources(kernel).serialized
+
+
+def test_both_masks_and_the_ragged_kernel_are_looked_at():
+    assert all(any(what in v.name for v in WGMMA) for what in ("16 causal", "16 tree", "ragged"))
+
+
+# Pages that no tensor descriptor reads: `(shape, queries)`.
+POINTERS = [(shape, 1) for shape in (attention_ahead.GQA_128, attention_ahead.GQA_64, attention_ahead.GQA_FP8)]
+POINTERS += [(attention_ahead.GQA_128, 16), (attention_ahead.MLA_16, 1)]
+
+
+@pytest.mark.parametrize(("shape", "q_len"), POINTERS, ids=lambda part: getattr(part, "label", part))
+def test_pointers_are_read_in_wide_and_early_loads(shape, q_len):
+    """Through `cp.async`, several blocks ahead. Triton 3.7 read 2 bytes at a time, and nothing ahead, in a loop over keys that
+    began at a value from outside (`attend`)."""
+    kind, args = attention_ahead._arguments(shape, (None, 0), (8, q_len), 8)
+    rows = q_len * shape.heads // max(shape.kv_heads, 1)
+    config = tuning.choose(90, not shape.kv_heads, shape.head_dim, shape.v_dim, shape.kv_dtype.itemsize, rows)
+    config = dataclasses.replace(config, tma=False)
+    with recorded() as launches:
+        getattr(steps, kind)(*args, config=config)
+    assert launches[0].arguments["TMA"] is False
+    ptx = ahead.compiled(attention_ahead._variant("pointers", launches[0], config, (90,), hot=False), 90).asm["ptx"]
+    assert "cp.async.c" in ptx
+    assert not re.search(r"ld\.global[\w.:]*\.b(8|16)\b", ptx)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_values_that_no_query_sees_cost_no_registers(arch):
+    """The last level of a tree: after their loop large tiles look for NaN (`attend`), as they do where there is a window."""
+    mask = torch.empty(8, 8, dtype=torch.int64, device="meta")
+    _, arguments = attention_ahead._arguments(attention_ahead.GQA_64, (mask, 24), (8, 8), 8)
+    config = tuning.choose(arch, False, 64, 64, 2, 64)
+    assert config.block_m >= 64
+    assert not config.clear
+    with recorded() as launches:
+        steps.mha(*arguments, config=config)
+    assert launches[0].arguments["TMA"]
+    used = ahead.compile_ahead(attention_ahead._variant("unseen", launches[0], config, (arch,), hot=False), arch)
+    assert used.spill_bytes == 0
+    assert not used.serialized
+
+
+FP8 = [v for v in VARIANTS if "fp8" in v.name and 90 in v.archs and v.hot]
+
+
+@pytest.mark.parametrize("variant", FP8, ids=lambda variant: variant.name)
+def test_fp8_goes_to_products_without_detours(variant):
+    """From e4m3 to float16 at once, not on to bfloat16; and for `mma.sync` without loads of single bytes (see `attend.py`)."""
+    ptx = ahead.compiled(variant, 90).asm["ptx"]
+    assert "cvt.rn.f16x2.e4m3x2" in ptx
+    assert "cvt.bf16.f16" not in ptx
+    assert ("wgmma.mma_async" in ptx) == (variant.constexprs["BLOCK_M"] >= 64)
+    assert not re.search(r"ld\.shared\.(b|u|s)8", ptx)
+
+
+def test_tiles_of_fp8_of_both_kinds_are_looked_at():
+    assert {v.constexprs["BLOCK_M"] for v in FP8} >= {16, 32, 64}
+
+
+def test_one_kernel_of_a_shape_is_hot_on_hopper():
+    """Where a Gluon kernel serves the usual model, the plain one is for what it does not take."""
+    mine = [v for v in VARIANTS if 90 in v.archs and re.match("(Hopper )?attention, GQA 64/8 D64, 16 ", v.name)]
+    assert {(v.name.startswith("Hopper"), v.hot) for v in mine} == {(True, True), (False, False)}
+    usual = [v for v in VARIANTS if max(v.archs) >= 90 and re.match("attention, GQA [^,]* D(64|128)[ ,]", v.name)]
+    assert usual
+    assert all(v.hot for v in usual if v not in mine)
+
+
+def test_every_architecture_has_every_shape():
+    everywhere = [v for v in VARIANTS if not v.name.startswith("Hopper")]
+    names = {v.name.split(" on sm_")[0] for v in everywhere}
+    for arch in ahead.ARCHS:
+        mine = {v.name.split(" on sm_")[0] for v in everywhere if arch in v.archs}
+        assert mine == {name for name in names if arch in ahead.FP8_ARCHS or "fp8" not in name}
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "arch", "blocks"),
+    [
+        (255, 0, 4, 90, 2), (255, 0, 2, 90, 4), (168, 0, 8, 90, 1), (128, 0, 8, 90, 2), (32, 0, 4, 90, 16), (32, 0, 4, 120, 12),
+        (32, 113 * 1024, 4, 90, 2), (32, 114 * 1024, 4, 90, 1), (32, 99 * 1024, 4, 120, 1), (32, 49 * 1024, 4, 120, 2),
+        (32, 228 * 1024, 4, 90, 0), (232, 0, 16, 90, 0),
+        (32, 0, 4, 80, 16), (32, 0, 4, 86, 12), (32, 81 * 1024, 4, 80, 2), (32, 82 * 1024, 4, 80, 1), (32, 49 * 1024, 4, 89, 2),
+    ],
+)  # fmt: skip
+def test_resident_blocks(registers, shared, warps, arch, blocks):
+    """By hand, from the limits in the CUDA programming guide's table of compute capabilities."""
+    assert ahead.resident_blocks(ahead.Resources(registers, shared, 0, 0), warps, arch) == blocks
+
+
+def test_recorded_arguments_are_specialized_as_a_launch_does():
+    hopper = [v for v in VARIANTS if 90 in v.archs]
+    variant = next(v for v in hopper if v.name.startswith("attention, GQA 32/8 D128, 16 tree"))
+    assert variant.signature["q"] == "*bf16:16"
+    assert variant.signature["tree_mask"] == "*i64:16"
+    assert variant.signature["k_stride_page"] == "i32:16"
+    assert variant.signature["bs"] == "i32"
+    assert variant.constexprs["sinks"] is None
+    assert variant.constexprs["MASK_LEN"] == 16
+    assert variant.constexprs["COOPERATIVE"] is True
+    wide = next(v for v in hopper if v.name.startswith("attention, MLA 16 heads, 1 causal"))
+    assert wide.signature["k_cache"].startswith("tensordesc<bf16[")
+    assert wide.signature["k_cache"].endswith(", 512]>")
+    assert wide.constexprs["v_cache"] is None
+
+
+@pytest.mark.parametrize(("window", "block"), [(128, (64, 32)), (129, (64, 64)), (1025, (128, 64))])
+def test_settings_follow_the_window(window, block):
+    mask = torch.empty(8, 16, dtype=torch.int64, device="meta")
+    shape = attention_ahead.GQA_64._replace(window=window)
+    _, arguments = attention_ahead._arguments(shape, (mask, 16), (8, 16), 8)
+    with recorded() as launches:
+        steps.mha(*arguments)
+    assert [(launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]) for launch in launches] == [block]
+
+
+@pytest.mark.parametrize("arch", ahead.ARCHS)
+def test_descriptors_are_read_where_the_hardware_does(arch):
+    """Below sm_90 Triton emulates them: MLA's program then took 116,736 bytes of the 101,376 that sm_86 has."""
+    for head_dim, v_dim, shared_kv in ((64, 64, False), (128, 128, False), (576, 512, True)):
+        for rows in (1, 16, 64, 1000):
+            assert tuning.choose(arch, shared_kv, head_dim, v_dim, 2, rows).tma == (arch >= 90)
+            assert tuning.choose_ragged(arch, shared_kv, head_dim, v_dim, 2, rows).tma == (arch >= 90)
+
+
+@pytest.mark.parametrize(("head_dim", "stored"), [(48, 48), (80, 80), (96, 96), (112, 128), (160, 160), (192, 192), (576, 576)])
+def test_shared_memory_is_that_of_padded_rows(head_dim, stored):
+    """Keys lie in two parts of a power of two, values in one."""
+    config = tuning.Config(16, 64, 2, 3, 1)
+    v_dim = 1 << (head_dim - 1).bit_length()
+    needed = tuning.shared_bytes(config, False, head_dim, head_dim, 2)
+    assert needed == 2 * 16 * (stored + 64) + 2 * 64 * (stored + v_dim) * 2 + 1024
+    assert tuning.shared_bytes(config, True, head_dim, head_dim, 2) == needed - 2 * 64 * v_dim * 2
+
+
+def test_narrow_heads_are_refused():
+    """Keys are read in parts of at least 16: those of a narrower head would run into the next head."""
+    common = {"num_heads": 8, "num_kv_heads": 2, "page_size": 64, "q_len": 1}
+    features = dict.fromkeys(("tree_mask", "window", "sinks", "softcap"), False)
+    for head_dim, refused in ((8, "supports head_dim from 16, not 8"), (16, None)):
+        meta = AttentionMeta(
+            "mha_draft_decode", torch.bfloat16, torch.bfloat16, head_dim=head_dim, v_head_dim=head_dim, **common, **features
+        )
+        assert _constraint(meta, 90) == refused

@@ -1,0 +1,96 @@
+"""`deterministic=True` as an argument: which backend it selects, what it refuses, and that passes keep it. What the kernels do
+is in `tests/interpreter/test_deterministic.py` and `tests/gpu/test_deterministic.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import spec_ops
+from spec_ops.backends import BackendError, available_backends, get_backend, select_backend
+from tests.backends.test_registry import META
+from tests.ops.test_bad_input import attention_call
+
+NAME = "triton-deterministic"
+STEPS = [f"{kind}_{step}" for kind in ("mha", "mla") for step in ("draft_decode", "target_verify", "draft_extend", "extend")]
+
+
+def call(op: str, **changes: Any) -> torch.Tensor:
+    return getattr(spec_ops, op)(**attention_call(*op.split("_", 1)), **changes)
+
+
+@pytest.mark.parametrize("arch", [None, 80, 90, 100, 103, 120])
+def test_auto_never_takes_it(arch):
+    """Not even where nothing else is left but the reference."""
+    selection = select_backend(META, arch)
+    assert selection.backend.name != NAME
+    assert "deterministic=True" in selection.reasons[NAME]
+    assert [name for name in available_backends() if get_backend(name).deterministic] == [NAME]
+
+
+@pytest.mark.parametrize("op", STEPS)
+def test_the_cpu_raises(op):
+    """The reference promises no bits, so nothing takes the place of the kernel."""
+    for backend in ("auto", NAME):
+        with pytest.raises(
+            BackendError, match=f"{op}: `backend` '{NAME}' cannot run this call on CPU: {NAME} needs a CUDA device"
+        ):
+            call(op, deterministic=True, backend=backend)
+    assert call(op, deterministic=False).isfinite().all()
+
+
+@pytest.mark.parametrize("op", STEPS)
+@pytest.mark.parametrize("name", ["reference", "triton", "flashinfer-xqa"])
+def test_another_backend_is_refused(op, name):
+    message = rf"{op}: `backend` must be 'auto' or one of \['{NAME}'\] with `deterministic=True`, got '{name}'"
+    with pytest.raises(ValueError, match=message):
+        call(op, deterministic=True, backend=name)
+
+
+@pytest.mark.parametrize("came", [1, None, "yes"])
+def test_it_is_a_bool(came):
+    with pytest.raises(TypeError, match=f"mha_extend: `deterministic` must be a bool, got {type(came).__name__}"):
+        call("mha_extend", deterministic=came)
+
+
+def test_the_best_ranked_of_several():
+    """One choice for every call, whatever it can run: results of two batch-invariant kernels differ."""
+    better = dataclasses.replace(get_backend(NAME), name="better", rank=5, kernels={"mha_extend": "m:f"})
+    spec_ops.register_backend(better)
+    try:
+        for op in ("mha_extend", "mla_draft_decode"):
+            with pytest.raises(BackendError, match="`backend` 'better' cannot run this call"):
+                call(op, deterministic=True)
+    finally:
+        spec_ops.backends.unregister_backend("better")
+
+
+def test_none_registered():
+    declared = spec_ops.backends.unregister_backend(NAME)
+    try:
+        with pytest.raises(ValueError, match=r"`backend` must be 'auto' or one of \[\] with `deterministic=True`, got 'auto'"):
+            call("mha_extend", deterministic=True)
+    finally:
+        spec_ops.register_backend(declared)
+
+
+def test_passes_keep_it():
+    """An extend that becomes a draft extend, of which one row is used: fewer queries, another op, the same backend."""
+    head = torch.randn(64, 11).bfloat16()
+
+    def fn(t: dict[str, torch.Tensor], deterministic: bool) -> torch.Tensor:
+        indptr = torch.arange(0, 13, 4, dtype=torch.int32, device=t["q"].device)
+        out = spec_ops.mha_extend(**t, q_indptr=indptr, max_q_len=4, deterministic=deterministic)
+        return (out.view(3, 4, 64) @ head)[:, -1]
+
+    t = {"q": torch.randn(12, 4, 16).bfloat16()}
+    t |= {name: torch.randn(8, 16, 2, 16).bfloat16() for name in ("k_cache", "v_cache")}
+    t |= {"block_tables": torch.zeros(3, 2, dtype=torch.int32), "seq_lens": torch.full((3,), 9, dtype=torch.int32)}
+    for deterministic in (True, False):
+        plan = str(spec_ops.explain(fn, t, deterministic, arch="sm90"))
+        assert "mha_extend of 4 queries per request becomes mha_draft_extend" in plan
+        assert "1 of 4 rows per request in 1 attention call" in plan
+        assert (f"mha_draft_extend: {NAME} " in plan) == deterministic

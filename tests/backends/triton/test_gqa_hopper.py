@@ -1,0 +1,89 @@
+"""Which calls the Hopper GQA kernel serves; `test_gqa_hopper.py` has what it computes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+
+import triton
+
+from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
+from spec_ops.backends.triton.runtime import ahead
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+def serves(
+    arch: int = 90, heads: int = 64, kv_heads: int = 8, q_len: int = 16, head_dim: int = 64, v_dim: int = 64,
+    page_size: int = 64, pages: int = 4, dtype: torch.dtype = BF16, kv_dtype: torch.dtype = BF16,
+    window_left: int = -1, softcap: float = 0.0, bs: int = 2,
+) -> bool:  # fmt: skip
+    q = torch.empty(bs, q_len, heads, head_dim, dtype=dtype)
+    k, v = (torch.empty(pages, page_size, kv_heads, d, dtype=kv_dtype) for d in (head_dim, v_dim))
+    return gqa_hopper.supports(arch, q, k, v, window_left, softcap)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {}, {"q_len": 9}, {"q_len": 40}, {"heads": 32, "q_len": 17}, {"heads": 64, "kv_heads": 1, "q_len": 2},
+        {"page_size": 128}, {"page_size": 256}, {"dtype": FP16, "kv_dtype": FP16}, {"bs": 2048},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_serves(call: dict[str, Any]):
+    assert serves(**call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"arch": 80}, {"arch": 100}, {"q_len": 8}, {"heads": 32, "q_len": 16}, {"heads": 40}, {"heads": 128, "kv_heads": 1},
+        {"head_dim": 128, "v_dim": 128}, {"v_dim": 128}, {"page_size": 32}, {"page_size": 16}, {"page_size": 192}, {"pages": 0},
+        {"dtype": torch.float32, "kv_dtype": torch.float32}, {"kv_dtype": FP8}, {"kv_dtype": FP16}, {"window_left": 100},
+        {"softcap": 30.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_leaves_to_the_other_kernel(call: dict[str, Any]):
+    assert not serves(**call)
+
+
+def test_layouts_of_caches():
+    q = torch.empty(2, 16, 64, 64, dtype=BF16)
+    pool = torch.empty(3, 2, 4, 64, 8, 64, dtype=BF16)  # layers, keys and values
+    assert gqa_hopper.supports(90, q, pool[1, 0], pool[1, 1], -1, 0.0)
+    by_page = torch.empty(4, 2, 64, 8, 64, dtype=BF16)  # keys and values in turn
+    assert not gqa_hopper.supports(90, q, by_page[:, 0], by_page[:, 1], -1, 0.0)
+    heads_first = torch.empty(4, 8, 64, 64, dtype=BF16).transpose(1, 2)
+    assert not gqa_hopper.supports(90, q, heads_first, heads_first, -1, 0.0)
+    wide = torch.empty(4, 64, 1024, dtype=BF16)[..., :512].unflatten(2, (8, 64))
+    assert gqa_hopper.supports(90, q, wide, wide, -1, 0.0)
+    once = torch.empty(1, 1, 8, 64, dtype=BF16).expand(4, 64, 8, 64)  # the same token everywhere
+    assert not gqa_hopper.supports(90, q, once, once, -1, 0.0)
+    odd = torch.empty(4 * 64 * 512 + 4, dtype=BF16)[4:].view(4, 64, 8, 64)  # 8 bytes from a multiple of 16
+    assert not gqa_hopper.supports(90, q, odd, odd, -1, 0.0)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
+def test_the_softmax_overlaps_with_products(tmp_path: Path):
+    """In both loops of both warpgroups the exponentials stand between the wait for logits and that for outputs.
+
+    The assembler is free to move them behind both, and does so where nothing holds them back.
+    """
+    variant = next(v for v in ahead.variants() if v.kernel is gqa_hopper.gqa_hopper_attention)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(ahead.compiled(variant, 90).asm["cubin"])
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)]
+    assembly = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    between = re.findall(r"DEPBAR\.LE gsb0, 0x1 ;(.*?)DEPBAR\.LE gsb0, 0x0 ;", assembly, re.DOTALL)
+    assert [part.count("MUFU.EX2") for part in between] == [66] * 4  # 64 numbers of a thread, and what two rows shrink by
+    assert not any("HGMMA" in part for part in between)

@@ -1,0 +1,125 @@
+"""What `bench kernels` compiles in other processes before it measures: that it is what will be launched, and what is told."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.kernels import report as kernel_report
+from benchmarks.kernels.cases import Batch, Case, Heads, select
+from benchmarks.kernels.warmup import PAGES, call_once, short_cases, warm_up
+from spec_ops import cli
+
+CPU = torch.device("cpu")
+TYPES: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "kv_dtype": torch.float32, "page_size": 16}
+SMALL = Case(Heads("gqa", 4, 2, 16, 16), Batch(2, 300, 300), 1, "causal")
+
+
+def test_one_short_case_for_each_binary():
+    cases = select(None, None, None, None, None, quick=False)
+    found = short_cases(cases, 64)
+    # Four kinds of heads, batches of 1, 8, 64 and 32 requests, and 1, 4, 16 queries and 16 in a tree.
+    assert len(found) == len(set(found)) == 4 * 4 * 4
+    assert {(c.heads, c.batch.bs, c.q_len, c.mask) for c in found} == {(c.heads, c.batch.bs, c.q_len, c.mask) for c in cases}
+    assert {tuple(case.batch.lens()) for case in found if case.batch.bs == 1} == {(PAGES * 64,)}
+    (unequal,) = short_cases([replace(SMALL, batch=Batch(3, 20, 70))], 64)
+    assert unequal.batch.lens() == [max(Batch(3, 20, 70).lens())] * 3
+
+
+def test_short_contexts_launch_the_binaries_of_long_ones():
+    pytest.importorskip("triton", reason="triton comes for Linux only")
+    from spec_ops.backends.triton.attention import launcher as steps
+    from spec_ops.backends.triton.attention import tuning
+    from spec_ops.backends.triton.attention import variants as ahead
+    from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
+    from spec_ops.backends.triton.attention.hopper import mla as mla_hopper
+    from spec_ops.backends.triton.attention.hopper import mla_few as mla_hopper_few
+
+    def binary(shape: ahead.Shape, case: Case, launcher: Any, **options: Any) -> tuple:
+        """What Triton's cache looks a binary up by, and whether all programs must be resident."""
+        bs, q_len, length = case.batch.bs, case.q_len, case.batch.low
+        mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if case.mask == "tree" else None
+        _, args = ahead._arguments(shape, (mask, q_len if mask is not None else 0), (bs, q_len), bs)
+        tables = torch.empty(bs, -(-length // 64), dtype=torch.int32, device="meta")
+        args = tuple(tables if arg is args[3] else arg for arg in args[:-1])  # mha: caches are two; mla: cache and its rank
+        (launch,) = ahead._launches(functools.partial(launcher, *args, length, **options))
+        made = ahead._variant("", launch, options.get("config", ahead.HOPPER), (90,), hot=True)
+        return made.kernel, dict(made.signature), dict(made.constexprs), launch.options
+
+    compared = 0
+    for case in select(None, None, ["1x4096", "1x81920", "8x8192", "64x8192"], None, None, quick=False):
+        heads = case.heads
+        shape = ahead.Shape(
+            "", heads.num_heads, heads.num_kv_heads if heads.kind == "gqa" else 0, heads.head_dim, heads.v_head_dim
+        )
+        rows = case.q_len * heads.num_heads // heads.num_kv_heads
+        config = tuning.choose(90, heads.kind == "mla", heads.head_dim, heads.v_head_dim, 2, rows)
+        launchers = [(steps.mla if heads.kind == "mla" else steps.mha, {"config": config})]
+        if heads.kind == "mla":
+            launchers.append(((mla_hopper_few if rows <= mla_hopper_few.MAX_ROWS else mla_hopper).mla, {}))
+        elif heads.head_dim == 64 and rows >= gqa_hopper.MIN_ROWS:
+            launchers.append((gqa_hopper.mha, {}))
+        (short,) = short_cases([case], 64)
+        for launcher, options in launchers:
+            assert binary(shape, short, launcher, **options) == binary(shape, case, launcher, **options)
+            compared += 1
+    assert compared > 64
+
+
+def test_every_backend_is_called_on_every_case():
+    told: list[tuple[int, int, str]] = []
+    cases = [SMALL, replace(SMALL, batch=Batch(2, 900, 900)), replace(SMALL, q_len=4)]
+    warm_up(cases, ["reference", "torch-sdpa", "triton"], 2, **TYPES, tick=lambda *what: told.append(what))
+    assert [(done, total) for done, total, _ in told] == [(n, 4) for n in range(1, 5)]
+    assert sorted(bool(refused) for *_, refused in told) == [False, False, True, True]
+    assert all("triton" in refused for *_, refused in told if refused)  # float32 on a CPU is not for it
+
+
+def test_nothing_is_started_for_torchs_own_attention():
+    warm_up([SMALL], ["torch-sdpa", "torch-flex"], 10**6, **TYPES, tick=lambda *what: pytest.fail(f"called: {what}"))
+
+
+def test_a_call_says_why_it_was_refused():
+    assert call_once(SMALL, "reference", **TYPES) == ""
+    assert "nonsense" in call_once(SMALL, "nonsense", **TYPES)
+
+
+def test_the_command_compiles_first(monkeypatch):
+    asked: list[Any] = []
+
+    def noted(cases, backends, jobs, *, tick, **types):
+        asked.append((len(cases), list(backends), jobs))
+        tick(1, 1, "")
+
+    def measured(cases, backends, **options):
+        asked.append("measured")
+        return iter(())
+
+    monkeypatch.setattr(kernel_report, "warm_up", noted)
+    monkeypatch.setattr(kernel_report, "measure", measured)
+    tiny = ["--device", "cpu", "--heads", "4/2:16", "--case", "1x64", "--q-len", "1", "--backend", "reference"]
+    tiny += ["--copy-rate", "1e10", "--matmul-rate", "1e11"]
+    for options in ([], ["--jobs", "3"]):
+        result = CliRunner().invoke(cli.app, ["bench", "kernels", *tiny, *options])
+        assert result.exit_code == 0, result.output
+    assert asked == ["measured", (1, ["reference"], 3), "measured"]  # nothing is compiled for a CPU unless asked for
+
+
+@pytest.mark.gpu
+def test_the_measuring_process_finds_the_binaries(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # the processes inherit it
+    cuda = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "page_size": 64}
+    cases = select("gqa", ["32/8"], ["3x4096"], [1, 4], ["causal"], quick=False)
+    told: list[str] = []
+    warm_up(cases, ["triton"], 2, **cuda, tick=lambda done, total, refused: told.append(refused))
+    assert told == ["", ""]
+    compiled = set(tmp_path.rglob("*.cubin"))
+    assert len(compiled) == 2
+    for case in cases:
+        assert call_once(case, "triton", **cuda) == ""
+    assert set(tmp_path.rglob("*.cubin")) == compiled

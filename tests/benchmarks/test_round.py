@@ -1,0 +1,295 @@
+"""`python -m benchmarks round`: the rounds it builds, what it counts, and what it makes of kernel names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from benchmarks.round import profile as round_profile
+from benchmarks.round.measure import CompiledRound, RoundCase, floor_bytes
+from benchmarks.round.profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
+from benchmarks.round.report import above_floor, judge_auto
+from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES
+from spec_ops import cli
+from spec_ops.passes import explain, report
+
+TINY = RoundCase("tiny", 3, (40, 70), device="cpu", dtype="float32", compiled=False, repeats=2)
+
+
+@pytest.fixture
+def tiny_mla(monkeypatch):
+    """A DeepSeek-type shape of a size for tests."""
+    small = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4}
+    small |= {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    monkeypatch.setitem(SHAPES, "tiny-mla", replace(MLA_STACK, target=replace(MLA_STACK.target, **small)))
+    return replace(TINY, model="tiny-mla")
+
+
+def two_rounds(case: RoundCase, round: str) -> tuple[CompiledRound, CompiledRound]:
+    """The speculative round and another over equal weights and caches."""
+    ours, other = CompiledRound(case), CompiledRound(replace(case, round=round))
+    pairs = [(getattr(ours.generator, name), getattr(other.generator, name)) for name in ("target", "target_cache")]
+    if other.generator.draft is not None:
+        pairs += [(getattr(ours.generator, name), getattr(other.generator, name)) for name in ("draft", "draft_cache")]
+    with torch.no_grad():
+        for source, copy in pairs:
+            for x, y in zip([*source.parameters(), *source.buffers()], [*copy.parameters(), *copy.buffers()], strict=True):
+                y.copy_(x)
+    for one in (ours, other):
+        one.reset(case.contexts[-1])
+    return ours, other
+
+
+@pytest.mark.parametrize("mla", [False, True], ids=["gqa", "mla"])
+def test_the_naive_round_does_the_same(mla, tiny_mla):
+    """Round by round the same tokens: of several requests, so that pages in random order and ragged rows matter."""
+    torch.manual_seed(0)
+    case = tiny_mla if mla else TINY
+    ours, naive = two_rounds(case, "naive")
+    states = [one.generator._state(case.batch_size) for one in (ours, naive)]
+    for _ in range(5):
+        ours.step()
+        naive.step()
+        for name in ("committed_lens", "last_token", "draft_tokens"):
+            assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
+        torch.testing.assert_close(states[0].draft_hidden, states[1].draft_hidden)
+    assert int(states[0].committed_lens.min()) >= case.contexts[-1] + 5
+
+
+def test_the_passes_clean_the_naive_round():
+    naive = CompiledRound(replace(TINY, round="naive"))
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        plan = explain(naive.step, arch=90)
+    counts = {name: (plan.before[name], plan.after[name]) for name in (report.PAGE_TABLES, report.KV_GENERATIONS)}
+    assert counts == {report.PAGE_TABLES: (4, 1), report.KV_GENERATIONS: (4, 0)}
+    assert (plan.before[report.ITEMS], plan.after[report.ITEMS]) == (4, 0)
+    assert (plan.before[report.PREFILLS], plan.after[report.PREFILLS]) == (1, 0)
+
+
+def test_naive_rounds_draft_chains_only():
+    with pytest.raises(ValueError, match="must draft chains"):
+        CompiledRound(replace(TINY, round="naive", topk=2))
+
+
+def test_plain_rounds_gain_one_token_and_speculative_ones_stay_within_their_slack():
+    ours, plain = two_rounds(TINY, "plain")
+    for one, most in ((plain, 1), (ours, 4)):
+        state = one.generator._state(3)
+        for count in range(1, 4):
+            one.step()
+            gained = state.committed_lens - TINY.contexts[-1]
+            assert bool((gained >= count).all())
+            assert bool((gained <= most * count).all())
+    assert ours.generator.max_seq_len >= max(TINY.contexts) + 4 * (TINY.repeats + 4)
+
+
+def test_rows_of_a_round_on_cpu():
+    rows = list(CompiledRound(TINY).rows())
+    assert [row["context"] for row in rows] == [40, 70]
+    for row in rows:
+        assert row["ms"] > 0
+        assert row["floor_ms"] == pytest.approx(row["weights_floor_ms"] + row["kv_floor_ms"], abs=0.002)
+        assert row["tokens_per_s"] == pytest.approx(3.0 * 3 / row["ms"] * 1e3, rel=0.01)
+        assert (row["round"], row["model"], row["topk"]) == ("speculative", "tiny-2-layers+eagle3", 1)
+
+
+def test_floors_against_the_figures_of_the_models():
+    """By hand: GB of weights per round, KB of KV per token, windows of 128 in every second layer of gpt-oss."""
+
+    def floors(model: str, context: int) -> tuple[float, float]:
+        class Meta:
+            """What `floor_bytes` reads of a generator."""
+
+            target, draft = SHAPES[model].with_layers(None).build("meta", torch.bfloat16)
+            config = RoundCase(model, 1, (context,)).config
+
+        weights, kv = floor_bytes(Meta, 1, context)
+        return weights / 1e9, kv
+
+    # 8.03e9 parameters without the 0.53e9 of the embedding; a head of 0.43e9, three times.
+    assert floors("llama-8b", 1024)[0] == pytest.approx(2 * (7.505 + 3 * 0.425), rel=0.01)
+    assert floors("llama-8b", 1024)[1] == 1024 * 2 * 8 * 128 * 2 * (32 + 3)
+    weights, kv = floors("mla-stack", 1024)
+    assert weights == pytest.approx(16.2, rel=0.01)  # 3.8 ms at 4.3 TB/s
+    assert kv == 1024 * 576 * 2 * (4 + 3)
+    assert floors("gpt-oss", 32768)[1] == 2 * 8 * 64 * 2 * (12 * 128 + 12 * 32768 + 3 * 32768)
+    assert floors("gpt-oss", 64)[1] == 2 * 8 * 64 * 2 * 64 * (24 + 3)
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, MLA_STACK, GPT_OSS], ids=lambda shape: shape.label)
+def test_shapes_scale_in_layers(shape):
+    for layers in (1, 3, None):
+        scaled = shape.with_layers(layers)
+        target, draft = scaled.build("meta", torch.bfloat16)
+        assert target.config.num_layers == (layers or shape.target.num_layers)
+        assert len(target.config.aux_layers) == (0 if shape.draft == "nextn" else 3)
+        assert draft.config.num_layers == 1
+        assert {p.dtype for p in draft.parameters()} == {torch.bfloat16}
+
+
+def test_memory_of_the_largest_case_that_should_fit():
+    """Weights of 16.9 GB, and 32 x 24576 tokens of 132 KiB, and some: on a device of 139 GiB."""
+    need = RoundCase("llama-8b", 32, (1024, 24576)).memory_bytes()
+    assert 16.9e9 + 32 * 24576 * (32 + 1) * 4096 < need < 0.95 * 139 * 2**30
+    assert RoundCase("llama-8b", 32, (32768,)).memory_bytes() > 0.95 * 139 * 2**30
+
+
+def test_where_the_time_goes():
+    """Kernel names as cuBLAS, Inductor, Triton and FlashInfer give them."""
+    times = {
+        "nvjet_sm90_tst_128x8_64x12_2x1_v_bz_TNT": ("matmul", 2000.0),
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>": ("matmul", 120.0),
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>(T1::Params)": ("matmul", 1.0),
+        "split_kv_attention_kernel": ("attention", 360.0),
+        "mla_hopper_attention": ("attention", 20.0),
+        "ragged_attention_kernel": ("attention", 1.0),
+        "kernel_mha(unsigned int, float, __nv_bfloat16*)": ("attention", 1.0),
+        "prepare_kernel": ("attention", 1.0),
+        "clear_kernel": ("attention", 1.0),
+        "void flashinfer::BatchPrefillWithPagedKVCacheKernel<(flashinfer::MaskMode)1>(T1)": ("attention", 1.0),
+        "void flashinfer::PrefillWithKVCacheKernel<flashinfer::CollectiveMainloop<cutlass::gemm::X>>(T1)": ("attention", 1.0),
+        "void flashinfer::mla::BatchMLAPagedAttentionKernel<T1>(T2)": ("attention", 1.0),
+        "void flashinfer::mla::hopper::BatchMLAPageAttentionHopperKernel<T1>(T2)": ("attention", 1.0),
+        "void flashinfer::PersistentVariableLengthMergeStatesKernel<8u>(T1)": ("attention", 1.0),
+        "rope_append_kv_kernel": ("other", 50.0),
+        "append_mla_kv_kernel": ("other", 1.0),
+        "triton_red_fused__fused_rms_norm__unsafe_view_add_29": ("other", 150.0),
+        "void (anonymous namespace)::elementwise_kernel<4>(int)": ("other", 1.0),
+        "Memcpy DtoD (Device -> Device)": ("other", 1.0),
+    }
+    assert {name: kind_of(name) for name in times} == {name: kind for name, (kind, _) in times.items()}
+    kernels = [Kernel(name, 0.0, 2 * duration) for name, (_, duration) in times.items()]
+    expected = {"matmul_ms": 2.121, "attention_ms": 0.389, "other_ms": 0.203, "gaps_ms": 0.287}
+    assert breakdown(kernels, 2, 3.0) == expected
+
+
+def test_small_kernels_by_name():
+    """Per round; without the numbers by which Inductor tells kernels apart."""
+    times = [
+        ("triton_poi_add_7", 1.0),
+        ("rope_append_kv_kernel", 9.0),
+        ("triton_poi_add_12", 2.0),
+        ("nvjet_x", 5.0),
+    ]
+    kernels = [Kernel(name, 0.0, duration) for name, duration in 2 * times]
+    found = small_kernels(kernels, 2)
+    assert found == {"rope_append_kv_kernel": [1, 9], "triton_poi_add": [2, 3]}
+    assert list(found) == ["rope_append_kv_kernel", "triton_poi_add"]
+
+
+def test_a_kernel_that_waits_for_the_last_one_does_not_count_twice():
+    early = [Kernel("a", 0.0, 10.0), Kernel("b", 2.0, 11.0), Kernel("c", 3.0, 4.0), Kernel("d", 15.0, 1.0)]
+    alone = [Kernel("a", 0.0, 10.0), Kernel("b", 10.0, 3.0), Kernel("c", 13.0, 0.0), Kernel("d", 15.0, 1.0)]
+    assert behind_each_other(early) == alone
+    assert behind_each_other(alone) == alone
+
+
+def test_idle_stretches_of_overlapping_kernels():
+    kernels = [Kernel("a", 0.0, 10.0), Kernel("b", 2.0, 3.0), Kernel("c", 12.0, 1.0), Kernel("d", 13.0, 1.0)]
+    assert idle(kernels) == [(10.0, 2.0)]
+
+
+def test_timeline_picture(tmp_path):
+    names = ("nvjet_x", "split_kv_attention_kernel", "rope_append_kv_kernel")
+    kernels = [Kernel(names[i % 3], 10.0 * i, 9.0 - i % 3) for i in range(60)]
+    round_profile.plot(tmp_path / "new" / "round.png", kernels, "title")
+    with Image.open(tmp_path / "new" / "round.png") as image:
+        assert image.width > 1000
+        colors = {color for _, color in image.convert("RGB").getcolors(1 << 24)}
+    assert {(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40)} <= colors  # every lane has bars
+    with pytest.raises(ValueError, match="at least one"):
+        round_profile.plot(tmp_path / "empty.png", [], "title")
+
+
+def test_time_above_the_floor_by_where_it_goes():
+    row = {"matmul_ms": 4.6, "attention_ms": 0.4, "other_ms": 0.3, "gaps_ms": 0.1, "weights_floor_ms": 4.0, "kv_floor_ms": 0.3}
+    assert above_floor(row) == pytest.approx({"matmul": 0.6, "attention": 0.1, "other": 0.3, "gaps": 0.1})
+    assert above_floor({"ms": 200.0}) is None
+
+
+def test_whether_auto_is_the_fastest():
+    def row(backend: str, ms: float, **more) -> dict:
+        same = {"model": "m+eagle3", "bs": 1, "context": 8, "steps": 3, "topk": 1, "round": "speculative", "passes": True}
+        return same | {"backend": backend, "ms": ms} | more
+
+    ahead, level = (
+        judge_auto([row("auto", 5.0), row("flashinfer-xqa", 4.9), row("triton", 5.1)])[0],
+        judge_auto([row("auto", 5.0), row("flashinfer-xqa", 4.7), row("auto", 1.0, bs=2)]),
+    )
+    assert (ahead["fastest"], ahead["auto_over_fastest"], ahead["auto_wins"], ahead["why"]) == (
+        "flashinfer-xqa",
+        1.02,
+        True,
+        None,
+    )
+    assert [v["auto_wins"] for v in level] == [False]  # and nothing is said about a case with one backend
+    assert "rank" in level[0]["why"]
+    (planned,) = judge_auto([row("auto", 5.0), row("flashinfer-fa2", 4.0)])
+    assert "plans on the host" in planned["why"]
+    assert judge_auto([row("auto", 5.0), row("transformers", 4.0, round="assisted")]) == []
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-mla"])
+def test_transformers_assisted_generation(model, tiny_mla):
+    from benchmarks.round.assisted import AssistedRound
+
+    made = AssistedRound(replace(TINY, model=model, round="assisted", batch_size=1, contexts=(30, 150)))
+    rows = list(made.rows())
+    assert [row["context"] for row in rows] == [30, 150]
+    for row in rows:
+        assert row["ms"] > 0
+        assert (row["backend"], row["round"]) == ("transformers", "assisted")
+        assert row["model"].endswith("-2-layers+one-layer")
+    ours, _ = made.case.shape.build("meta", torch.float32)
+    theirs, mine = (sum(p.numel() for p in m.parameters()) for m in (made.target, ours))
+    assert mine <= theirs < 1.03 * mine  # gpt-oss has biases and a router
+    if model == "tiny":  # an assistant with a window fails in transformers 5.17
+        assert made.target.config.layer_types == ["sliding_attention", "full_attention"]
+        assert made.assistant.config.layer_types == ["full_attention"]
+    row = sum(torch.Size(shape).numel() for shape in made.case.shape.target.kv_rows[0]) * 4
+    seen = (128 if model == "tiny" else 150) + 150 + made.case.steps * 150  # the target's two layers, the assistant's one
+    assert made.floor_bytes(150)[1] == seen * row
+
+
+def test_assisted_generation_takes_one_request():
+    from benchmarks.round.assisted import AssistedRound
+
+    with pytest.raises(ValueError, match="one request"):
+        AssistedRound(replace(TINY, round="assisted"))
+
+
+@pytest.mark.gpu
+def test_one_layer_rounds(tmp_path):
+    path, picture = tmp_path / "round.json", tmp_path / "round.png"
+    args = ["bench", "round", "--layers", "1", "--batch-size", "2", "--context", "128", "--context", "200", "--repeats", "5"]
+    args += ["--naive", "--plain", "--passes", "both", "--backend", "auto", "--backend", "triton", "--compile-times"]
+    result = CliRunner().invoke(cli.app, [*args, "--timeline", str(picture), "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    assert picture.stat().st_size > 10_000
+    assert len(found["rows"]) == 3 * 2 * 2 * 2  # kinds, backends, passes, contexts
+    assert len(found["auto"]) == 12
+    for row in found["rows"]:
+        assert row["ms"] > row["floor_ms"] > 0
+        if row["passes"] or row["round"] != "naive":
+            assert row["graph_launches"] == 1
+            assert row["host_launches"] == row["host_syncs"] == 0
+        assert row["kernels"] > 10
+        assert min(row["matmul_ms"], row["attention_ms"], row["other_ms"]) > 0
+        parts = row["matmul_ms"] + row["attention_ms"] + row["other_ms"] + row["gaps_ms"]
+        assert parts == pytest.approx(row["ms"], abs=0.01)
+        assert sum(us for _, us in row["small_kernels"].values()) == pytest.approx(row["other_ms"] * 1e3, abs=5)
+        assert row["compile_cold_s"] > row["compile_warm_s"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu():
+    result = CliRunner().invoke(cli.app, ["bench", "round"])
+    assert result.exit_code == 2
+    assert "CUDA" in result.output

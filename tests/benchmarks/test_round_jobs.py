@@ -1,0 +1,236 @@
+"""Processes of `bench round`: what compiles side by side, what is measured when, and what becomes of failures."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.kernels.measure import Note
+from benchmarks.round import worker as round_worker
+from benchmarks.round.jobs import fitting, groups, run
+from benchmarks.round.measure import RoundCase
+from benchmarks.round.runner import Report
+from spec_ops import cli
+from spec_ops.backends import BackendError
+
+CASE = RoundCase("tiny", 1, (40,), device="cpu", dtype="float32", compiled=False, repeats=2)
+
+# Stands in for the worker: notes what it does when, in a file both in order and by process.
+FAKE = """
+import json, os, sys
+def note(what):
+    with open({log!r}, "a") as f:
+        f.write(f"{{case['batch_size']}} {{what}}\\n")
+case = json.loads(sys.stdin.readline())
+cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+warm = os.path.isdir(cache)
+os.makedirs(cache, exist_ok=True)
+note("warm" if warm else "cold")
+if case["batch_size"] == 8:
+    sys.exit("out of luck")
+print(json.dumps({{"compile_s": 1.04 if warm else 7.25}}), flush=True)
+if sys.stdin.readline().strip() == "measure":
+    note("measured")
+    print(json.dumps({{"row": {{"bs": case["batch_size"]}}}}), flush=True)
+    if case["batch_size"] == 4:
+        print(json.dumps({{"error": "no such kernel", "failed": False}}), flush=True)
+    print(json.dumps({{"done": True}}), flush=True)
+"""
+
+# A worker whose own process lives on, and writes to the caches, for a second.
+HAUNTED = """
+import json, os, subprocess, sys
+cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+write = '''
+import os, sys, time
+end, i = time.monotonic() + 1, 0
+while time.monotonic() < end:
+    os.makedirs(sys.argv[1], exist_ok=True)
+    open(os.path.join(sys.argv[1], str(i := i + 1)), "w").close()
+'''
+sys.stdin.readline()
+subprocess.Popen([sys.executable, "-c", write, cache], stdout=subprocess.DEVNULL)
+while not os.path.isdir(cache):
+    pass
+print(json.dumps({"compile_s": 1.0}), flush=True)
+sys.stdin.readline()
+print(json.dumps({"row": {"bs": 1}}), flush=True)
+print(json.dumps({"done": True}), flush=True)
+"""
+
+# The worker itself, on a case that never compiles. Of its two threads the main one is what is told.
+SLOW = """
+import sys, threading, time
+from benchmarks.round import worker as round_worker
+def compile_forever(case):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    time.sleep(60)
+round_worker.CompiledRound = compile_forever
+round_worker.program()
+"""
+
+
+def fake_run(tmp_path, sizes, **options) -> tuple[dict, list[str]]:
+    log = tmp_path / "log"
+    cases = [replace(CASE, batch_size=size) for size in sizes]
+    command = (sys.executable, "-c", FAKE.format(log=str(log)))
+    settings = {"limit": 60.0, "command": command} | options
+    found = {case.batch_size: results for case, results in run(cases, **settings)}
+    return found, log.read_text().splitlines()
+
+
+def test_compiles_side_by_side_then_measures_one_by_one(tmp_path):
+    found, log = fake_run(tmp_path, [1, 2, 4], jobs=3, memory=float("inf"), warm=False)
+    assert {line for line in log[:3]} == {"1 cold", "2 cold", "4 cold"}
+    assert log[3:] == ["4 measured", "2 measured", "1 measured"]  # the largest first
+    assert found[1] == [{"bs": 1, "compile_cold_s": 7.2, "compile_warm_s": None}]
+    assert isinstance(found[4][1], Note)
+    assert (found[4][0]["bs"], found[4][1].reason, found[4][1].failed) == (4, "no such kernel", False)
+
+
+def test_warm_compilations_find_the_cold_ones_cache(tmp_path):
+    found, log = fake_run(tmp_path, [1, 2], jobs=1, memory=float("inf"), warm=True)
+    assert log == ["2 cold", "2 measured", "2 warm", "1 cold", "1 measured", "1 warm"]
+    assert found[1] == [{"bs": 1, "compile_cold_s": 7.2, "compile_warm_s": 1.0}]
+
+
+def test_a_process_that_dies_is_a_failed_note(tmp_path):
+    found, _ = fake_run(tmp_path, [8, 1], jobs=2, memory=float("inf"), warm=True)
+    (note,) = found[8]
+    assert note.failed
+    assert "exit code 1; out of luck" in note.reason
+    assert found[1][0]["compile_warm_s"] == 1.0
+
+
+def test_a_process_that_lives_on_costs_no_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = (sys.executable, "-c", HAUNTED)
+    ((_, (row,)),) = run([CASE], jobs=1, memory=float("inf"), warm=False, limit=60.0, command=command)
+    assert row["bs"] == 1
+
+
+def test_a_case_that_does_not_compile_in_time_says_where_it_was():
+    told: list[str] = []
+    command = (sys.executable, "-c", SLOW)
+    (case, (note,)), *rest = run([CASE], jobs=1, memory=float("inf"), warm=False, limit=2.0, tell=told.append, command=command)
+    assert not rest
+    assert case == CASE
+    assert note.failed
+    assert "took too long" in note.reason
+    assert "compile_forever" in note.reason
+    assert any(line.startswith("not compiled: ") and "compile_forever" in line for line in told)
+
+
+def test_groups_fit_into_the_device():
+    cases = [RoundCase("llama-8b", size, (1024, 24576)) for size in (1, 8, 32)] + [RoundCase("mla-stack", 1, (1024,))]
+    memory = 142e9
+    found = groups(cases, 8, memory)
+    assert [[case.batch_size for case in group] for group in found] == [[32, 1], [8, 1]]
+    assert all(sum(case.memory_bytes() for case in group) <= memory for group in found)
+    assert [len(group) for group in groups(cases[:2] * 3, 2, 1e15)] == [2, 2, 2]
+
+
+def test_side_by_side_less_than_all_of_the_memory_is_used(tmp_path):
+    need = CASE.memory_bytes()
+    _, log = fake_run(tmp_path, [1, 2], jobs=2, memory=2.1 * need, warm=False)
+    assert log == ["2 cold", "2 measured", "1 cold", "1 measured"]
+
+
+def test_contexts_that_do_not_fit_are_noted():
+    kept, notes = fitting([RoundCase("llama-8b", 32, (1024, 32768, 24576)), RoundCase("llama-8b", 32, (10**6,))], 142e9)
+    assert [case.contexts for case in kept] == [(1024, 24576)]
+    assert [note.failed for note in notes] == [False, False]
+    assert "context 32768 needs about" in notes[0].reason
+
+
+def test_the_worker_answers_in_lines():
+    answers = io.StringIO()
+    round_worker.main(io.StringIO(CASE.to_json() + "\nmeasure\n"), answers)
+    compiled, row, done = (json.loads(line) for line in answers.getvalue().splitlines())
+    assert compiled == {"compile_s": None}
+    assert row["row"]["context"] == 40
+    assert done == {"done": True}
+    only_compiled = io.StringIO()
+    round_worker.main(io.StringIO(CASE.to_json() + "\n"), only_compiled)
+    assert only_compiled.getvalue() == answers.getvalue().splitlines(keepends=True)[0]
+
+
+@pytest.mark.parametrize(("backend", "failed"), [("triton", False), ("nonsense", True)])
+def test_the_worker_tells_a_refusal_from_a_failure(backend, failed, capsys):
+    answers = io.StringIO()
+    round_worker.main(io.StringIO(replace(CASE, backend=backend).to_json() + "\nmeasure\n"), answers)
+    answer = json.loads(answers.getvalue())
+    assert answer["failed"] is failed
+    assert (BackendError.__name__ in answer["error"]) is not failed
+    assert backend in answer["error"]
+    assert "Traceback" in capsys.readouterr().err
+
+
+def bench_round(*args: str):
+    return CliRunner().invoke(cli.app, ["bench", "round", "--device", "cpu", "--model", "tiny", *args])
+
+
+def test_the_command_in_real_processes(tmp_path):
+    path = tmp_path / "round.json"
+    small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--backend", "auto", "--backend", "triton"]
+    result = bench_round(*small, "--plain", "--accept-length", "2.5", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    assert [(row["round"], row["backend"], row["accept_length"]) for row in found["rows"]] == [
+        ("speculative", "auto", 2.5),
+        ("plain", "auto", 1.0),
+    ]
+    assert {note["backend"] for note in found["notes"]} == {"triton"}  # float32 and CPU are not for it
+    assert found["bandwidth"] > 0
+    again = bench_round(*small[:-4], "--append", "--json", str(path), "--steps", "1")
+    assert again.exit_code == 0, again.output
+    both = json.loads(path.read_text())
+    assert [(row["round"], row["steps"]) for row in both["rows"]] == [("speculative", 3), ("plain", 0), ("speculative", 1)]
+    assert both["earlier_runs"] == [found["environment"]]
+    assert both["notes"] == found["notes"]
+    assert "accept length of 2.5" in result.output
+    assert "tokens a second" in result.output  # plain beside speculative
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--model", "llama"], "--model"),
+        (["--device", "tpu"], "--device"),
+        (["--passes", "some"], "--passes"),
+        (["--accept-length", "4.5"], "--accept-length"),
+        (["--tree-width", "2", "--tree-tokens", "99"], "--tree-tokens"),
+        (["--tree-width", "2", "--naive"], "--naive"),
+        (["--timeline", "x.png"], "--timeline"),
+    ],
+)
+def test_bad_options_are_named(args, named):
+    result = bench_round(*args)
+    assert result.exit_code == 2
+    assert named in result.output
+
+
+def test_a_row_measured_again_keeps_its_place(tmp_path):
+    path, settings = tmp_path / "round.json", {"bandwidth": 1.0, "jobs": 1}
+    cases = [replace(CASE, batch_size=size) for size in (1, 2, 4)]
+    first, second, third = (case.row(40, 3.0, (0, 0)) for case in cases)
+    Report(path, False, settings).write(cases[:2], [first, second], [])
+    again = first | {"ms": 2.0}
+    Report(path, True, settings).write(cases, [third, again], [])
+    assert json.loads(path.read_text())["rows"] == [again, second, third]
+
+
+def test_a_case_done_again_loses_its_old_note(tmp_path):
+    path, settings = tmp_path / "round.json", {"bandwidth": 1.0, "jobs": 1}
+    one, two = (replace(CASE, batch_size=size) for size in (1, 2))
+    longer = replace(one, contexts=(10**6,))
+    notes = [Note("auto", str(case), "no module", failed=True) for case in (one, two, longer)]
+    Report(path, False, settings).write([one, two, longer], [], notes)
+    Report(path, True, settings).write([one], [one.row(40, 3.0, (0, 0))], [])
+    assert [note["case"] for note in json.loads(path.read_text())["notes"]] == [str(two), str(longer)]

@@ -1,0 +1,122 @@
+"""The program for compute-sanitizer: every kernel has a case, no unexplained hazard passes, and what explains them holds.
+
+The cases themselves run in `tests/interpreter/test_sanitize_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+
+from benchmarks.sanitize import __main__ as sanitize
+from benchmarks.sanitize import kernels as sanitize_kernels
+from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
+from spec_ops.backends.triton.attention.hopper import mla as mla_hopper
+from spec_ops.backends.triton.runtime import ahead
+
+
+def test_every_kernel_has_a_case():
+    cases = sanitize_kernels.cases()
+    assert {kernel for case in cases for kernel in case.kernels} == sanitize_kernels.package_kernels()
+    assert len({case.name for case in cases}) == len(cases)
+
+
+def place(text: str, kernel: str = "mla_hopper_attention") -> str:
+    """`mla_hopper.py:line` of the line that reads so."""
+    file = f"{kernel.removesuffix('_attention')}.py"
+    lines = (sanitize.SOURCES / file).read_text().splitlines()
+    return f"{file}:{[line.strip() for line in lines].index(text) + 1}"
+
+
+def report(*places: str, kernel: str = "mla_hopper_attention") -> str:
+    """A report of racecheck 2025.3: the first place, and each of the others with it."""
+    lines = [f"========= Error: Race reported between Write access at {kernel}+0x74d0 in {places[0]}"]
+    lines += [f"=========     and Read access at {kernel}+0x1f6f0 in {other} [1920 hazards]" for other in places[1:]]
+    return "\n".join([*lines, "========= \n"])
+
+
+def log(*reports: str) -> str:
+    summary = f"========= RACECHECK SUMMARY: {len(reports)} hazards displayed ({len(reports)} errors, 0 warnings)"
+    return "\n".join(["========= COMPUTE-SANITIZER", *reports, summary])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "pair"), sanitize.ORDERED, ids=lambda part: part if isinstance(part, str) else " / ".join(sorted(part))
+)
+def test_explained_hazards_name_lines_of_the_kernel(kernel, pair):
+    first, second = (list(pair) * 2)[:2]
+    (hazard,) = sanitize.hazards(log(report(place(first, kernel), place(second, kernel), kernel=kernel)))
+    assert hazard.count == 1920
+    assert hazard.reason() == sanitize.ORDERED[kernel, pair]
+
+
+def test_other_hazards_are_not_explained():
+    store, load, entry = place("odd_max.store(m)"), place("m = odd_max.load(S_ROW)"), place("def mla_hopper_attention(")
+    unrelated = place("even_max.store(m_even)")
+    elsewhere = report(store, load, kernel="gqa_hopper_attention")
+    text = log(report(store, load, unrelated), elsewhere, report(entry, load), report(entry, entry, kernel="other_attention"))
+    found = list(sanitize.hazards(text))
+    assert [bool(hazard.reason()) for hazard in found] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        log(report("mla_hopper.py:1", "mla_hopper.py:2")).replace("1 hazards displayed", "2 hazards displayed"),
+        log(report("mla_hopper.py:1", "mla_hopper.py:2").replace("in mla_hopper.py:2", "somewhere")),
+        log(report("mla_hopper.py:1", "mla_hopper.py:2").replace("in mla_hopper.py:1", "somewhere")),
+    ],
+    ids=["no summary", "other count", "second place", "first place"],
+)
+def test_a_log_that_cannot_be_read_is_an_error(text):
+    with pytest.raises(ValueError, match=r"cannot read|does not count"):
+        list(sanitize.hazards(text))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
+@pytest.mark.parametrize("kernel", [mla_hopper.mla_hopper_attention, gqa_hopper.gqa_hopper_attention], ids=["mla", "gqa"])
+def test_a_warpgroup_meets_before_it_announces(kernel):
+    """What `sanitize.ORDERED` claims of a Hopper kernel, in its PTX.
+
+    One thread arrives for its warpgroup: since the last barrier of all its threads, nobody may have accessed shared memory.
+    """
+    hopper = next(v for v in ahead.variants() if v.kernel is kernel)
+    arrivals, met = 0, False
+    for line in ahead.compiled(hopper, 90).asm["ptx"].splitlines():
+        if re.search(r"\b(bar|barrier)\.sync\b", line):
+            met = True
+        elif re.search(r"\b(ld|st)\.shared\b|\b(ld|st)matrix\b|^\s*(\$L\S+:|bra\b|@%p\d+ bra\b)", line):
+            met = False
+        elif "mbarrier.arrive.shared" in line:
+            arrivals += 1
+            assert met, f"arrival {arrivals} without a barrier before it"
+    assert arrivals >= 10
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention, GQA 32/8 D128, 16 tree", "attention, GQA 64/8 D64, 1 causal", "add_skinny_mm, 4 x 4096",
+        "add_skinny_mm, 16 x 4096", "add_skinny_mm, 32 x 4096",
+    ],
+)  # fmt: skip
+def test_copies_of_a_sum_are_equal(name):
+    """A sum that threads exchange (`shfl`) must not take a product into the same instruction.
+
+    Each thread then rounds its own product less, copies of the sum differ, and which of them stays in shared memory is a race
+    (triton-lang/triton#7264).
+    """
+    variant = next(v for v in ahead.variants() if v.name.startswith(name) and 90 in v.archs)
+    exchanged: set[str] = set()
+    for line in ahead.compiled(variant, 90).asm["ptx"].splitlines():
+        if found := re.search(r"shfl\.sync\.bfly\.b32\s+(%\w+)", line):
+            exchanged.add(found[1])
+        elif found := re.search(r"fma\.rn\.f32\s+%\w+, (.*);", line):
+            assert not exchanged & set(found[1].split(", ")), line
+    assert exchanged

@@ -1,0 +1,275 @@
+"""The command line, run in process: what it prints, its exit codes, its errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import spec_ops
+from benchmarks import __main__ as benchmarks
+from spec_ops import cli
+from spec_ops.cli import generate
+from spec_ops.cli.options import parse_device
+from spec_ops.decoding import Generator
+
+
+def run(*args: str):
+    """`python -m spec_ops ARGS`, or `python -m benchmarks` of what follows "bench"."""
+    if args[:1] == ("bench",):
+        return CliRunner().invoke(benchmarks.app, list(args[1:]))
+    return CliRunner().invoke(cli.app, list(args))
+
+
+def test_help_names_the_commands():
+    shown = subprocess.run([sys.executable, "-m", "spec_ops", "--help"], capture_output=True, text=True, check=True).stdout
+    assert "generate" in shown
+    assert "explain" in shown
+
+
+@pytest.mark.parametrize("shape", [[], ["--steps", "2", "--tree-width", "3"]], ids=["chain", "tree"])
+def test_compare_finds_equal_texts(shape):
+    result = run("generate", "--compare", "--max-new-tokens", "48", "--device", "cpu", *shape)
+    assert result.exit_code == 0, result.output
+    assert "texts are equal" in result.output
+    plain, speculative = (int(n) for n in re.search(r"\((\d+) to (\d+)\)", result.output).groups())
+    assert plain == 47
+    assert speculative < 0.7 * plain
+    assert result.output.count("class Matrix:") == 2
+
+
+def test_compare_fails_on_different_texts(monkeypatch):
+    class Wrong(Generator):
+        def generate(self, *args, **kwargs):
+            result = super().generate(*args, **kwargs)
+            if self.draft is not None:
+                result.tokens[0][-1] ^= 1
+            return result
+
+    monkeypatch.setattr(generate, "Generator", Wrong)
+    result = run("generate", "--compare", "--max-new-tokens", "8", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "texts differ" in result.output
+
+
+def test_generate_streams_any_prompt(tmp_path):
+    """Multi-byte characters, rich markup in the text, a prompt file; plain and sampled."""
+    prompt = tmp_path / "prompt.py"
+    text = f"# Füße [bold] → x{' ' * 80}long line\nx[:end:] = ["
+    prompt.write_text(text, encoding="utf-8")
+    for options in (["--plain"], ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9", "--seed", "3"]):
+        result = run("generate", "--prompt-file", str(prompt), "--max-new-tokens", "16", "--device", "cpu", *options)
+        assert result.exit_code == 0, result.output
+        assert text in result.output
+
+
+def test_prompt_file_that_is_not_text(tmp_path):
+    prompt = tmp_path / "prompt.bin"
+    prompt.write_bytes(b"\xff\xfe")
+    result = run("generate", "--prompt-file", str(prompt), "--device", "cpu")
+    assert result.exit_code == 2
+    assert "--prompt-file" in result.output
+
+
+def test_held_out_accept_length(tmp_path):
+    """A small sample of what `python -m benchmarks accept` prints for more prompts; the promise is 2.5."""
+    small = ["--prompts", "8", "--prompt-tokens", "128", "--max-new-tokens", "64", "--device", "cpu"]
+    path = tmp_path / "figures" / "accept.json"
+    result = run("bench", "accept", *small, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    length = float(re.search(r"accept length ([\d.]+)", result.output).group(1))
+    assert length >= 2.5
+    figures = json.loads(path.read_text())
+    assert figures["rows"][0]["accept_length"] == length
+    assert figures["environment"]["torch"] == torch.__version__
+    plain = run("bench", "accept", *small, "--plain")
+    assert "plain: accept length 1.000" in plain.output
+
+
+def refused(*args: str, option: str) -> str:
+    """The one line of a mistake in `option`, with nothing on stdout."""
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("Error: Invalid value for ")
+    assert option in line.removeprefix("Error: Invalid value for ").partition(": ")[0]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("args", "option", "problem"),
+    [
+        (["generate", "--dtype", "int8"], "--dtype", "'int8'"),
+        (["generate", "--device", "nonsense"], "--device", "must be cpu, cuda or cuda:N, got 'nonsense'"),
+        (["generate", "--device", "meta"], "--device", "must be cpu, cuda or cuda:N, got 'meta'"),
+        (["generate", "--device", "mps"], "--device", "must be cpu, cuda or cuda:N, got 'mps'"),
+        (["generate", "--device", "cpu:1"], "--device", "must be cpu, cuda or cuda:N, got 'cpu:1'"),
+        (["bench", "accept", "--device", "meta"], "--device", "got 'meta'"),
+        (["bench", "kernels", "--device", "mps"], "--device", "got 'mps'"),
+        (["explain", "--device", "meta"], "--device", "got 'meta'"),
+        (["generate", "--steps", "0"], "--steps", "1"),
+        (
+            ["generate", "--tree-width", "4", "--tree-tokens", "100"],
+            "--tree-tokens",
+            "--tree-tokens must be in [2, 37], got 100",
+        ),
+        (["generate", "--tree-tokens", "4"], "--tree-tokens", "is for trees: a --tree-width above 1"),
+        (["generate", "--tree-width", "300", "--steps", "1"], "--tree-width", "the draft's vocabulary of 128, got 300"),
+        (["bench", "accept", "--tree-width", "300", "--steps", "1"], "--tree-width", "the draft's vocabulary of 128, got 300"),
+        (["generate", "--compare", "--plain"], "--compare", "greedy"),
+        (["generate", "--compare", "--dtype", "bfloat16"], "--compare", "float32"),
+        (["generate", "--top-p", "1.5"], "--top-p", "1"),
+        (["generate", "--top-p", "0"], "--top-p", "0"),
+        (["generate", "--temperature", "inf"], "--temperature", "inf"),
+        (["generate", "--seed", "9" * 20], "--seed", "9" * 20),
+        (["generate", "--prompt", "a\udcff"], "--prompt", "surrogates"),
+        (["generate", "--prompt-file", "."], "--prompt-file", "is a directory"),
+        (["generate", "--prompt-file", "absent"], "--prompt-file", "does not exist"),
+        (["generate", "--model", "org/name", "--plain"], "--model", "hf download org/name --local-dir FOLDER"),
+        (["generate", "--model", "absent", "--plain"], "--model", "must be a folder, got 'absent'"),
+        (["generate", "--model", ".", "--draft", "org/name"], "--draft", "hf download org/name"),
+        (["generate", "--model", "."], "--model", "needs --draft"),
+        (["generate", "--draft", "."], "--draft", "needs --model"),
+        (["generate", "--set", "top_k=3"], "--set", "needs --model"),
+        (["generate", "--pair", "absent"], "--pair", "does not exist"),
+        (["bench", "accept", "--prompts", "100000"], "--prompts", "at most"),
+        (["bench", "accept", "--corpus", "absent"], "--corpus", "does not exist"),
+        (["bench", "accept", "--json", "."], "--json", "must be a file, got the folder ."),
+        (["bench", "accept", "--json", "/dev/null/x.json"], "--json", "which is a file"),
+        (["bench", "kernels", "--out", "."], "--out", "must be a file"),
+        (["bench", "kernels", "--plot", "/dev/null/x.png"], "--plot", "which is a file"),
+        (["bench", "round", "--json", "."], "--json", "must be a file"),
+        (["bench", "round", "--timeline", "."], "--timeline", "must be a file"),
+        (["bench", "tune", "--json", "."], "--json", "must be a file"),
+        (["bench", "tune", "--table", "absent"], "--table", "does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_before_anything_runs(monkeypatch, args, option, problem):
+    def ran(*_args, **_options):
+        raise AssertionError("a model ran")
+
+    monkeypatch.setattr(Generator, "generate", ran)
+    assert problem in refused(*args, option=option)
+
+
+@pytest.mark.parametrize("args", [["kernels", "--plot"], ["round", "--timeline"]])
+def test_a_plot_needs_matplotlib_before_it_measures(monkeypatch, tmp_path, args):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    command, option = args
+    line = refused("bench", command, option, str(tmp_path / "x.png"), option=option)
+    assert 'needs matplotlib, which is not installed: pip install ".[bench]" in a checkout of spec_ops' in line
+
+
+def test_a_file_without_permission_is_found_early(monkeypatch, tmp_path):
+    """By `os.access`: for root every file can be written to."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert f"{tmp_path} cannot be written to" in refused("bench", "accept", "--json", f"{tmp_path}/a/b.json", option="--json")
+
+
+def test_the_version():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"spec-ops {spec_ops.__version__}\n")
+
+
+def test_the_first_cpu_is_the_cpu():
+    assert parse_device("cpu:0") == torch.device("cpu")
+
+
+def test_few_new_tokens_are_measured():
+    """The warm-up asks for no more than the prompts have room for."""
+    result = run("bench", "accept", "--prompts", "1", "--prompt-tokens", "16", "--max-new-tokens", "2", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_drawn_seed_repeats_the_text():
+    def sampled(*options: str) -> tuple[str, str]:
+        result = run("generate", "--temperature", "1", "--max-new-tokens", "24", "--device", "cpu", *options)
+        assert result.exit_code == 0, result.output
+        header, _, text = result.output.partition("speculative ")
+        return re.search(r"seed (\d+)", header).group(1), text.partition("new tokens")[0]
+
+    seed, text = sampled()
+    assert sampled("--seed", seed) == (seed, text)
+    other, _ = sampled()
+    assert other != seed
+
+
+def test_missing_pair_names_the_file(tmp_path):
+    line = refused("generate", "--pair", str(tmp_path), "--device", "cpu", option="--pair")
+    assert f"checkpoint {tmp_path / 'config.json'}: no such file" in line
+
+
+def test_a_damaged_model_is_one_line(tmp_path):
+    pytest.importorskip("transformers")
+    from tests.helpers.tiny_transformers import make_model, tokenizer
+
+    make_model("llama").save_pretrained(tmp_path)
+    arguments = ["generate", "--model", str(tmp_path), "--plain", "--device", "cpu"]
+    assert "transformers cannot load it" in refused(*arguments, option="--model")  # it has no tokenizer
+    tokenizer().save_pretrained(tmp_path)
+    assert "at least one token" in refused(*arguments, "--prompt", "", option="--prompt")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert "missing ['model.norm.weight']" in refused(*arguments, "--prompt", "the", option="--model")
+    (tmp_path / "config.json").write_text("{")
+    assert f"checkpoint {tmp_path / 'config.json'}: must hold JSON" in refused(*arguments, option="--model")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Writes a tiny model with a tokenizer and a generation_config; returns the arguments that decode with it."""
+    pytest.importorskip("transformers")
+    from tests.helpers.tiny_transformers import make_model, tokenizer
+
+    def write(**settings) -> list[str]:
+        make_model("llama").save_pretrained(tmp_path)
+        tokenizer().save_pretrained(tmp_path)
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+        return ["generate", "--model", str(tmp_path), "--plain", "--device", "cpu", "--prompt", "the thing"]
+
+    return write
+
+
+def test_the_settings_of_a_checkpoint_are_kept(checkpoint):
+    arguments = checkpoint(do_sample=True, temperature=0.7, top_k=9, max_new_tokens=6, eos_token_id=[])
+    result = run(*arguments, "--seed", "3")
+    assert result.exit_code == 0, result.output
+    assert "temperature 0.7, top-k 9, seed 3" in " ".join(result.output.split())
+    assert re.search(r"plain\s+│\s+6\s+│", result.output)
+    shown = " ".join(run(*arguments, "--temperature", "0.5", "--set", "top_k=0", "--seed", "3").output.split())
+    assert "temperature 0.5, seed 3" in shown
+    assert "; greedy" in " ".join(run(*arguments, "--temperature", "0").output.split())
+
+
+def test_a_setting_that_rounds_do_not_take_is_refused_and_can_be_switched_off(checkpoint):
+    arguments = checkpoint(repetition_penalty=1.3, max_new_tokens=4)
+    assert "`repetition_penalty` must be 1.0, got 1.3: not supported" in refused(*arguments, option="--model / --set")
+    assert run(*arguments, "--set", "repetition_penalty=1.0").exit_code == 0
+    assert "unexpected argument `nonsense`" in refused(*arguments, "--set", "nonsense=1", option="--set")
+    assert "must be NAME=VALUE, got 'top_k'" in refused(*arguments, "--set", "top_k", option="--set")
+    two = ["--set", "repetition_penalty=null", "--set", "num_return_sequences=2", "--set", "do_sample=true"]
+    assert "`num_return_sequences` must be 1" in refused(*arguments, *two, option="--set")
+
+
+def test_stop_strings_and_limits_of_a_checkpoint(checkpoint):
+    arguments = checkpoint(max_new_tokens=12, eos_token_id=[])
+    text = run(*arguments).stdout.partition("the thing")[2].partition("\n")[0]
+    stopped = run(*arguments, "--set", f"stop_strings={text[2]}").stdout.partition("the thing")[2].partition("\n")[0]
+    assert stopped == text[: text.index(text[2]) + 1]
+
+
+def test_compare_refuses_a_checkpoint_that_samples(checkpoint):
+    arguments = [name for name in checkpoint(do_sample=True) if name != "--plain"]
+    arguments += ["--draft", arguments[2], "--compare"]
+    assert "add --temperature 0" in refused(*arguments, option="--compare")
+    assert run(*arguments, "--temperature", "0", "--max-new-tokens", "8").exit_code == 0

@@ -1,0 +1,124 @@
+"""On a GPU: the compiled round is one CUDA graph per bucket, replayed without syncs, recompiles or growth."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from tqdm.auto import tqdm
+
+from spec_ops.backends import get_backend
+from spec_ops.decoding import GenerationResult, Generator, SamplingParams, SpeculationConfig
+from spec_ops.decoding.arguments import Requests
+from spec_ops.decoding.generate import _Group
+from spec_ops.models.pretrained import load_pair
+from tests.helpers.pass_harness import registered
+
+pytestmark = pytest.mark.gpu
+
+TEXTS = [
+    "def add(a, b):\n",
+    "import os\nimport sys\n\n\ndef main(argv):\n",
+    "class Node:\n    def __init__(self, value):\n",
+    "for i in range(",
+    "    try:\n        return self._cache[key]\n",
+    "# -*- coding: utf-8 -*-\n",
+    "def test_simple(self):\n        self.assertEqual(",
+    "x",
+]
+
+
+def recorded_graphs() -> int:
+    """CUDA graphs recorded so far by Inductor's CUDA-graph trees on this device."""
+    manager = torch._inductor.cudagraph_trees.get_container(torch.cuda.current_device()).tree_manager
+    if manager is None:
+        return 0
+    pending, count = [node for nodes in manager.roots.values() for node in nodes], 0
+    while pending:
+        node = pending.pop()
+        count += 1
+        pending += [child for children in node.children.values() for child in children]
+    return count
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair(device="cuda")
+
+
+@pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(3, 4, 12)], ids=["chain", "tree"])
+def test_one_graph_per_bucket_and_steady_replay(pair, config):
+    target, draft, tokenizer = pair
+    torch._dynamo.reset()
+    counters.clear()
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    plain = Generator(target, max_batch_size=8, max_seq_len=512).generate(prompts, max_new_tokens=64).tokens
+    generator = Generator(target, draft, config, max_batch_size=8, max_seq_len=512, compile=True)
+    before = recorded_graphs()
+    for buckets, batch in enumerate((1, 2, 4, 8), 1):
+        assert generator.generate(prompts[:batch], max_new_tokens=64).tokens == plain[:batch]
+        assert recorded_graphs() - before == buckets
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        # Another batch inside a bucket: other prompts, another number of them.
+        assert generator.generate(prompts[5:], max_new_tokens=64).tokens == plain[5:]
+        assert generator.generate(prompts[:3], max_new_tokens=64).tokens == plain[:3]
+
+        step = generator._rounds[8, False]
+        memory = None
+        rounds = 0
+        while rounds < 1000:
+            limits = [400 - len(p) for p in prompts]
+            state = generator._state(8)
+            requests = Requests(prompts, limits, [])
+            group = _Group(range(8), state, GenerationResult([]), None, None, tqdm(disable=True))
+            with torch.no_grad():
+                generator._load(requests, group, SamplingParams())
+                generator._prefill(state, prompts, False)
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    for _ in range(100):
+                        step()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            rounds += 100
+            torch.cuda.synchronize()
+            now = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            memory = memory or now
+            assert now == memory
+            assert int(state.committed_lens.min()) > 200  # the rounds really decoded
+    assert recorded_graphs() - before == 4
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_output_is_read_one_round_late_but_complete(pair):
+    target, draft, tokenizer = pair
+    generator = Generator(target, draft, max_batch_size=4, max_seq_len=256)
+    prompts = [tokenizer.encode(text) for text in TEXTS[:3]]
+    seen: dict[int, list[int]] = {}
+    result = generator.generate(prompts, max_new_tokens=[40, 3, 1], on_tokens=lambda i, new: seen.setdefault(i, []).extend(new))
+    assert [len(t) for t in result.tokens] == [40, 3, 1]
+    assert [seen[i] for i in range(3)] == result.tokens
+    assert result.stats.request_rounds >= result.stats.rounds
+
+
+def test_a_partitioned_round_gives_the_same_tokens(pair):
+    """A backend that plans on the host: several CUDA graphs with its calls between them, and the tokens of one graph."""
+    target, draft, tokenizer = pair
+    torch._dynamo.reset()
+    prompts = [tokenizer.encode(text) for text in TEXTS[:4]]
+    plain = Generator(target, max_batch_size=4, max_seq_len=512).generate(prompts, max_new_tokens=48).tokens
+    planned = dataclasses.replace(get_backend("reference"), name="planned-reference", host_plan=True, rank=1000)
+    generators = []  # all are kept: what is compiled for a generator that is gone goes with it
+    with registered(planned):
+        for config in (SpeculationConfig(3), SpeculationConfig(3, 4, 12)):
+            before = recorded_graphs()
+            sizes = {"max_batch_size": 4, "max_seq_len": 512, "prefill_backend": "reference"}
+            generators.append(Generator(target, draft, config, compile=True, backend=planned.name, **sizes))
+            for _ in range(2):
+                assert generators[-1].generate(prompts, max_new_tokens=48).tokens == plain
+            assert recorded_graphs() - before > 1

@@ -1,0 +1,66 @@
+"""No op's reference syncs with the device: neither by reading a value (meta tensors have none) nor inside a CUDA graph."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from spec_ops.ops.reference import accept, attention, concatenate, kv_cache, kv_indices, linear, rope, tree
+from tests.ops.test_opcheck import SAMPLES, SEEDS, WITH_CACHES, overload, sample
+
+MODULES: tuple[ModuleType, ...] = (attention, kv_cache, kv_indices, tree, accept, rope, linear, concatenate)
+CASES = [(name, seed, fp8) for name in SAMPLES for seed in SEEDS for fp8 in {False, name in WITH_CACHES}]
+
+
+def reference(name: str):
+    """The reference implementation of an op, as a function of the op's arguments."""
+    if name.endswith(".by"):
+        return lambda *args: reference(name.removesuffix(".by"))(*args[:-1])  # without `backend`
+    name = name.removesuffix(".host_plan").removesuffix("_lowered")
+    function = next(getattr(module, name) for module in MODULES if hasattr(module, name))
+    if name.startswith(("mha_", "mla_")):
+        return lambda *args: function(*args[:-1])  # without `backend`
+    return function
+
+
+@pytest.mark.parametrize(("name", "seed", "fp8"), CASES)
+def test_reference_reads_no_value_off_the_cpu(name, seed, fp8):
+    """`.item()`, `nonzero`, a boolean-mask index or a 0-dim index raise on a meta tensor, which has no values: on a GPU each is
+    a host sync. (Meta stands for CUDA here: the references look at values on CPU alone.)"""
+    args = sample(name, seed, "cpu", fp8)
+    reference(name)(
+        *tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "seed", "fp8"), CASES)
+def test_op_can_be_captured_and_replayed(name, seed, fp8):
+    op = overload(name)
+    args = sample(name, seed, "cuda", fp8)
+    inputs = [value for value in tree_flatten(args)[0] if isinstance(value, torch.Tensor)]
+    saved = [value.clone() for value in inputs]
+
+    def restore() -> None:
+        for value, before in zip(inputs, saved, strict=True):
+            value.copy_(before)
+
+    def results(returned) -> list[torch.Tensor]:
+        outputs = [value for value in tree_flatten(returned)[0] if isinstance(value, torch.Tensor)]
+        return [value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value for value in [*outputs, *inputs]]
+
+    expected = [value.clone() for value in results(op(*args))]
+    restore()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op(*args)
+    for _ in range(2):
+        restore()
+        graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(results(captured), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

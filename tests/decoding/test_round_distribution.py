@@ -1,0 +1,153 @@
+"""The whole round keeps the target's distribution: generation with a tiny random model against the exact probability of every
+sequence, which shows what tests of the acceptance op alone cannot: which uniforms, distributions and cache rows the round uses.
+
+100,000 requests a case, with fixed seeds and the round's own hash as generator, so a run repeats exactly. Thresholds as in
+`test_accept_distribution`: 3 p-values of right rounds are looked at, so another hash or initialization would fail a right round
+with a chance of 0.3% (`PASS`); rounds broken on purpose must fall below `FAIL`, three orders lower.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+import spec_ops.decoding.draft
+import spec_ops.decoding.round
+from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, SpeculativeRound
+from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig, MTPDraft, PagedAttention, PagedKVCache, StandaloneDraft
+from tests.helpers.exact import filtered_probs
+
+DRAWS, ROWS = 100_000, 5_000  # in groups: what a group leaves behind would show too
+PASS, FAIL = 1e-3, 1e-6
+VOCAB, LENGTH = 4, 4  # the prefill's token and three more: at least two rounds for a chain of two drafts with a rejection
+PROMPTS = [[1], [2, 0, 3]]
+PLAIN, FILTERED = {"temperature": 1.0}, {"temperature": 0.9, "top_k": 3, "top_p": 0.9}
+CHAIN, TREE = SpeculationConfig(2), SpeculationConfig(2, 2, 5)
+
+
+def model_config(mla: bool) -> ModelConfig:
+    attention = (
+        {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+        if mla
+        else {"num_kv_heads": 1, "head_dim": 4}
+    )
+    return ModelConfig(
+        vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, aux_layers=(0,), **attention
+    )
+
+
+def language_model(seed: int, mla: bool) -> CausalLM:
+    torch.manual_seed(seed)
+    return CausalLM(model_config(mla))
+
+
+def make_pair(kind: str, mla: bool):
+    target = language_model(1, mla)
+    if kind == "standalone":
+        return target, StandaloneDraft(language_model(2, mla))
+    torch.manual_seed(3)
+    if kind == "mtp":
+        return target, MTPDraft(model_config(mla), target)
+    reduced = torch.tensor([3, 0, 2])  # 1 is never drafted, and only one id keeps its place
+    return target, Eagle3Draft(model_config(False), target, reduced)
+
+
+def exact_joint(target: CausalLM, prompt: list[int], sampling: dict) -> np.ndarray:
+    """Probability of every continuation of `LENGTH` tokens, in `itertools.product`'s order: softmax and filters in float64 over
+    one prefill of every sequence, so neither the round's steps nor its sampling op take part."""
+    sequences = list(itertools.product(range(VOCAB), repeat=LENGTH))
+    size, count = len(prompt) + LENGTH, len(sequences)
+    cache = PagedKVCache(target.config, count, size)
+    attention = PagedAttention(
+        cache,
+        "extend",
+        torch.arange(count, dtype=torch.int32)[:, None],
+        torch.full((count,), size, dtype=torch.int32),
+        torch.arange(count * size),
+        q_indptr=torch.arange(0, count * size + 1, size, dtype=torch.int32),
+        max_q_len=size,
+    )
+    tokens = torch.tensor([prompt + list(sequence) for sequence in sequences])
+    with torch.no_grad():
+        hidden = target(tokens.flatten(), torch.arange(size).repeat(count), attention).hidden
+        logits = target.logits(hidden).unflatten(0, (count, size))[:, len(prompt) - 1 : -1]
+    rows = [[filtered_probs(row, **sampling)[0] for row in sequence] for sequence in logits.tolist()]
+    return np.array([[row[t] for row, t in zip(p, s, strict=True)] for p, s in zip(rows, sequences, strict=True)]).prod(1)
+
+
+def p_value(kind: str, mla: bool, config: SpeculationConfig, sampling: dict, draws: int = DRAWS) -> float:
+    target, draft = make_pair(kind, mla)
+    generator = Generator(target, draft, config, max_batch_size=ROWS, max_seq_len=8, page_size=2)
+    prompts = [PROMPTS[i % 2] for i in range(draws)]
+    result = generator.generate(prompts, max_new_tokens=LENGTH, sampling=SamplingParams(seed=4, **sampling))
+    # A round that never accepted, or never rejected, would show little.
+    assert 1.2 < result.stats.accept_length < config.path_len - 0.2
+    code = np.array(result.tokens) @ VOCAB ** np.arange(LENGTH)[::-1]
+    statistic, freedom = 0.0, 0
+    for i, prompt in enumerate(PROMPTS):
+        expected = exact_joint(target, prompt, sampling) * (draws // 2)
+        counts = np.bincount(code[i::2], minlength=VOCAB**LENGTH)
+        possible = expected > 0
+        if counts[~possible].any():  # a sequence that the target cannot emit
+            return 0.0
+        assert draws < DRAWS or expected[possible].min() >= 5, "too rare for chi-square"
+        statistic += float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+        freedom += int(possible.sum()) - 1
+    return float(scipy.stats.chi2.sf(statistic, freedom))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mla", "config", "sampling"),
+    [
+        pytest.param("eagle3", False, CHAIN, FILTERED, id="gqa-eagle3-chain-filtered"),
+        pytest.param("mtp", True, TREE, FILTERED, id="mla-mtp-tree-filtered"),
+        pytest.param("standalone", False, CHAIN, PLAIN, id="gqa-standalone-chain"),
+    ],
+)
+def test_sampled_rounds_keep_the_distribution(kind, mla, config, sampling):
+    assert p_value(kind, mla, config, sampling) > PASS
+
+
+# Negative controls: rounds broken on purpose. Fewer draws suffice, and make the test harder to fail by chance.
+
+CONTROL_DRAWS = 20_000
+CONTROLS = {CHAIN: ("standalone", False), TREE: ("mtp", True)}
+
+
+def broken_p_value(config: SpeculationConfig) -> float:
+    return p_value(*CONTROLS[config], config, PLAIN, CONTROL_DRAWS)
+
+
+def test_draft_coins_as_accept_coins_are_caught(monkeypatch):
+    """The uniform that drew a draft also decides on it: both are hashed from one counter."""
+    monkeypatch.setattr(spec_ops.decoding.round, "ACCEPT_COUNTER", spec_ops.decoding.draft.DRAFT_COUNTER)
+    assert broken_p_value(CHAIN) < FAIL
+
+
+@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
+def test_accept_coin_as_final_coin_is_caught(monkeypatch, config):
+    monkeypatch.setattr(spec_ops.decoding.round, "FINAL_COUNTER", spec_ops.decoding.round.ACCEPT_COUNTER)
+    assert broken_p_value(config) < FAIL
+
+
+@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
+def test_the_same_coins_every_round_are_caught(monkeypatch, config):
+    for module in (spec_ops.decoding.round, spec_ops.decoding.draft):
+        monkeypatch.setattr(module, "COUNTERS", 0)
+    assert broken_p_value(config) < FAIL
+
+
+def test_rejecting_with_another_distribution_is_caught(monkeypatch):
+    """Drafts are drawn at the round's temperature, but judged as if they had been drawn at another."""
+    accept = SpeculativeRound.accept
+
+    def wrong(self, drafted, logits):
+        flat = drafted.probs.sqrt()
+        return accept(self, drafted._replace(probs=flat / flat.sum(-1, keepdim=True)), logits)
+
+    monkeypatch.setattr(SpeculativeRound, "accept", wrong)
+    assert broken_p_value(CHAIN) < FAIL

@@ -1,0 +1,32 @@
+"""Every example runs, as a user would run it; each asserts what it shows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ARGUMENTS = {
+    "attention_ops.py": [],
+    "chain_and_tree.py": ["--new-tokens", "32"],
+    "compile_your_model.py": ["--backend", "aot_eager"],
+    "sampled_decoding.py": ["--draws", "512"],
+    "transformers_generate.py": ["--new-tokens", "24"],
+}
+TESTED_ELSEWHERE = {"train_tiny.py", "naive_round.py", "blackwell_eagle3.py", "blackwell_mtp_mla.py"}  # by their own test files
+
+
+def test_every_example_is_tested():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(ARGUMENTS) | TESTED_ELSEWHERE
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_example(name):
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *ARGUMENTS[name]], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()

@@ -1,0 +1,205 @@
+"""Batch-invariant attention on a GPU, through the ops: the same bits from the tensor cores however a call is made.
+
+`tests/interpreter/test_deterministic.py` has the logic, in float32. What only a GPU can show: that products, reductions and
+exponentials do not depend on a row's place in a tile, on other rows, or on which of the compiled kernels runs them."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
+]
+
+import spec_ops  # noqa: E402
+from tests.gpu.test_attention import FAMILIES, in_float32, random_call, static_call  # noqa: E402
+
+DEVICE = "cuda"
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+PER_REQUEST = ("q", "block_tables", "seq_lens", "tree_mask")
+# heads, KV heads (0: MLA), head_dim, v_dim, page_size, dtype, cache dtype, options
+MODELS: dict[str, tuple[int, int, int, int, int, torch.dtype, torch.dtype, dict[str, Any]]] = {
+    "GQA 128": (32, 8, 128, 128, 64, BF16, BF16, {}),
+    "GQA 64, sinks and window": (16, 2, 64, 64, 64, BF16, BF16, {"window_left": 700, "sinks": True}),
+    "GQA 128 fp8, small pages": (16, 4, 128, 128, 16, BF16, FP8, {}),
+    "GQA 96, soft cap": (10, 2, 96, 96, 64, FP16, FP16, {"softcap": 20.0}),
+    "MLA": (16, 0, 576, 512, 64, BF16, BF16, {}),
+}
+LENGTHS = (1, 40, 511, 512, 513, 1100, 1600, 5000)
+
+
+def made(model: str, bs: int, q_len: int, seed: int = 0) -> tuple[str, dict[str, Any]]:
+    """`"mha"` or `"mla"` and the arguments of a call; pages of a request lie anywhere in one pool."""
+    heads, kv_heads, dim, v_dim, page, dtype, kv_dtype, options = MODELS[model]
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    pages, width = 400, -(-5016 // page) + 1
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device=DEVICE)
+
+    pick = torch.Generator().manual_seed(seed)
+    lens = torch.tensor(LENGTHS)[torch.randint(len(LENGTHS), (bs,), generator=pick)] + q_len - 1
+    a: dict[str, Any] = {
+        "q": normal(bs, q_len, heads, dim).to(dtype),
+        "block_tables": torch.randint(pages, (bs, width), generator=g, device=DEVICE, dtype=torch.int32),
+        "seq_lens": lens.to(torch.int32).to(DEVICE),
+        "scale": 0.11,
+        **options,
+    }
+    if "sinks" in options:
+        a["sinks"] = normal(heads)
+    if kv_heads:
+        a |= {n: normal(pages, page, kv_heads, d).to(kv_dtype) for n, d in (("k_cache", dim), ("v_cache", v_dim))}
+        a |= {"k_scale": 0.7, "v_scale": 1.3} if kv_dtype == FP8 else {}
+    else:
+        a |= {"kv_cache": normal(pages, page, dim).to(kv_dtype), "kv_lora_rank": v_dim}
+    return "mha" if kv_heads else "mla", a
+
+
+def run(kind: str, step: str, a: dict[str, Any]) -> torch.Tensor:
+    return getattr(spec_ops, f"{kind}_{step}")(**a, deterministic=True)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Zeros of both signs are different bits."""
+    return x.contiguous().view(torch.int16)
+
+
+def rows(a: dict[str, Any], index: torch.Tensor) -> dict[str, Any]:
+    return a | {name: a[name][index] for name in PER_REQUEST if a.get(name) is not None}
+
+
+def chain_words(bs: int, q_len: int) -> torch.Tensor:
+    return torch.tensor([[(1 << (i + 1)) - 1 for i in range(q_len)]] * bs, device=DEVICE)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_any_batch(model, q_len):
+    """64 requests; each alone, and in random batches of 3 and of 40, where other requests are split than before."""
+    kind, a = made(model, 64, q_len)
+    expected = bits(run(kind, "target_verify", a))
+    rng = torch.Generator().manual_seed(1)
+    batches = [torch.tensor([b]) for b in range(64)]
+    batches += [torch.randint(64, (size,), generator=rng) for size in (3,) * 30 + (40,) * 10]
+    for index in batches:
+        index = index.to(DEVICE)
+        assert torch.equal(bits(run(kind, "target_verify", rows(a, index))), expected[index]), index.tolist()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_any_number_of_queries(model):
+    """16 queries verified together, in parts down to one, as a ragged extend, and as a tree that is a chain."""
+    kind, a = made(model, 24, 16)
+    whole = run(kind, "target_verify", a)
+    expected = bits(whole)
+    assert torch.equal(bits(run(kind, "draft_extend", a | {"tree_mask": chain_words(24, 16)})), expected)
+    for first, last in [(i, i + 1) for i in range(16)] + [(0, 4), (4, 8), (12, 16), (5, 14)]:
+        part = {"q": a["q"][:, first:last], "seq_lens": a["seq_lens"] - (16 - last)}
+        assert torch.equal(bits(run(kind, "draft_decode", a | part)), expected[:, first:last]), (first, last)
+    given = torch.randint(17, (24,), generator=torch.Generator().manual_seed(0)).tolist()  # the last so many queries
+    indptr = torch.tensor([0, *given]).cumsum(0).to(torch.int32).to(DEVICE)
+    ragged = {"q": torch.cat([a["q"][b, 16 - n :] for b, n in enumerate(given)]), "q_indptr": indptr, "max_q_len": 16}
+    picked = torch.cat([whole[b, 16 - n :] for b, n in enumerate(given)])
+    assert torch.equal(bits(run(kind, "extend", a | ragged)), bits(picked))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_any_nodes_of_a_tree(model):
+    kind, a = made(model, 9, 16)
+    parents = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 6, 8, 9, 4, 12, 13, 2]
+    words: list[int] = []
+    for node, parent in enumerate(parents):
+        words.append((words[parent] if parent >= 0 else 0) | 1 << node)
+    a |= {"tree_mask": torch.tensor([words] * 9, device=DEVICE), "mask_len": 16}
+    expected = bits(run(kind, "target_verify", a))
+    for nodes in ([0], [15], [5, 8, 11, 13], list(range(4, 16))):
+        part = {"q": a["q"][:, nodes], "tree_mask": a["tree_mask"][:, nodes]}
+        assert torch.equal(bits(run(kind, "target_verify", a | part)), expected[:, nodes]), nodes
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_keys_that_are_not_seen(model):
+    """Drafts behind a query, of large values: a weight of 0 times those must not move how tensor cores align their sums."""
+    kind, a = made(model, 12, 8)
+    tables, page = a["block_tables"], MODELS[model][4]
+    pages = a["k_cache" if kind == "mha" else "kv_cache"].shape[0]
+    a["block_tables"] = torch.arange(pages, dtype=torch.int32, device=DEVICE).expand(12, -1)[:, : tables.shape[1]].contiguous()
+    a["seq_lens"] = torch.tensor([8, 9, 70, 71, 72, 100, 127, 128, 511, 513, 600, 601], dtype=torch.int32, device=DEVICE)
+    for b in range(12):
+        one = rows(a, torch.tensor([b], device=DEVICE))
+        last = int(one["seq_lens"])
+        first_query = one | {"q": one["q"][:, :1], "seq_lens": one["seq_lens"] - 7}
+        expected = bits(run(kind, "draft_decode", first_query))
+        for name in ("k_cache", "v_cache", "kv_cache"):
+            if name in one:
+                one[name] = one[name].clone()
+                flat = one[name].view(torch.uint8 if one[name].dtype == FP8 else one[name].dtype).flatten(0, 1)
+                big = torch.full_like(one[name].flatten(0, 1)[:1], 200.0 if one[name].dtype == FP8 else 3e4)
+                flat[last - 7 : last] = big.view(flat.dtype)
+        assert page * tables.shape[1] >= last
+        assert torch.equal(bits(run(kind, "target_verify", one)[:, :1]), expected), last
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_accuracy_and_batches_of_random_shapes(family):
+    """The harness of the other kernels, with its bound; and the requests of each batch in another order."""
+    f = FAMILIES[family]
+    for seed in range(8):
+        name, a = random_call(f, zlib.crc32(family.encode()) + seed)
+        out = getattr(spec_ops, name)(**a, deterministic=True)
+        expected, weighted = in_float32(name, a), in_float32(name, a, absolute_values=True)
+        allowed = 1.05 * torch.finfo(f.dtype).eps / 2 * (weighted + expected.abs()) + 3e-4
+        error = (out.float() - expected).abs()
+        assert (error <= allowed).all(), f"shape {seed}: off by {error.max():.3g}; lengths {a['seq_lens'].tolist()}"
+        if f.mode != "extend":
+            order = torch.randperm(len(out), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+            assert torch.equal(bits(getattr(spec_ops, name)(**rows(a, order), deterministic=True)), bits(out[order]))
+
+
+@pytest.mark.parametrize("family", ["chain of 4", "tree of 16", "MLA", "ragged"])
+def test_graph_replays_and_launches(family):
+    """One capture replayed over other lengths gives the bits of eager calls; two launches at most, no sync."""
+    name, a, sets = static_call(family, 7, 1)
+    op = getattr(spec_ops, name)
+    expected = [op(**a | given, deterministic=True) for given in sets]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            op(**a, deterministic=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_device) <= 2, on_device
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(**a, deterministic=True)
+    for replay in range(30):
+        i = (replay * 7) % 10
+        for key, value in sets[i].items():
+            a[key].copy_(value)
+        graph.replay()
+        assert torch.equal(bits(out), bits(expected[i])), f"replay {replay}"
+
+
+def test_inside_a_compiled_graph():
+    name, a, sets = static_call("chain of 4", 7, 4)
+    torch._dynamo.reset()
+
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def doubled(q, seq_lens, block_tables):
+        given = a | {"q": q, "seq_lens": seq_lens, "block_tables": block_tables}
+        return 2 * getattr(spec_ops, name)(**given, deterministic=True)
+
+    for given in sets * 2:
+        torch.compiler.cudagraph_mark_step_begin()
+        eager = getattr(spec_ops, name)(**a | given, deterministic=True)
+        assert torch.equal(doubled(a["q"], **given), 2 * eager)

@@ -1,0 +1,156 @@
+"""On two GPUs: every op, workspace and generator gives the same on both, whichever is current."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+import spec_ops  # noqa: E402
+from spec_ops.backends import workspace as scratch  # noqa: E402
+from spec_ops.backends.capture import capture_of_current_stream  # noqa: E402
+from spec_ops.backends.triton.runtime import counters  # noqa: E402
+from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig  # noqa: E402
+from spec_ops.models.pretrained import load_pair  # noqa: E402
+from tests.backends.test_workspace import in_threads  # noqa: E402
+from tests.ops.test_opcheck import SAMPLES, SEEDS, flat_tensors, overload, sample  # noqa: E402
+
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+BOTH = (FIRST, SECOND)
+TEXTS = ["def add(a, b):\n", "import os\nimport sys\n\n\ndef main(argv):\n", "for i in range(", "x"]
+
+
+@pytest.fixture(autouse=True)
+def first_is_current():
+    with torch.cuda.device(FIRST):
+        yield
+        assert torch.cuda.current_device() == 0  # no call leaves another one current
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+
+
+def placed(value: Any, device: torch.device) -> Any:
+    """A copy on `device`, of the same strides; what is on the host stays there."""
+    if isinstance(value, list):
+        return [placed(part, device) for part in value]
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+        return value
+    if torch._debug_has_internal_overlap(value):  # an expanded one
+        return value.to(device)
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return copy.copy_(value)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_op(name, seed):
+    made = sample(name, seed, "cuda", fp8=False)
+    results = []
+    for device in BOTH:
+        args = [placed(arg, device) for arg in made]
+        outputs = flat_tensors(overload(name)(*args))
+        assert all(out.device == device for out in outputs)
+        results.append([bits(part) for part in (*outputs, *(t for arg in args for t in flat_tensors(arg)))])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+# heads, KV heads (0: MLA), head_dim, queries: of every attention kernel.
+KERNELS = {
+    "plain": (32, 8, 128, 4),
+    "many rows": (64, 8, 64, 16),
+    "MLA": (128, 0, 576, 1),
+    "MLA, few rows": (16, 0, 576, 1),
+}
+
+
+def attention(kind: str, device: torch.device, **options: Any) -> torch.Tensor:
+    heads, kv_heads, dim, q_len = KERNELS[kind]
+    rng = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng).bfloat16().to(device)
+
+    q = normal(3, q_len, heads, dim)
+    tables = torch.randperm(48, generator=rng).view(3, 16).int().to(device)
+    lens = torch.tensor([1000, 64, 300], dtype=torch.int32, device=device)
+    if kv_heads:
+        caches = normal(48, 64, kv_heads, dim), normal(48, 64, kv_heads, dim)
+        return spec_ops.mha_target_verify(q, *caches, tables, lens, scale=dim**-0.5, **options)
+    return spec_ops.mla_target_verify(q, normal(48, 64, dim), 512, tables, lens, scale=dim**-0.5, **options)
+
+
+@pytest.mark.parametrize("options", [{"backend": "triton"}, {"deterministic": True}], ids=["triton", "deterministic"])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_attention_kernels(kind, options):
+    wanted, got = (attention(kind, device, **options) for device in BOTH)
+    assert got.device == SECOND
+    assert torch.equal(got.cpu(), wanted.cpu())
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_attention_by_two_threads_on_two_devices(kind):
+    wanted = attention(kind, FIRST, backend="triton").cpu()
+    results = in_threads(4, lambda i: [attention(kind, BOTH[i % 2], backend="triton").cpu() for _ in range(10)])
+    assert all(torch.equal(out, wanted) for outs in results for out in outs)
+
+
+def test_a_capture_is_that_of_the_tensors_device(monkeypatch):
+    """Not of the current one: on a device that captures nothing, a buffer may be made at any time."""
+    monkeypatch.setattr(scratch, "_buffers", {})
+    for device in BOTH:
+        counters.arrival_counters(device, 8)
+    x = torch.ones(4, device=SECOND)
+    with torch.cuda.device(SECOND), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x * 2
+        with torch.cuda.device(FIRST):
+            assert capture_of_current_stream(1) != 0
+            assert capture_of_current_stream(0) == 0
+            assert scratch.workspace("first", FIRST, 64).device == FIRST
+            with pytest.raises(RuntimeError, match="must come before a CUDA graph capture"):
+                scratch.workspace("second", SECOND, 64)
+            captured = counters.arrival_counters(SECOND, 8)
+        assert captured.data_ptr() == counters.arrival_counters(SECOND, 8).data_ptr()
+    assert captured.data_ptr() != counters.arrival_counters(SECOND, 8).data_ptr()
+
+
+def generator(device: torch.device, config: SpeculationConfig, compile: bool) -> tuple[Generator, list[list[int]]]:
+    target, draft, tokenizer = load_pair(device=device)
+    made = Generator(target, draft, config, max_batch_size=4, max_seq_len=512, compile=compile)
+    return made, [tokenizer.encode(text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(3, 4, 12)], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.8, seed=5)], ids=["greedy", "sampled"])
+def test_generator_gives_the_same_tokens(config, compile, sampling):
+    torch._dynamo.reset()
+    tokens, rates = [], []
+    for device in BOTH:
+        made, prompts = generator(device, config, compile)
+        result = made.generate(prompts, max_new_tokens=64, sampling=sampling)
+        tokens.append(result.tokens)
+        rates.append(result.stats.rounds)
+    assert tokens[0] == tokens[1]
+    assert rates[0] == rates[1]
+
+
+def test_generators_of_two_threads_on_two_devices():
+    """Not compiled: torch keeps CUDA graphs of compiled functions for each thread."""
+    pairs = [generator(device, SpeculationConfig(3), False) for device in BOTH]
+    wanted = [made.generate(prompts, max_new_tokens=64).tokens for made, prompts in pairs]
+    assert wanted[0] == wanted[1]
+    for _ in range(3):
+        got = in_threads(2, lambda i: pairs[i][0].generate(pairs[i][1], max_new_tokens=64).tokens)
+        assert got == wanted

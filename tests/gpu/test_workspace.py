@@ -1,0 +1,143 @@
+"""Threads, captures and partitions of a GPU: what kernels keep between launches, and launches that need all of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
+]
+
+from spec_ops.backends.capture import capture_of_current_stream  # noqa: E402
+from spec_ops.backends.triton.attention import launcher as steps  # noqa: E402
+from spec_ops.backends.triton.runtime import counters, launch  # noqa: E402
+from spec_ops.backends.workspace import zeros_outside_graph_pools  # noqa: E402
+from tests.backends.test_workspace import disjoint, in_threads  # noqa: E402
+from tests.gpu.test_attention import SERVED, call, static_call  # noqa: E402
+
+TOO_LARGE = "Triton Error [CUDA]: too many blocks in cooperative launch"
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_threads_with_streams_of_their_own(family):
+    name, a, sets = static_call(family, 7, 2)
+    expected = [call(name, a | given) for given in sets]
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    torch.cuda.synchronize()
+
+    def run(which: int) -> list[tuple[int, torch.Tensor]]:
+        with torch.cuda.stream(streams[which]):
+            return [(i, call(name, a | sets[i])) for turn in range(20) for i in [(3 * turn + which) % 10]]
+
+    results = in_threads(len(streams), run)
+    torch.cuda.synchronize()
+    for results_of_one in results:
+        assert all(torch.equal(out, expected[i]) for i, out in results_of_one)
+
+
+def test_each_capture_has_an_id_and_counters_of_its_own():
+    index = torch.cuda.current_device()
+    assert capture_of_current_stream(index) == 0
+    place = torch.device("cuda", index)
+    sets, ids = [counters.arrival_counters(place, 8)], []
+    for _ in range(3):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ids += [capture_of_current_stream(index)] * 2
+            assert capture_of_current_stream(index) == ids[-1]
+            sets.append(counters.arrival_counters(place, 8))
+            torch.zeros(1, device=place)  # an empty graph warns
+    assert 0 not in ids
+    assert len(set(ids)) == 3
+    assert disjoint(sets)
+
+
+def test_a_buffer_is_made_while_another_thread_captures():
+    """CUDA's usual mode of capture forbids other threads to allocate, and a failed attempt would end the capture."""
+    torch.cuda.empty_cache()
+    x = torch.ones(4, device="cuda")
+    graph, capturing, made = torch.cuda.CUDAGraph(), threading.Event(), threading.Event()
+    buffers = []
+
+    def make() -> None:
+        capturing.wait()
+        try:
+            buffers.append(zeros_outside_graph_pools(x.device, 200 << 20))  # more than torch has at hand: asks CUDA
+        finally:
+            made.set()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        y = x * 2
+        capturing.set()
+        assert made.wait(60)
+        y = y + 1
+    thread.join()
+    assert buffers
+    assert not buffers[0].any()
+    graph.replay()
+    assert torch.equal(y, x * 2 + 1)
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_grid_too_large_for_a_partition_is_launched_otherwise(family, monkeypatch):
+    """As CUDA refuses it: the programs then do not wait for one another."""
+    name, a, sets = static_call(family, 7, 3)
+    expected = [call(name, a | given) for given in sets]
+    refused = []
+
+    def refuse(kernel, grid, *args, **kwargs):
+        if kwargs.get("launch_cooperative_grid"):
+            refused.append(kernel)
+            raise RuntimeError(TOO_LARGE)
+        return launch.launch(kernel, grid, *args, **kwargs)
+
+    modules = [steps]
+    if torch.cuda.get_device_capability() == (9, 0):
+        from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
+        from spec_ops.backends.triton.attention.hopper import mla as mla_hopper
+        from spec_ops.backends.triton.attention.hopper import mla_few as mla_hopper_few
+
+        modules += [gqa_hopper, mla_hopper, mla_hopper_few]
+    for module in modules:
+        monkeypatch.setattr(module, "launch", refuse)
+    for given, whole in zip(sets, expected, strict=True):
+        torch.testing.assert_close(call(name, a | given), whole, rtol=2e-2, atol=2e-2)  # merged by others, or other tiles
+    assert bool(refused) == (family != "ragged")
+
+
+def test_other_failures_of_a_launch_are_not_taken_for_it(monkeypatch):
+    name, a, sets = static_call("chain of 4", 7, 3)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    monkeypatch.setattr(steps, "launch", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        call(name, a | sets[0])
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_CUDAGreenContext"), reason="this torch knows no green contexts")
+@pytest.mark.parametrize("family", SERVED)
+def test_in_a_green_context(family):
+    """A part of the multiprocessors: fewer programs fit than the device has room for."""
+    from torch.cuda import green_contexts
+
+    name, a, sets = static_call(family, 7, 4)
+    expected = [call(name, a | given) for given in sets]
+    torch.cuda.synchronize()
+    context = green_contexts.GreenContext.create(num_sms=16, device_id=torch.cuda.current_device())
+    context.set_context()
+    try:
+        outs = [call(name, a | given) for given in sets]
+        torch.cuda.synchronize()
+    finally:
+        context.pop_context()
+    for out, whole in zip(outs, expected, strict=True):
+        torch.testing.assert_close(out, whole, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,52 @@
+"""`rope_append_kv` in Triton's interpreter, bit for bit as the reference in float32 (the interpreter truncates to bfloat16)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_ops.backends.triton.cache import rope_append as rope
+from spec_ops.ops.reference import rope as reference
+from tests.interpreter.cases import Copy
+
+PAGES, PAGE = 5, 8
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "v_dim", "half"),
+    [(4, 2, 16, 16, 8), (9, 3, 32, 24, 16), (12, 10, 12, 12, 4), (8, 1, 6, 4, 3), (1, 1, 2, 1, 1)],
+)
+def test_like_the_reference(heads, kv_heads, dim, v_dim, half, strided):
+    """More heads than a block holds, values narrower than keys, a part that does not rotate, sizes that are no power of two;
+    dropped rows; queries, keys and values as slices of one projection, caches as layers of one pool."""
+    g = torch.Generator().manual_seed(heads * dim)
+    slots = torch.tensor([3, -1, PAGES * PAGE - 1, 0, -(2**31), 17])
+    n = len(slots)
+    if strided:
+        sizes = [heads * dim, kv_heads * dim, kv_heads * v_dim]
+        parts = torch.randn(n, sum(sizes), generator=g).split(sizes, 1)
+        q, k, v = (part.unflatten(1, (-1, d)) for part, d in zip(parts, (dim, dim, v_dim), strict=True))
+        pool = torch.randn(PAGES + 1, 2, PAGE, kv_heads, dim, generator=g)[1:]  # a row before the first slot
+        k_cache, v_cache = pool[:, 0], pool[:, 1, ..., :v_dim]
+        cos, sin = torch.randn(n, 2, half, generator=g).unbind(1)
+    else:
+        q, k, v = (torch.randn(n, h, d, generator=g) for h, d in ((heads, dim), (kv_heads, dim), (kv_heads, v_dim)))
+        k_cache, v_cache = (torch.randn(PAGES, PAGE, kv_heads, d, generator=g) for d in (dim, v_dim))
+        cos, sin = (torch.randn(n, half, generator=g) for _ in range(2))
+    args = (q, k, v, cos, sin, k_cache, v_cache, slots, 1.0, 1.0)
+    ours, theirs = Copy(args, "cpu"), Copy(args, "cpu")
+    got, want = rope.rope_append_kv(*ours.args), reference.rope_append_kv(*theirs.args)
+    assert got.is_contiguous()
+    assert torch.equal(got, want)
+    for mine, expected in zip(ours.bytes(), theirs.bytes(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_no_rows():
+    empty = torch.zeros(0, 2, 4)
+    cache = torch.zeros(1, 4, 2, 4)
+    out = rope.rope_append_kv(
+        empty, empty, empty, *[torch.zeros(0, 2)] * 2, cache, cache.clone(), torch.zeros(0).long(), 1.0, 1.0
+    )
+    assert out.shape == (0, 2, 4)

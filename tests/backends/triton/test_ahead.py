@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
+import json
 import os
 import pkgutil
 import re
@@ -17,7 +18,10 @@ triton = pytest.importorskip("triton", reason="triton comes for Linux only")
 tl = pytest.importorskip("triton.language")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
 
+from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
+
 import spec_ops.backends.triton as package  # noqa: E402
+from benchmarks.__main__ import app  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 
 VARIANTS = list(ahead.variants())
@@ -55,7 +59,7 @@ def test_no_kernel_is_left_out():
     """By convention the name of what is launched ends in `_kernel` or `_attention`; other `@triton.jit` functions are called by
     kernels."""
     defined = set()
-    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         module = importlib.import_module(info.name)
         functions = [
             f
@@ -170,12 +174,87 @@ def test_incomplete_variant_is_refused():
         ahead.compile_ahead(odd, 90)
 
 
-def test_cli_prints_the_table(monkeypatch):
-    from spec_ops import cli
+def _scale(folder, text: str):
+    """The kernel `scale_kernel` in a module of its own below `folder`."""
+    folder.mkdir()
+    path = folder / "scale.py"
+    path.write_text(f"import triton\nimport triton.language as tl\n\n\n{text}")
+    spec = importlib.util.spec_from_file_location(f"scale_{folder.name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    signature = {"x": "*fp32:16"}
+    return ahead.Variant("scale", module.scale_kernel, signature, {"BLOCK": 128})
 
+
+SCALE = """@triton.jit
+def scale_kernel(x, BLOCK: tl.constexpr):
+    at = x + tl.arange(0, BLOCK)
+    tl.store(at, tl.load(at) * 3.0)
+"""
+
+
+def test_hash_is_that_of_the_code_alone(tmp_path):
+    """A kernel that moved to another file and another line keeps its hash; one that computes something else does not."""
+    commented = SCALE.replace("    at =", "    # why\n\n    at =")
+
+    def hashed(name: str, text: str) -> str:
+        return ahead.ptx_hash(ahead.lowered(_scale(tmp_path / name, text), 90).ptx)
+
+    first = hashed("first", SCALE)
+    assert re.fullmatch("[0-9a-f]{64}", first)
+    assert hashed("moved", "# a line more\n\n" + commented) == first
+    assert hashed("changed", SCALE.replace("3.0", "5.0")) != first
+
+
+def test_hash_ignores_what_debuggers_read(tmp_path):
+    """PTX from a compilation with line information, whose paths and line numbers differ."""
+    first, second = (_scale(tmp_path / name, "# a line more\n" * i + SCALE) for i, name in enumerate(("first", "second")))
+    texts = [ahead.compiled(variant, 90).asm["ptx"] for variant in (first, second)]
+    assert ".loc" in texts[0]
+    assert texts[0] != texts[1]
+    assert ahead.ptx_hash(texts[0]) == ahead.ptx_hash(texts[1])
+
+
+def test_lowered_runs_no_assembler(monkeypatch):
+    plain = ahead.compiled(WASTEFUL, 90)
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *args: pytest.fail("ran the assembler"))
+    fresh = dataclasses.replace(WASTEFUL, constexprs={"BLOCK": 2048})
+    assert ".entry" in ahead.lowered(fresh, 90).ptx
+    assert ahead.lowered(WASTEFUL, 90).shared_bytes == plain.metadata.shared
+    monkeypatch.setattr(CUDABackend, "make_ptx", lambda *args: pytest.fail("made PTX"))
+    assert ahead.lowered(fresh, 100, ptx=False) == ("", 0)
+    assert triton.knobs.runtime.add_stages_inspection_hook is None
+
+
+def test_cli_compares_hashes(tmp_path, monkeypatch):
+    def run(*options: str):
+        return CliRunner().invoke(app, ["ahead", "--arch", "90", *options])
+
+    hashes, other = tmp_path / "hashes.json", tmp_path / "other.json"
+    monkeypatch.setattr(ahead, "variants", lambda: [WASTEFUL])
+    assert run("--hashes", str(hashes)).exit_code == 0
+    assert list(json.loads(hashes.read_text())) == ["wasteful sm_90"]
+    same = run("--compare", str(hashes))
+    assert (same.exit_code, same.output.strip()) == (0, "0 of 1 differ")
+
+    larger = dataclasses.replace(WASTEFUL, constexprs={"BLOCK": 2048})
+    monkeypatch.setattr(ahead, "variants", lambda: [larger, dataclasses.replace(WASTEFUL, name="another")])
+    changed = run("--compare", str(hashes), "--hashes", str(other))
+    assert changed.exit_code == 1
+    assert changed.output.strip() == "new: another sm_90\nchanged: wasteful sm_90\n2 of 2 differ"
+    assert run("--compare", str(hashes), "--kernel", "another").output.strip() == "new: another sm_90\n1 of 1 differ"
+
+    monkeypatch.setattr(ahead, "variants", lambda: [WASTEFUL])
+    assert "missing: another sm_90" in run("--compare", str(other)).output
+    other.write_text("[]")
+    assert run("--compare", str(other)).exit_code == 2
+    assert run("--compare", str(tmp_path / "absent.json")).exit_code == 2
+
+
+def test_cli_prints_the_table(monkeypatch):
     named = dataclasses.replace(WASTEFUL, name="wasteful, with a name that 80 columns leave no room for")
     monkeypatch.setattr(ahead, "variants", lambda: [named])
-    shown = CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90", "--arch", "120"])
+    shown = CliRunner().invoke(app, ["ahead", "--arch", "90", "--arch", "120"])
     assert shown.exit_code == 0
     assert named.name in shown.output
     assert "sm_90" in shown.output
@@ -185,13 +264,13 @@ def test_cli_prints_the_table(monkeypatch):
     for hot, code in ((True, 1), (False, 0)):
         scarce = dataclasses.replace(WASTEFUL, options={"maxnreg": 32}, hot=hot)
         monkeypatch.setattr(ahead, "variants", lambda scarce=scarce: [scarce])
-        assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90"]).exit_code == code
-    assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "75"]).exit_code == 2
+        assert CliRunner().invoke(app, ["ahead", "--arch", "90"]).exit_code == code
+    assert CliRunner().invoke(app, ["ahead", "--arch", "75"]).exit_code == 2
     slow = ahead.Resources(64, 0, 0, 0, serialized=True)
     monkeypatch.setattr(ahead, "compile_ahead", lambda variant, arch: slow)
     for hot, code in ((True, 1), (False, 0)):
         monkeypatch.setattr(ahead, "variants", lambda hot=hot: [dataclasses.replace(WASTEFUL, hot=hot)])
-        shown = CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90"])
+        shown = CliRunner().invoke(app, ["ahead", "--arch", "90"])
         assert shown.exit_code == code
         assert "wgmma serialized" in shown.output
     # Where a launch may be early, room for more programs than the launch counts on fails it too.
@@ -199,4 +278,4 @@ def test_cli_prints_the_table(monkeypatch):
     monkeypatch.setattr(ahead, "compile_ahead", lambda variant, arch: roomy)
     for early, code in ((True, 1), (False, 0)):
         monkeypatch.setattr(ahead, "variants", lambda early=early: [dataclasses.replace(WASTEFUL, early=early)])
-        assert CliRunner().invoke(cli.app, ["bench", "ahead", "--arch", "90"]).exit_code == code
+        assert CliRunner().invoke(app, ["ahead", "--arch", "90"]).exit_code == code

@@ -6,6 +6,8 @@ needs more shared memory than an architecture has fails at its first launch ther
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import pkgutil
 import re
@@ -141,6 +143,53 @@ def compiled(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
     source = _source_class(kernel)(kernel, types, constexprs, attrs)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+class Lowered(NamedTuple):
+    """What is known of a variant before the assembler runs.
+
+    Attributes:
+        ptx: its code, without line information; "" if only `shared_bytes` was asked for.
+        shared_bytes: per block.
+    """
+
+    ptx: str
+    shared_bytes: int
+
+
+def lowered(variant: Variant, arch: int, ptx: bool = True) -> Lowered:
+    """The variant without the assembler's part, and without `ptx` not even that of LLVM; raises as `compile_ahead` does."""
+    with _without_stages("cubin", *(() if ptx else ("ptx",))):
+        kernel = compiled(variant, arch)
+    return Lowered(kernel.asm["ptx"], kernel.metadata.shared)
+
+
+@contextlib.contextmanager
+def _without_stages(*skipped: str) -> Iterator[None]:
+    """Compilations inside take no part in these stages, nor do they carry line information."""
+    key = f"without {skipped} and lines"  # results of cut compilations have cache entries of their own
+
+    def hook(backend=None, stages=None, options=None, language=None, capability=None) -> tuple[str, str]:
+        def skip(source: Any, metadata: dict[str, Any]) -> str | bytes:
+            metadata.setdefault("name", "")  # what `ptx` leaves there, and a kernel must have
+            return b""
+
+        if stages is not None:
+            stages.update((stage, skip) for stage in skipped)
+        return key, hashlib.sha256(key.encode()).hexdigest()
+
+    knobs = triton.knobs
+    with knobs.runtime.scope(), knobs.compilation.scope():
+        knobs.runtime.add_stages_inspection_hook = hook
+        knobs.compilation.disable_line_info = True
+        yield
+
+
+def ptx_hash(ptx: str) -> str:
+    """SHA-256 of the code alone: comments and what debuggers read change no instruction."""
+    ptx = re.sub(r"(?m)^\s*\.(loc|file)\b.*$", "", ptx)
+    ptx = re.sub(r"(?s)\.section\s+\.debug.*", "", ptx)
+    return hashlib.sha256(re.sub(r"//.*", "", ptx).encode()).hexdigest()
 
 
 def _without_hints(declared: ArgType, path: tuple[int, ...], attrs: dict) -> ArgType:

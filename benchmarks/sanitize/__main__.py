@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import spec_ops.backends.triton
 
-SOURCES = Path(spec_ops.backends.triton.__file__).parent
+SOURCES = {path.name: path for path in Path(spec_ops.backends.triton.__file__).parent.rglob("*.py")}
 TOOLS = ("memcheck", "racecheck")
 # By kernel and the text of the two lines: what orders them (offsets and barriers: `docs/decisions.md`).
 _WARPGROUP = (
@@ -58,7 +58,7 @@ class Hazard(NamedTuple):
 
 def source_line(place: str) -> str:
     file, _, line = place.partition(":")
-    return linecache.getline(str(SOURCES / file), int(line)).strip()
+    return linecache.getline(str(SOURCES[file]), int(line)).strip()
 
 
 _ACCESS = re.compile(r"(?:Read|Write|Atomic) access at (?P<kernel>\S+?)\+0x[0-9a-f]+ in (?P<place>\S+?:\d+)")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import __main__ as benchmarks
 from benchmarks.kernels import report as kernel_report
 from benchmarks.kernels.cases import Batch, Case, Heads, select
 from benchmarks.kernels.warmup import PAGES, call_once, short_cases, warm_up
-from spec_ops import cli
 
 CPU = torch.device("cpu")
 TYPES: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "kv_dtype": torch.float32, "page_size": 16}
@@ -105,7 +105,7 @@ def test_the_command_compiles_first(monkeypatch):
     tiny = ["--device", "cpu", "--heads", "4/2:16", "--case", "1x64", "--q-len", "1", "--backend", "reference"]
     tiny += ["--copy-rate", "1e10", "--matmul-rate", "1e11"]
     for options in ([], ["--jobs", "3"]):
-        result = CliRunner().invoke(cli.app, ["bench", "kernels", *tiny, *options])
+        result = CliRunner().invoke(benchmarks.app, ["kernels", *tiny, *options])
         assert result.exit_code == 0, result.output
     assert asked == ["measured", (1, ["reference"], 3), "measured"]  # nothing is compiled for a CPU unless asked for
 

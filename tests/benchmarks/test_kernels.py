@@ -17,6 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import spec_ops
+from benchmarks import __main__ as benchmarks
 from benchmarks import timing
 from benchmarks.kernels import accuracy
 from benchmarks.kernels import cases as kernel_cases
@@ -24,7 +25,6 @@ from benchmarks.kernels import measure as kernels
 from benchmarks.kernels import report as kernel_report
 from benchmarks.kernels.cases import Batch, Case, Heads, Pool, Problem
 from benchmarks.timing import Ceilings, measure_ceilings, time_calls
-from spec_ops import cli
 from spec_ops.backends import registry
 from spec_ops.ops.reference import attention as reference
 from tests.helpers import dense_attention
@@ -118,14 +118,14 @@ def test_options_select_and_combine():
     ],
 )
 def test_bad_options_are_named(options, named):
-    result = CliRunner().invoke(cli.app, ["bench", "kernels", "--device", "cpu", *options])
+    result = CliRunner().invoke(benchmarks.app, ["kernels", "--device", "cpu", *options])
     assert result.exit_code == 2
     assert named in result.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_without_a_gpu():
-    result = CliRunner().invoke(cli.app, ["bench", "kernels", "--quick"])
+    result = CliRunner().invoke(benchmarks.app, ["kernels", "--quick"])
     assert result.exit_code == 2
     assert "CUDA" in result.output
 
@@ -257,7 +257,7 @@ def test_ceilings_are_measured_unless_given():
 
 def bench(tmp_path: Path, *options: str, code: int = 0) -> tuple[dict[str, Any], str]:
     path = tmp_path / "rows.json"
-    result = CliRunner().invoke(cli.app, ["bench", "kernels", *TINY, "--out", str(path), *options])
+    result = CliRunner().invoke(benchmarks.app, ["kernels", *TINY, "--out", str(path), *options])
     assert result.exit_code == code, result.output + repr(result.exception)
     return json.loads(path.read_text()), result.output
 
@@ -533,7 +533,7 @@ def test_quick_run(tmp_path, heads):
     path, picture = tmp_path / "rows.json", tmp_path / "roofline.png"
     options = ["--quick", "--heads", heads, "--case", "2x2048", "--case", "4x512-4096", "--backend", "reference", "--backend",
                "torch-sdpa", "--jobs", "2", "--out", str(path), "--plot", str(picture)]  # fmt: skip
-    result = CliRunner().invoke(cli.app, ["bench", "kernels", *options])
+    result = CliRunner().invoke(benchmarks.app, ["kernels", *options])
     assert result.exit_code == 0, result.output + repr(result.exception)
     figures = json.loads(path.read_text())
     assert 1e11 < figures["ceilings"]["copy"] < 2e13
@@ -563,7 +563,7 @@ def test_flex_compiles_and_replays(tmp_path):
         "--out",
         str(path),
     ]
-    result = CliRunner().invoke(cli.app, ["bench", "kernels", *options])
+    result = CliRunner().invoke(benchmarks.app, ["kernels", *options])
     assert result.exit_code == 0, result.output + repr(result.exception)
     rows = json.loads(path.read_text())["rows"]
     assert [row["cuda_graph"] for row in rows] == [True] * 4  # unequal and equal lengths, causal and tree

@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from benchmarks import __main__ as benchmarks
 from benchmarks.round import profile as round_profile
 from benchmarks.round.measure import CompiledRound, RoundCase, floor_bytes
 from benchmarks.round.profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
 from benchmarks.round.report import above_floor, judge_auto
 from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES
-from spec_ops import cli
 from spec_ops.passes import explain, report
 
 TINY = RoundCase("tiny", 3, (40, 70), device="cpu", dtype="float32", compiled=False, repeats=2)
@@ -267,9 +267,9 @@ def test_assisted_generation_takes_one_request():
 @pytest.mark.gpu
 def test_one_layer_rounds(tmp_path):
     path, picture = tmp_path / "round.json", tmp_path / "round.png"
-    args = ["bench", "round", "--layers", "1", "--batch-size", "2", "--context", "128", "--context", "200", "--repeats", "5"]
+    args = ["round", "--layers", "1", "--batch-size", "2", "--context", "128", "--context", "200", "--repeats", "5"]
     args += ["--naive", "--plain", "--passes", "both", "--backend", "auto", "--backend", "triton", "--compile-times"]
-    result = CliRunner().invoke(cli.app, [*args, "--timeline", str(picture), "--json", str(path)])
+    result = CliRunner().invoke(benchmarks.app, [*args, "--timeline", str(picture), "--json", str(path)])
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
     assert picture.stat().st_size > 10_000
@@ -290,6 +290,6 @@ def test_one_layer_rounds(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_without_a_gpu():
-    result = CliRunner().invoke(cli.app, ["bench", "round"])
+    result = CliRunner().invoke(benchmarks.app, ["round"])
     assert result.exit_code == 2
     assert "CUDA" in result.output

@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import __main__ as benchmarks
 from benchmarks.kernels.measure import Note
 from benchmarks.round import worker as round_worker
 from benchmarks.round.jobs import fitting, groups, run
 from benchmarks.round.measure import RoundCase
 from benchmarks.round.runner import Report
-from spec_ops import cli
 from spec_ops.backends import BackendError
 
 CASE = RoundCase("tiny", 1, (40,), device="cpu", dtype="float32", compiled=False, repeats=2)
@@ -173,7 +173,7 @@ def test_the_worker_tells_a_refusal_from_a_failure(backend, failed, capsys):
 
 
 def bench_round(*args: str):
-    return CliRunner().invoke(cli.app, ["bench", "round", "--device", "cpu", "--model", "tiny", *args])
+    return CliRunner().invoke(benchmarks.app, ["round", "--device", "cpu", "--model", "tiny", *args])
 
 
 def test_the_command_in_real_processes(tmp_path):

@@ -14,6 +14,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks import __main__ as benchmarks
+
 triton = pytest.importorskip("triton", reason="triton comes for Linux only")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -26,7 +28,6 @@ from benchmarks.tune import shapes as tune_shapes  # noqa: E402
 from benchmarks.tune import table as tune_table  # noqa: E402
 from benchmarks.tune.compile import Outcome  # noqa: E402
 from benchmarks.tune.shapes import MAX_CANDIDATES, ShapeClass  # noqa: E402
-from spec_ops import cli  # noqa: E402
 from spec_ops.backends.triton.attention import tuning  # noqa: E402
 from spec_ops.backends.triton.attention.tuning import Config, Entry  # noqa: E402
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Resources  # noqa: E402
@@ -366,7 +367,7 @@ def test_nothing_is_written_unless_asked(fakes, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_without_a_gpu_the_command_says_so():
-    shown = CliRunner().invoke(cli.app, ["bench", "tune"])
+    shown = CliRunner().invoke(benchmarks.app, ["tune"])
     assert shown.exit_code == 2
     assert "no CUDA device is available" in " ".join(shown.output.replace("│", " ").split())
 
@@ -375,13 +376,13 @@ def test_bad_options(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("spec_ops.backends.registry.device_arch", lambda device: 90)
     run = CliRunner().invoke
-    shown = run(cli.app, ["bench", "tune", "--list", "--class", "split/mla"])
+    shown = run(benchmarks.app, ["tune", "--list", "--class", "split/mla"])
     assert shown.exit_code == 0
     assert "classes of sm_90" in shown.output
-    shown = run(cli.app, ["bench", "tune", "--class", "gqa"])
+    shown = run(benchmarks.app, ["tune", "--class", "gqa"])
     assert shown.exit_code == 2
     assert "must name a class" in " ".join(shown.output.split())
-    assert run(cli.app, ["bench", "tune", "--table", str(tmp_path / "none.json")]).exit_code == 2
+    assert run(benchmarks.app, ["tune", "--table", str(tmp_path / "none.json")]).exit_code == 2
 
 
 # ---- on a GPU ----

@@ -11,6 +11,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+import spec_ops.integrations.transformers  # noqa: F401  registers attn_implementation="spec_ops"
+
 PAD, BOS, EOS = 0, 1, 2
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 MERGED = ["th", "he", "the", "in", "ing"]

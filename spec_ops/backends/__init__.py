@@ -4,8 +4,8 @@ A backend is a declaration (what it supports, which optional inputs it reads, wh
 that are imported the first time they run. `select_backend` is a pure function of trace-time facts.
 """
 
+from spec_ops.backends.call import AttentionMeta
 from spec_ops.backends.registry import (
-    AttentionMeta,
     Backend,
     BackendError,
     Selection,

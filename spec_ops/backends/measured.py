@@ -14,10 +14,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from spec_ops.backends.registry import AttentionMeta
+from spec_ops.backends.call import RAGGED, AttentionMeta
 
 PATH = Path(__file__).with_name("measured.json")
 TOLERANCE = 1.05  # of a time: what two runs of the same kernel differ by
@@ -65,8 +63,8 @@ def table() -> tuple[Times, ...]:
 def nearest(meta: AttentionMeta, arch: int | None) -> Times | None:
     """The measured kind of call that is most like `meta`; None if nothing was measured for its architecture and attention."""
     kind = meta.step[:3]
-    ragged = meta.step in ("mha_extend", "mla_extend")  # prefill is not measured
-    rows = [] if ragged else [row for row in table() if (row.arch, row.kind) == (arch, kind)]
+    # Prefill is not measured.
+    rows = [] if meta.step in RAGGED else [row for row in table() if (row.arch, row.kind) == (arch, kind)]
     mask, kv_dtype = "tree" if meta.tree_mask else "causal", str(meta.kv_dtype).removeprefix("torch.")
     group = meta.num_heads // meta.num_kv_heads
 

@@ -1,4 +1,4 @@
-"""What kernels of other packages need before and after a call so that our ops' contract holds for padded rows.
+"""What kernels of other packages need before and after a call so that our ops' contract holds, for padded rows above all.
 
 Our contract lets `seq_lens[b]` be 0 and page ids past a request's length be anything, and wants exact zeros from a query that
 sees nothing. Those kernels subtract the number of queries from the length without a check, follow every page id up to the
@@ -109,7 +109,7 @@ def prepare(
     if block_tables.stride(1) != 1:
         block_tables = block_tables.contiguous()
     words = tree_mask.contiguous() if tree_mask is not None else None
-    with _on(device):
+    with on_device(device):
         prepare_kernel[(bs,)](
             block_tables, seq_lens.contiguous(), words, safe_tables, safe_lens, mask, hidden,
             width, safe_width, block_tables.stride(0),
@@ -122,9 +122,18 @@ def prepare(
 def clear(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """`out [bs, q_len, ...]` (contiguous) with zeros in the rows of `hidden [bs, q_len]`, in place."""
     bits = out.view(torch.uint8) if out.itemsize == 1 else out
-    with _on(out.device):
+    with on_device(out.device):
         clear_kernel[(hidden.numel(),)](bits, hidden, out.numel() // hidden.numel(), BLOCK=_BLOCK)
     return out
+
+
+def queries_for(cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """`q`, contiguous, in the cache's dtype: Blackwell's kernels multiply like with like, so an fp8 cache takes e4m3 queries
+    (scale 1, as SGLang and vLLM do). Clamped first: not every release of torch saturates in the cast, others give NaN."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return q.contiguous()
+    limit = torch.finfo(cache.dtype).max
+    return q.clamp(-limit, limit).to(cache.dtype).contiguous()
 
 
 def _as_uint16(words: torch.Tensor) -> torch.Tensor:
@@ -132,6 +141,6 @@ def _as_uint16(words: torch.Tensor) -> torch.Tensor:
     return words.view(torch.uint16).unflatten(-1, (words.shape[1], -1))
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     """Triton launches on the current device, whatever its arguments are on."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -2,7 +2,8 @@
 
 import torch
 
-from spec_ops.backends.registry import APPENDS, STEPS, Backend, register_backend
+from spec_ops.backends.call import APPENDS, STEPS
+from spec_ops.backends.registry import Backend, register_backend
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 

@@ -15,45 +15,14 @@ import torch
 
 from spec_ops._extras import install_hint
 from spec_ops.backends import measured
+from spec_ops.backends.call import APPENDS, OPTIONAL_INPUTS, RAGGED, STEPS, AttentionMeta
 
-STEPS = tuple(
-    f"{kind}_{step}" for kind in ("mha", "mla") for step in ("draft_decode", "target_verify", "draft_extend", "extend")
-)
 REFERENCE = "reference"
-RAGGED = ("mha_extend", "mla_extend")
-APPENDS = (
-    "append_kv",
-    "append_mla_kv",
-)  # used by name only: "auto" is the op's own kernel, one launch that casts and drops rows
 ANY_Q_LEN = 2**31 - 1  # what an int32 `q_indptr` can say: the bound of a number of queries that nothing else bounds
-OPTIONAL_INPUTS = frozenset({"kv_indptr", "kv_indices", "seq_lens_cpu", "max_seq_len"})
 
 
 class BackendError(RuntimeError):
     """No backend, or not the named one, can run a call; the message lists the reason for each candidate."""
-
-
-@dataclass(frozen=True)
-class AttentionMeta:
-    """Facts of one attention call, or of one append (a query per row, no queries' heads): all that selection may depend on.
-
-    `q_len` is the number of queries per request, of a ragged call (`mha_extend`, `mla_extend`) the bound `max_q_len`. While
-    compiling, sizes may be symbols: `known_while_compiling` says whether that matters.
-    """
-
-    step: str
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    page_size: int
-    q_len: int
-    tree_mask: bool
-    window: bool
-    sinks: bool
-    softcap: bool
 
 
 _SIZES = tuple(f.name for f in fields(AttentionMeta) if f.type == "int")

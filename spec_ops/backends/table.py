@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from spec_ops.backends.registry import STEPS, AttentionMeta, BackendError, select_backend
+from spec_ops.backends.call import RAGGED, STEPS, AttentionMeta
+from spec_ops.backends.registry import BackendError, select_backend
 
 # Llama-3.1-8B and DeepSeek-V3, whose shapes kernels are tuned for: heads, KV heads, head_dim, v_head_dim.
 _SHAPES = {"mha": (32, 8, 128, 128), "mla": (128, 1, 576, 512)}
@@ -30,7 +31,7 @@ def calls(page_size: int = 64) -> Iterator[tuple[str, AttentionMeta]]:
     """`("chain", facts)`, `("tree", facts)` or `("ragged", facts)` of every step, on bfloat16 with bfloat16 and fp8 caches."""
     for step in STEPS:
         heads, kv_heads, head_dim, v_head_dim = _SHAPES[step[:3]]
-        ragged = step in ("mha_extend", "mla_extend")
+        ragged = step in RAGGED
         for kind in ("ragged",) if ragged else ("chain", "tree"):
             if kind == "tree" and step.endswith("_draft_extend"):
                 continue  # after acceptance only a path is left

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.registry import AttentionMeta, Backend, register_backend
+from spec_ops.backends.call import AttentionMeta
+from spec_ops.backends.registry import Backend, register_backend
 
 # Partial results: batch x splits x rows is about half the multiprocessors, times 128 x 513 floats; the package checks the size.
 WORKSPACE_BYTES = 64 << 20
@@ -47,8 +48,7 @@ def decode(
     """Causal; its `window_left` keeps the whole block of queries visible, which is not ours, so windows are not declared."""
     from tokenspeed_mla import tokenspeed_mla_decode
 
-    from spec_ops.backends.flashinfer.provider import queries_for
-    from spec_ops.backends.padding import clear, prepare
+    from spec_ops.backends.padding import clear, prepare, queries_for
     from spec_ops.backends.workspace import workspace
 
     assert tree_mask is None, "tokenspeed_mla takes no mask"

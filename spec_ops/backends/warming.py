@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.registry import AttentionMeta, run_attention
+from spec_ops.backends.call import RAGGED, AttentionMeta
+from spec_ops.backends.registry import run_attention
 
 
 def warm_up(
@@ -23,7 +24,7 @@ def warm_up(
     Raises:
         BackendError: no backend, or not the named one, can run it.
     """
-    mha, ragged = meta.step.startswith("mha_"), meta.step in ("mha_extend", "mla_extend")
+    mha, ragged = meta.step.startswith("mha_"), meta.step in RAGGED
     rows = [batch_size * meta.q_len] if ragged else [batch_size, meta.q_len]
 
     def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from spec_ops.backends import attention_backend
-from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
+from spec_ops.backends.call import FP8_DTYPES
+from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
+from spec_ops.ops.tree import MAX_TREE_TOKENS
 
-MAX_TREE_TOKENS = 64
 MAX_PAGE_SIZE = 128
 INT32_MAX = 2**31 - 1
 

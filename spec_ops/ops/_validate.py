@@ -16,8 +16,9 @@ from typing import NoReturn
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
+from spec_ops.backends.call import FP8_DTYPES
+
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FP8_DTYPES = (torch.float8_e4m3fn,)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 

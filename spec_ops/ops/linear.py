@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from spec_ops.backends.squares import sums_of
 from spec_ops.ops._library import define_op
 from spec_ops.ops.reference import linear as reference
-from spec_ops.ops.reference.linear import SUM_COLUMNS, sums_of
 
-__all__ = ["SUM_COLUMNS", "add_skinny_mm_op", "scaled_silu_mul_op", "scaled_skinny_mm_op", "skinny_mm_op", "sums_of"]
+__all__ = ["add_skinny_mm_op", "scaled_silu_mul_op", "scaled_skinny_mm_op", "skinny_mm_op"]
 
 
 def _skinny_mm_fake(x, weight, bias):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from spec_ops.backends.call import FP8_DTYPES
 from spec_ops.ops._library import define_op, fakes_check
-from spec_ops.ops._validate import FLOAT_DTYPES, FP8_DTYPES, INDEX_DTYPES, Checker
+from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.kv_cache import check_cache, check_layout, check_place
 from spec_ops.ops.reference import rope as reference
 

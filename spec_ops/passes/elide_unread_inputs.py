@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from spec_ops.backends import registry
+from spec_ops.backends import call, get_backend
 from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, attention_calls, set_arg
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
-OPTIONAL_INPUTS = tuple(sorted(registry.OPTIONAL_INPUTS))
+OPTIONAL_INPUTS = tuple(sorted(call.OPTIONAL_INPUTS))
 
 
 class ElideUnreadInputs(GraphPass):
@@ -30,7 +30,7 @@ class ElideUnreadInputs(GraphPass):
             given = [i for i in OPTIONAL_INPUTS if arg(node, i) is not None]
             if not given:
                 continue
-            backend = registry.get_backend(name)
+            backend = get_backend(name)
             if backend is None:
                 state = "has no backend yet" if name == "auto" else f"names the unknown backend {name!r}"
                 result.refuse(node, f"{op} {state}: {', '.join(given)} may be read")

@@ -24,8 +24,8 @@ import torch
 from torch import fx
 from torch._inductor import config as inductor_config
 
+from spec_ops.backends.call import FP8_DTYPES
 from spec_ops.backends.registry import device_arch
-from spec_ops.ops._validate import FP8_DTYPES
 from spec_ops.ops.kv_cache import append_kv_lowered, append_kv_op, append_mla_kv_lowered, append_mla_kv_op
 from spec_ops.passes.analysis.graph import AUTO_FUNCTIONALIZED, calls, mutated_input, value
 from spec_ops.passes.analysis.rows import RESHAPES, is_pointwise

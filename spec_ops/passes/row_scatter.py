@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from spec_ops.ops._validate import FP8_DTYPES
+from spec_ops.backends.call import FP8_DTYPES
 from spec_ops.ops.kv_cache import append_kv_lowered, append_mla_kv_lowered
 
 

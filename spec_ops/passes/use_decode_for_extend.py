@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from spec_ops.backends import BackendError, attention_meta, select_backend
 from spec_ops.backends.registry import known_while_compiling
-from spec_ops.ops._attention_checks import MAX_TREE_TOKENS
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
+from spec_ops.ops.tree import MAX_TREE_TOKENS
 from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, call_like, calls, insert, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 

@@ -17,6 +17,7 @@ import torch
 
 import spec_ops
 from spec_ops.backends import AttentionMeta, Backend, BackendError, Selection, registry, select_backend
+from spec_ops.backends.call import STEPS
 from spec_ops.ops._library import imported_at_first_call
 from spec_ops.ops.reference import attention as reference_attention
 
@@ -40,7 +41,7 @@ def verify_recorder(*args: Any) -> torch.Tensor:
 def provider(name: str = "provider", **changes: Any) -> Backend:
     """A backend that takes anything on any device, for as long as `changes` do not limit it."""
     fields: dict[str, Any] = {
-        "kernels": {step: f"{__name__}:verify_recorder" for step in registry.STEPS},
+        "kernels": {step: f"{__name__}:verify_recorder" for step in STEPS},
         "capabilities": None,
         "dtypes": FLOATS,
         "kv_dtypes": FLOATS | {FP8},
@@ -350,7 +351,7 @@ def test_the_reference_declares_everything():
     """It is what `auto` falls to, so nothing that validation lets through may be refused."""
     chosen = select_backend(dataclasses.replace(META, **dict.fromkeys(FEATURES, True)), None)
     assert chosen.backend.name == "reference"
-    for step in registry.STEPS:
+    for step in STEPS:
         for arch in (None, 90, 100, 120):
             for dtype in FLOATS:
                 for kv_dtype in (dtype, FP8):

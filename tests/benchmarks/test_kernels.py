@@ -26,6 +26,7 @@ from benchmarks.kernels import report as kernel_report
 from benchmarks.kernels.cases import Batch, Case, Heads, Pool, Problem
 from benchmarks.timing import Ceilings, measure_ceilings, time_calls
 from spec_ops.backends import registry
+from spec_ops.backends.call import STEPS
 from spec_ops.ops.reference import attention as reference
 from tests.helpers import dense_attention
 
@@ -333,7 +334,7 @@ def register() -> Iterator[Callable[..., None]]:
     before = dict(registry._BACKENDS)
 
     def add(name: str, kernel: str, **changes: Any) -> None:
-        kernels_of = {step: f"{__name__}:{kernel}" for step in registry.STEPS}
+        kernels_of = {step: f"{__name__}:{kernel}" for step in STEPS}
         spec_ops.register_backend(replace(before["reference"], name=name, kernels=kernels_of, **changes))
 
     yield add

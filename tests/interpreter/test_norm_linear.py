@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
-from spec_ops.ops.linear import SUM_COLUMNS, sums_of
 from spec_ops.ops.reference import linear as reference
 
 EPS = 1e-5

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import spec_ops
-from spec_ops.ops.linear import sums_of
+from spec_ops.backends.squares import sums_of
 from tests.ops.test_bad_input import CALLS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -22,7 +22,8 @@ from torch._inductor.fx_passes import pad_mm
 from torch._subclasses import FakeTensorMode
 
 import spec_ops
-from spec_ops.backends import Backend, registry
+from spec_ops.backends import Backend
+from spec_ops.backends.call import STEPS
 from spec_ops.passes import PassManager, enabled, explain, install, manager, pass_names
 from tests.helpers.pass_harness import registered
 from tests.passes.test_compile import has_cpp_compiler
@@ -268,7 +269,7 @@ def test_a_second_process_starts_from_the_cache(tmp_path):
 
 
 def blackwell_backend(**settings) -> Backend:
-    steps = {s: f"spec_ops.ops.reference.attention:{s}" for s in registry.STEPS}
+    steps = {s: f"spec_ops.ops.reference.attention:{s}" for s in STEPS}
     floats = frozenset({torch.float32})
     return Backend("fast", steps, (100, 103), floats, floats, rank=1, **settings)
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import torch
 
+from spec_ops.backends.call import APPENDS, AttentionMeta
 from spec_ops.backends.flashinfer.options import register_variant
-from spec_ops.backends.registry import APPENDS, AttentionMeta, Backend, register_backend
+from spec_ops.backends.registry import Backend, register_backend
 
 __all__ = ["register_variant"]
 

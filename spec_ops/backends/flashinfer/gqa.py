@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from spec_ops.backends.flashinfer.provider import accepts, counters, queries_for, scratch
-from spec_ops.backends.padding import clear, prepare
+from spec_ops.backends.flashinfer.provider import accepts, counters, scratch
+from spec_ops.backends.padding import clear, prepare, queries_for
 
 
 def trtllm(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.flashinfer.provider import counters, queries_for, scratch
-from spec_ops.backends.padding import clear, prepare
+from spec_ops.backends.flashinfer.provider import counters, scratch
+from spec_ops.backends.padding import clear, prepare, queries_for
 
 KEY_TILE = 128  # tokens: CuTe DSL reads whole tiles of the page table, as trtllm-gen did before 0.7
 NOPE_DIM = {512: 128, 256: 64}  # of the supported models by kv_lora_rank; only checked, absorbed shapes do not show it

@@ -11,7 +11,8 @@ import math
 
 import torch
 
-from spec_ops.backends.registry import AttentionMeta, Backend, get_backend, register_backend
+from spec_ops.backends.call import AttentionMeta
+from spec_ops.backends.registry import Backend, get_backend, register_backend
 
 _FP8 = torch.float8_e4m3fn
 _OFFERS = {

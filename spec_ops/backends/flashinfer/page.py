@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spec_ops.backends.padding import _on
+from spec_ops.backends.padding import on_device
 
 _BLOCK = 1024
 
@@ -59,7 +59,7 @@ def _redirect(slots, rows: list[torch.Tensor], spares: list[torch.Tensor], page_
     written = [torch.empty(row.shape, dtype=row.dtype, device=row.device) for row in rows]
     dense = [row.flatten(1) for row in rows]
     dense = [row if row.stride(1) == 1 else row.contiguous() for row in dense]
-    with _on(slots.device):
+    with on_device(slots.device):
         redirect_kernel[(n,)](
             slots, *dense, *(spare.contiguous() for spare in spares), *written, places, n,
             slots.stride(0), *(row.stride(0) for row in dense), *(row.shape[1] for row in dense), PAGE=page_size, BLOCK=_BLOCK,

@@ -17,7 +17,6 @@ import torch
 from spec_ops.backends.flashinfer.gqa import clear_ragged
 from spec_ops.backends.flashinfer.provider import scratch
 from spec_ops.backends.workspace import LOCK, kept
-from spec_ops.ops.reference.attention import _visible_tree
 
 
 class _Pages(NamedTuple):
@@ -186,9 +185,28 @@ def _ragged(q, width: int, block_tables, seq_lens, q_indptr, seq_lens_cpu, page_
     return clear_ragged(attend(q.contiguous(), pages, on_host), seq_lens, q_indptr)
 
 
+def _visible(seq_lens, tree_mask, mask_len: int, length: int, window_left: int) -> torch.Tensor:
+    """`[bs, q_len, length]` bool: what each query of a tree sees of the first `length` positions, windows by depth."""
+    device = seq_lens.device
+    slot = torch.arange(mask_len, device=device)
+    path = (tree_mask[..., None] >> slot) & 1  # [bs, q_len, mask_len]: the query itself and its ancestors
+    prefix = (seq_lens - mask_len)[:, None]
+    position = torch.arange(length, device=device)
+    seen = (position < prefix)[:, None].expand(-1, tree_mask.shape[1], -1)
+    drafts = path == 1
+    if window_left >= 0:
+        own_depth = (path.sum(-1, keepdim=True) - 1).clamp(min=0)
+        seen = seen & (position >= prefix[..., None] + own_depth - window_left)
+        drafts = drafts & (own_depth - (path.cumsum(-1) - path) <= window_left)
+    place = prefix + slot  # of each draft position; before the start of a request that is shorter than its drafts there is none
+    place = torch.where((place >= 0) & (place < length), place, length)[:, None].expand_as(path)
+    in_drafts = torch.zeros(*path.shape[:2], length + 1, dtype=torch.bool, device=device).scatter_(2, place, drafts)
+    return seen | in_drafts[..., :length]
+
+
 def _tree(seq_lens, tree_mask, mask_len: int, pages: _Pages, window_left: int) -> tuple[torch.Tensor, torch.Tensor]:
     """FlashInfer's flat mask (`q_len * kv_len` per request), and `[bs, q_len]` bool: the query sees nothing."""
-    visible = _visible_tree(seq_lens, tree_mask, mask_len, int(pages.lens.max()), window_left)
+    visible = _visible(seq_lens, tree_mask, mask_len, int(pages.lens.max()), window_left)
     flat = torch.cat([visible[b, :, :length].flatten() for b, length in enumerate(pages.lens.tolist())])
     return flat, ~visible.any(-1)
 

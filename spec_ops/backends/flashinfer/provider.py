@@ -44,12 +44,3 @@ def counters(function: Callable, device: torch.device, requests: int, heads: int
     if not ours:
         return {}
     return {"multi_ctas_kv_counter_buffer": workspace("flashinfer counters", device, COUNTER_BYTES)}
-
-
-def queries_for(cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """`q`, contiguous, in the cache's dtype: Blackwell's kernels multiply like with like, so an fp8 cache takes e4m3 queries
-    (scale 1, as SGLang and vLLM do). Clamped first: not every release of torch saturates in the cast, others give NaN."""
-    if cache.dtype != torch.float8_e4m3fn:
-        return q.contiguous()
-    limit = torch.finfo(cache.dtype).max
-    return q.clamp(-limit, limit).to(cache.dtype).contiguous()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.registry import APPENDS, RAGGED, STEPS, AttentionMeta, Backend, register_backend
+from spec_ops.backends.call import APPENDS, RAGGED, STEPS, AttentionMeta
+from spec_ops.backends.registry import Backend, register_backend
 
 _FP8 = torch.float8_e4m3fn
 MAX_Q_LEN = 64

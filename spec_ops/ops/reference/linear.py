@@ -6,20 +6,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from spec_ops.backends.squares import SUM_COLUMNS, sums_of
+
 
 def skinny_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out = x.float() @ weight.float().t()
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
-
-
-SUM_COLUMNS = 16  # of y, whose squares are one sum
-
-
-def sums_of(columns: int) -> int:
-    """How many sums of squares a row of so many columns has."""
-    return -(-columns // SUM_COLUMNS)
 
 
 def add_skinny_mm(

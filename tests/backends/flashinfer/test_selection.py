@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import spec_ops
 from spec_ops import cli
 from spec_ops.backends import AttentionMeta, BackendError, get_backend, missing_backends, registry, select_backend, warm_up
+from spec_ops.backends.call import STEPS
 from spec_ops.backends.table import choices
 from spec_ops.models import CausalLM, ModelConfig, MTPDraft
 from spec_ops.passes import explain
@@ -175,7 +176,7 @@ def test_the_cache_key_knows_constraints_and_missing_packages(monkeypatch):
     registry._forget()
 
 
-@pytest.mark.parametrize("step", registry.STEPS)
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(
     "options", [{}, {"tree_mask": True, "window": True, "sinks": True, "softcap": True}], ids=["plain", "all"]
 )

@@ -12,7 +12,7 @@ import torch
 triton = pytest.importorskip("triton", reason="triton comes for Linux only")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
 
-from spec_ops.backends.registry import AttentionMeta  # noqa: E402
+from spec_ops.backends import AttentionMeta  # noqa: E402
 from spec_ops.backends.triton import _constraint  # noqa: E402
 from spec_ops.backends.triton.attention import launcher as steps  # noqa: E402
 from spec_ops.backends.triton.attention import tuning  # noqa: E402

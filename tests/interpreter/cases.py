@@ -18,22 +18,23 @@ from tests.helpers.exact import ALMOST_ONE
 from tests.ops.test_opcheck import SAMPLES, Source
 
 FP8 = torch.float8_e4m3fn
+# (module of the kernels, module of the references): ops.
 FAMILIES = {
-    "kv_cache": ("append_kv", "append_mla_kv", "move_kv"),
-    "kv_indices": ("page_table", "kv_indices", "draft_kv_indices", "draft_kv_indices_steps"),
-    "tree": ("select_draft_tokens", "build_tree"),
-    "accept": ("accept_greedy", "accept_sampled", "sample_tokens"),
+    ("cache.append", "kv_cache"): ("append_kv", "append_mla_kv", "move_kv"),
+    ("cache.indices", "kv_indices"): ("page_table", "kv_indices", "draft_kv_indices", "draft_kv_indices_steps"),
+    ("tree.build", "tree"): ("select_draft_tokens", "build_tree"),
+    ("sampling.accept", "accept"): ("accept_greedy", "accept_sampled", "sample_tokens"),
 }
-OPS = {op: family for family, ops in FAMILIES.items() for op in ops}
+OPS = {op: modules for modules, ops in FAMILIES.items() for op in ops}
 Args = tuple[Any, ...]
 
 
 def kernel(op: str) -> Callable:
-    return getattr(importlib.import_module(f"spec_ops.backends.triton.{OPS[op]}"), op)
+    return getattr(importlib.import_module(f"spec_ops.backends.triton.{OPS[op][0]}"), op)
 
 
 def reference(op: str) -> Callable:
-    return getattr(importlib.import_module(f"spec_ops.ops.reference.{OPS[op]}"), op)
+    return getattr(importlib.import_module(f"spec_ops.ops.reference.{OPS[op][1]}"), op)
 
 
 class Copy:

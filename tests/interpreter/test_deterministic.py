@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 
 from spec_ops.backends.triton.attention.deterministic import launcher as steps
 from spec_ops.backends.triton.attention.tuning import Config
+from tests.helpers.pairs import pairwise
 from tests.ops.test_attention import FP8, KINDS, UNSEEN, Case, check, make_case, poison_unseen
 
 # (multiprocessors, bytes for partial results, tma): requests split and whole, side by side and all; tables read by descriptors
@@ -71,28 +72,21 @@ def alone(case: Case, b: int, **changes: Any) -> dict[str, Any]:
     return {n: case.arguments[n][b : b + 1] for n in per_request} | changes
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, mode=MODES, way=WAYS)
 def test_results(kind, mode, way):
     """Against dense float64; caches, tables and queries are poisoned where nobody may look."""
     case = made(kind, mode, page_size=16)
     check(case, run(case, way))
 
 
-@pytest.mark.parametrize(
-    ("sinks", "softcap", "window_left"), [(True, 0.0, -1), (False, 2.0, 20), (True, 30.0, 0), (True, 0.0, 50)]
-)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_results_with_every_option(kind, mode, sinks, softcap, window_left):
+@pairwise(kind=KINDS, mode=MODES, options=[(True, 0.0, -1), (False, 2.0, 20), (True, 30.0, 0), (True, 0.0, 50)])
+def test_results_with_every_option(kind, mode, options):
+    sinks, softcap, window_left = options
     case = made(kind, mode, sinks=sinks, softcap=softcap, window_left=window_left, page_size=32)
     check(case, run(case, rotated(kind, mode, window_left)))
 
 
-@pytest.mark.parametrize("page_size", [1, 24, 128])
-@pytest.mark.parametrize("mode", ["verify_tree", "extend"])
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, mode=["verify_tree", "extend"], page_size=[1, 24, 128])
 def test_results_on_fp8_and_other_pages(kind, mode, page_size):
     case = made(kind, mode, page_size=page_size, kv_dtype=FP8)
     check(case, run(case, rotated(page_size)))
@@ -133,9 +127,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 OPTIONS = [{}, {"window_left": 37}, {"window_left": 3, "sinks": True}, {"softcap": 5.0, "sinks": True}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("mode", ["draft_chain", "verify_chain", "verify_tree"])
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, mode=["draft_chain", "verify_chain", "verify_tree"], options=OPTIONS)
 def test_other_requests_change_nothing(products_by_rows, kind, mode, options):
     """A request alone, in the batch, in the reversed batch and beside copies of itself; split and whole."""
     case = made(kind, mode, **options)
@@ -144,16 +136,15 @@ def test_other_requests_change_nothing(products_by_rows, kind, mode, options):
         n: x.flip(0) for n, x in case.arguments.items() if n in ("q", "block_tables", "seq_lens", "tree_mask") and x is not None
     }
     assert same_bits(run(case, "split", **reverse).flip(0), batch)
-    for b in (1, 4):
+    for b, way in ((1, "split"), (4, "split"), (4, "whole")):
         given = alone(case, b)
-        assert same_bits(run(case, "split", **given), batch[b : b + 1])
-        assert same_bits(run(case, "whole", **given), batch[b : b + 1])
-        copies = {n: x.expand(3, *x.shape[1:]) for n, x in given.items()}
-        assert same_bits(run(case, "room for some", **copies), batch[b : b + 1].expand(3, *batch.shape[1:]))
+        assert same_bits(run(case, way, **given), batch[b : b + 1])
+    copies = {n: x.expand(3, *x.shape[1:]) for n, x in given.items()}
+    assert same_bits(run(case, "room for some", **copies), batch[b : b + 1].expand(3, *batch.shape[1:]))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+# A kernel knows of windows, sinks and caps; of the attention kind, how it loads keys.
+@pytest.mark.parametrize(("kind", "options"), [(KINDS[i % 2], options) for i, options in enumerate(OPTIONS)], ids=str)
 def test_number_of_queries_changes_nothing(products_by_rows, kind, options):
     """Queries of a chain of 24, verified together, as a ragged extend, in parts and alone."""
     heads = {"heads": 6, "kv_heads": 2} if kind == "mha" else {"heads": 3}
@@ -166,12 +157,10 @@ def test_number_of_queries_changes_nothing(products_by_rows, kind, options):
     assert same_bits(run(case, "whole", **ragged).view_as(verified), verified)
     for first, last in ((0, 1), (7, 11), (9, 22), (23, 24)):
         part = {"q": q[:, first:last], "seq_lens": (a["seq_lens"] - (most - last)).clamp(min=0)}
-        for way in ("split", "whole"):
-            assert same_bits(run(case, way, **part), verified[:, first:last])
+        assert same_bits(run(case, "split" if first else "whole", **part), verified[:, first:last])
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "options"), [(KINDS[i % 2 - 1], options) for i, options in enumerate(OPTIONS)], ids=str)
 def test_other_nodes_of_a_tree_change_nothing(products_by_rows, kind, options):
     """Some nodes of a tree as queries; and a chain given as a tree, which is the same as a chain."""
     case = made(kind, "verify_tree", lens=[3, 60], num_nodes=20, **options)

@@ -98,8 +98,7 @@ def bench_ahead(
                 continue
             used = compile_ahead(variant, a)
             bad = (variant.hot and (used.spill_bytes > 0 or used.serialized)) or used.shared_bytes > SHARED_LIMIT[a]
-            # From sm_90 on the estimate lacks what fp8 and MLA take there; resident programs decide.
-            bad |= variant.estimated is not None and a < 90 and used.shared_bytes > variant.estimated
+            bad |= variant.estimated is not None and used.shared_bytes > variant.estimated[a]
             fit = resident_blocks(used, variant.num_warps, a)
             bad |= fit < variant.programs or (variant.early and fit > variant.programs)
             failed |= bad

@@ -21,6 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--seeds", type=int, metavar="N", help="random programs and prompts that each fuzzing test tries, 0 to N - 1"
     )
     parser.addoption("--all-families", action="store_true", help="try every model family of transformers, not a share of them")
+    parser.addoption(
+        "--all-variants", action="store_true", help="compile every variant of the Triton kernels, not a share of them"
+    )
 
 
 @pytest.fixture(scope="session")

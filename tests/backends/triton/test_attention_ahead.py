@@ -19,34 +19,58 @@ from spec_ops.backends.triton.attention import tuning  # noqa: E402
 from spec_ops.backends.triton.attention import variants as attention_ahead  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import recorded  # noqa: E402
+from tests.backends.triton.selection import GENERATION, covering, pairs, parametrize_pairs  # noqa: E402
 
 OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 VARIANTS = list(attention_ahead.ahead())
-# A few seconds each; `python -m benchmarks ahead` takes all of them. The usual models' variants for newer architectures
-# on one each, in turn; of the others every head size once, and the largest program of all on the smallest multiprocessor.
-USUAL = [v for v in VARIANTS if min(v.archs) >= 90 and not any(shape.label in v.name for shape in attention_ahead.OTHER_SIZES)]
-TAKEN = [(variant, variant.archs[i % len(variant.archs)]) for i, variant in enumerate(USUAL)]
-for i, shape in enumerate(attention_ahead.OTHER_SIZES):
-    ARCH, QUERIES = (80, 86, 89, 90)[i % 4], (1, 16)[i // 4]
-    NAME = f"attention, {shape.label}, {QUERIES} "
-    TAKEN += [(variant, ARCH) for variant in VARIANTS if variant.name.startswith(NAME) and ARCH in variant.archs]
-TAKEN += [(v, 86) for v in VARIANTS if 86 in v.archs and v.name.startswith("attention, MLA 16 heads, 1 causal")]
+WGMMA = [
+    (v, 90)
+    for v in VARIANTS
+    if 90 in v.archs and ("D128, 16" in v.name or v.name.startswith("ragged attention, GQA 32/8 D128 "))
+]
+FP8 = [(v, 90) for v in VARIANTS if "fp8" in v.name and 90 in v.archs and v.hot]
+SPLIT = [v for v in VARIANTS if v.estimated is not None or v.name.startswith("Hopper")]
 
 
-@pytest.mark.parametrize(("variant", "arch"), TAKEN, ids=lambda part: getattr(part, "name", f"sm_{part}"))
+def _facts(variant, arch):
+    """What decides on a variant's resources. Every shape comes once, on any architecture."""
+    constants, generation = variant.constexprs, GENERATION[arch]
+    yield "architecture", arch
+    yield "shape", variant.name.split(", ")[1].split(" on sm_")[0]
+    yield "kernel", variant.kernel.__name__, generation
+    if variant.estimated is not None:
+        yield "tile", generation, constants["BLOCK_M"] >= 64, "fp8" in variant.name, constants["CLEAR"]
+        yield "keys", generation, constants["SHARED_KV"], "fp8" in variant.name
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.function is test_programs_are_resident_at_once:
+        parametrize_pairs(metafunc, pairs(VARIANTS), covering(pairs(SPLIT), _facts))
+    elif metafunc.function is test_wgmma_run_side_by_side:
+        parametrize_pairs(metafunc, WGMMA, covering(WGMMA, lambda variant, arch: [(variant.name[:6], "tree" in variant.name)]))
+    elif metafunc.function is test_fp8_goes_to_products_without_detours:
+        parametrize_pairs(metafunc, FP8, covering(FP8, lambda variant, arch: [variant.constexprs["BLOCK_M"]]))
+
+
 def test_programs_are_resident_at_once(variant, arch):
-    """A cooperative launch fails otherwise, and programs that wait for others would wait for ever. No more than these where a
+    """A cooperative launch fails otherwise, and programs that wait for others would wait forever. No more than these where a
     launch may be early (`launch.launch`). Nor does a decode step's kernel spill."""
     used = ahead.compile_ahead(variant, arch)
     assert used.shared_bytes <= ahead.SHARED_LIMIT[arch]
-    # From sm_90 on the estimate lacks what fp8 and MLA's accumulators take there; `programs` below is what a launch goes by.
-    assert variant.estimated is None or arch >= 90 or used.shared_bytes <= variant.estimated
+    assert variant.estimated is None or used.shared_bytes <= variant.estimated[arch]
     fit = ahead.resident_blocks(used, variant.num_warps, arch)
     assert fit == variant.programs if variant.early else fit >= variant.programs
     if variant.hot:
         assert not used.serialized
         # Triton 3.6's assembler gives nearly every kernel a stack of 8 to 32 bytes on sm_120.
         assert used.spill_bytes <= (32 if arch == 120 and OLD_TRITON else 0)
+
+
+def test_the_share_has_every_shape_and_kernel():
+    share = covering(pairs(SPLIT), _facts)
+    assert {fact for pair in share for fact in _facts(*pair)} == {fact for pair in pairs(SPLIT) for fact in _facts(*pair)}
+    assert {arch for _, arch in share} == set(ahead.ARCHS)
+    assert len(share) < len(pairs(SPLIT)) / 8
 
 
 def test_launches_are_early_where_programs_fill_a_multiprocessor():
@@ -61,21 +85,15 @@ def test_launches_are_early_where_programs_fill_a_multiprocessor():
     assert not any(v.early for v in VARIANTS if v.name.startswith(("ragged", "deterministic attention")))
 
 
-WGMMA = [
-    v for v in VARIANTS if 90 in v.archs and ("D128, 16" in v.name or v.name.startswith("ragged attention, GQA 32/8 D128 "))
-]
-
-
-@pytest.mark.parametrize("variant", WGMMA, ids=lambda variant: variant.name)
-def test_wgmma_run_side_by_side(variant):
+def test_wgmma_run_side_by_side(variant, arch):
     """On Hopper; what `opaque_zeros` is for."""
-    kernel = ahead.compiled(variant, 90)
+    kernel = ahead.compiled(variant, arch)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert not ahead.resources(kernel).serialized
 
 
 def test_both_masks_and_the_ragged_kernel_are_looked_at():
-    assert all(any(what in v.name for v in WGMMA) for what in ("16 causal", "16 tree", "ragged"))
+    assert all(any(what in v.name for v, _ in WGMMA) for what in ("16 causal", "16 tree", "ragged"))
 
 
 # Pages that no tensor descriptor reads: `(shape, queries)`.
@@ -94,7 +112,7 @@ def test_pointers_are_read_in_wide_and_early_loads(shape, q_len):
     with recorded() as launches:
         getattr(steps, kind)(*args, config=config)
     assert launches[0].arguments["TMA"] is False
-    ptx = ahead.compiled(attention_ahead._variant("pointers", launches[0], config, (90,), hot=False), 90).asm["ptx"]
+    ptx = ahead.lowered(attention_ahead._variant("pointers", launches[0], config, (90,), hot=False), 90).ptx
     assert "cp.async.c" in ptx
     assert not re.search(r"ld\.global[\w.:]*\.b(8|16)\b", ptx)
 
@@ -115,13 +133,9 @@ def test_values_that_no_query_sees_cost_no_registers(arch):
     assert not used.serialized
 
 
-FP8 = [v for v in VARIANTS if "fp8" in v.name and 90 in v.archs and v.hot]
-
-
-@pytest.mark.parametrize("variant", FP8, ids=lambda variant: variant.name)
-def test_fp8_goes_to_products_without_detours(variant):
-    """From e4m3 to float16 at once, not on to bfloat16; and for `mma.sync` without loads of single bytes (see `attend.py`)."""
-    ptx = ahead.compiled(variant, 90).asm["ptx"]
+def test_fp8_goes_to_products_without_detours(variant, arch):
+    """From e4m3 to float16 at once, not on to bfloat16; and for `mma.sync` without loads of single bytes (see `tile.py`)."""
+    ptx = ahead.compiled(variant, arch).asm["ptx"]
     assert "cvt.rn.f16x2.e4m3x2" in ptx
     assert "cvt.bf16.f16" not in ptx
     assert ("wgmma.mma_async" in ptx) == (variant.constexprs["BLOCK_M"] >= 64)
@@ -129,7 +143,7 @@ def test_fp8_goes_to_products_without_detours(variant):
 
 
 def test_tiles_of_fp8_of_both_kinds_are_looked_at():
-    assert {v.constexprs["BLOCK_M"] for v in FP8} >= {16, 32, 64}
+    assert {v.constexprs["BLOCK_M"] for v, _ in FP8} >= {16, 32, 64}
 
 
 def test_one_kernel_of_a_shape_is_hot_on_hopper():
@@ -196,16 +210,6 @@ def test_descriptors_are_read_where_the_hardware_does(arch):
         for rows in (1, 16, 64, 1000):
             assert tuning.choose(arch, shared_kv, head_dim, v_dim, 2, rows).tma == (arch >= 90)
             assert tuning.choose_ragged(arch, shared_kv, head_dim, v_dim, 2, rows).tma == (arch >= 90)
-
-
-@pytest.mark.parametrize(("head_dim", "stored"), [(48, 48), (80, 80), (96, 96), (112, 128), (160, 160), (192, 192), (576, 576)])
-def test_shared_memory_is_that_of_padded_rows(head_dim, stored):
-    """Keys lie in two parts of a power of two, values in one."""
-    config = tuning.Config(16, 64, 2, 3, 1)
-    v_dim = 1 << (head_dim - 1).bit_length()
-    needed = tuning.shared_bytes(config, False, head_dim, head_dim, 2)
-    assert needed == 2 * 16 * (stored + 64) + 2 * 64 * (stored + v_dim) * 2 + 1024
-    assert tuning.shared_bytes(config, True, head_dim, head_dim, 2) == needed - 2 * 64 * v_dim * 2
 
 
 def test_narrow_heads_are_refused():

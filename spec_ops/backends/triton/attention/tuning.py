@@ -173,35 +173,60 @@ def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def shared_bytes(config: Config, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> int:
-    """Shared memory of a program; an estimate a little above what Triton takes."""
-    keys = sum(head_parts(head_dim))
-    row = keys + (0 if shared_kv else value_width(v_dim))
-    buffers = config.num_stages - (config.block_m < 64)  # warpgroup instructions read the block being computed
-    return 2 * config.block_m * (keys + config.block_n) + buffers * config.block_n * row * kv_bytes + 1024
+def shared_bytes(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> int:
+    """Shared memory of a program: a bound, never below what Triton takes.
+
+    While a tile is walked, its queries and weights lie there, and blocks of the cache (`_block_bytes`). After that its output
+    passes through, from the layout of a product's result to that of rows; and where partial results are combined, up to four
+    warps add up pieces of them.
+    """
+    width = value_width(v_dim)
+    operands = 2 * config.block_m * (sum(head_parts(head_dim)) + config.block_n)
+    walking = operands + _block_bytes(config, arch, shared_kv, head_dim, v_dim, kv_bytes)
+    output = 4 * config.block_m * width
+    piece = min(256 * config.num_warps, config.block_m * width // 2)  # of four results, in `split_kv._combine`
+    combining = 4 * piece * min(4, config.num_warps)
+    return max(walking, output, combining) + 1024  # barriers, and what warps exchange when they add up rows
 
 
-def most_shared_bytes(config: Config, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> int:
-    """`shared_bytes`, and what `clear` takes more."""
-    needed = shared_bytes(config, shared_kv, head_dim, v_dim, kv_bytes)
-    return needed + (_cleared_bytes(config, v_dim, kv_bytes) if config.clear else 0)
+def _block_bytes(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> int:
+    """Blocks of the cache that are on their way or in use, as they are stored, and copies of some in the layout and dtype of a
+    product's operand.
 
-
-def _cleared_bytes(config: Config, v_dim: int, kv_bytes: int) -> int:
-    return config.block_n * value_width(v_dim) * (kv_bytes + 2)
+    Two loops take turns, and the larger one counts: the one over whole blocks, some of them ahead, and, behind tensor
+    descriptors, the one over the last block, which clears values (`tile.attend`).
+    """
+    keys, values = sum(head_parts(head_dim)), value_width(v_dim)
+    block = config.block_n * (keys if shared_kv else keys + values) * kv_bytes
+    copied_keys, copied_values = 2 * config.block_n * keys, 2 * config.block_n * values
+    on_their_way = (config.num_stages - 1) * block
+    tensor_memory = 100 <= arch < 120
+    if config.block_m < 64:  # operands of `mma.sync` are registers: only what is cleared passes through a copy
+        if config.clear:
+            return on_their_way + config.block_n * values * kv_bytes + copied_values
+        return max(on_their_way, block + copied_values) if config.tma else on_their_way
+    if kv_bytes == 1 and 90 <= arch < 120:
+        # Products read their operands from shared memory, and converted blocks go there. `wgmma` is done with the keys before
+        # values are converted; with tensor memory products run on, and both stay.
+        if shared_kv:
+            return on_their_way + copied_keys
+        return on_their_way + (copied_keys + copied_values if tensor_memory else max(copied_keys, copied_values))
+    # Products read the block in use itself. With tensor memory a block's second product runs two blocks after its first, and
+    # both read MLA's keys, which are its values too.
+    return on_their_way + block + (2 * copied_values if shared_kv and tensor_memory else 0)
 
 
 def fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> Config:
     """The same with fewer programs, stages, keys or rows, where shared memory is smaller than on Hopper (sm_86, sm_12x).
 
-    `clear` where there is room: it saves the latency of loads after the loop, 0.4 us of 9 for one short request, and takes a
-    buffer of values more and one that brings them back into the operand's layout. Values for `mma.sync`, up to 32 rows, pass
+    `clear` where there is room: it saves the latency of loads after the loop, 0.4 us of 9 for one short request, and takes one
+    more buffer of values and a copy that brings them back into the operand's layout. Values for `mma.sync`, up to 32 rows, pass
     through registers anyway; `wgmma` reads them from shared memory, and MLA's are its keys.
     """
     if arch < 90:
         config = replace(config, tma=False)  # Triton emulates descriptors there, and their loads take more shared memory
     limit = SHARED.get(arch, 99) * 1024
-    needed = functools.partial(shared_bytes, shared_kv=shared_kv, head_dim=head_dim, v_dim=v_dim, kv_bytes=kv_bytes)
+    needed = functools.partial(shared_bytes, arch=arch, shared_kv=shared_kv, head_dim=head_dim, v_dim=v_dim, kv_bytes=kv_bytes)
     while config.programs > 1 and config.programs * needed(config) > limit:
         config = replace(config, programs=config.programs - 1)
     while needed(config) > limit:
@@ -213,11 +238,11 @@ def fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int
             config = replace(config, block_m=config.block_m // 2)
         else:
             config = replace(config, block_n=config.block_n // 2)
-    more = _cleared_bytes(config, v_dim, kv_bytes)
-    clear = config.block_m < 64 and not shared_kv and config.programs * (needed(config) + more) <= limit
+    cleared = needed(replace(config, clear=True))
+    clear = config.block_m < 64 and not shared_kv and config.programs * cleared <= limit
     # Eight warps fill the registers: of at most 255 a thread these kernels take 225 and more. Fp8 may need little for `clear`.
     # What keys in two parts need (head_dim 96, 192) differs between versions of Triton.
-    block = needed(config) + (more if clear and kv_bytes > 1 else 0)
-    filled = config.programs * config.num_warps >= 8 or (config.programs + 1) * block > limit + 1024
+    least = cleared if clear and kv_bytes > 1 else needed(config)
+    filled = config.programs * config.num_warps >= 8 or (config.programs + 1) * least > limit + 1024
     full = filled and (shared_kv or head_dim.bit_count() == 1)
     return replace(config, clear=clear, full=full)

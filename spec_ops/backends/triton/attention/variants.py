@@ -113,9 +113,9 @@ def _variant(name: str, launch: Launch, config: tuning.Config, archs: tuple[int,
 
 
 def _counted_on(shape: Shape, config: tuning.Config, variant: Variant) -> Variant:
-    """With the shared memory that `tuning.fitted` took it to need."""
+    """With the shared memory that `tuning.fitted` takes it to need at most."""
     row = not shape.kv_heads, shape.head_dim, shape.v_dim, shape.kv_dtype.itemsize
-    return replace(variant, estimated=tuning.most_shared_bytes(config, *row))
+    return replace(variant, estimated={arch: tuning.shared_bytes(config, arch, *row) for arch in variant.archs})
 
 
 def _arguments(shape: Shape, queries: tuple, q_rows: tuple[int, ...], bs: int) -> tuple[str, tuple]:

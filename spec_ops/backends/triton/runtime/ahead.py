@@ -50,8 +50,8 @@ class Variant:
         options: further compile options, such as `{"maxnreg": 168}`.
         programs: blocks that must be resident on a multiprocessor at once, as a cooperative launch relies on.
         early: as in `launch`: then no more than `programs` may fit, or they would not spread evenly.
-        estimated: bytes of shared memory that the launch counts on (`tuning.py`); below sm_90 it takes no more. None if nothing
-            is counted on.
+        estimated: most bytes of shared memory that a block may take, which the launch counts on (`tuning.shared_bytes`), for
+            each of `archs`; None if nothing is counted on.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     programs: int = 1
     early: bool = False
-    estimated: int | None = None
+    estimated: Mapping[int, int] | None = None
 
 
 class Resources(NamedTuple):

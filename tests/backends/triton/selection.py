@@ -1,0 +1,39 @@
+"""Which kernel variants a test compiles: a covering share of them, or all with `--all-variants`.
+
+A variant takes seconds to compile, and there are hundreds on seven architectures. What a test looks for depends on a few facts
+of a variant, so CI compiles a share that has each fact at least once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+
+import pytest
+
+from spec_ops.backends.triton.runtime.ahead import Variant
+
+Pair = tuple[Variant, int]  # a variant and one of its architectures
+
+# Architectures whose kernels differ in kind: `mma.sync` with `cp.async`, `wgmma`, tensor memory, `mma.sync` with descriptors.
+GENERATION = {80: "Ampere", 86: "Ampere", 89: "Ampere", 90: "Hopper", 100: "Blackwell", 103: "Blackwell", 120: "GeForce"}
+
+
+def pairs(variants: Iterable[Variant]) -> list[Pair]:
+    return [(variant, arch) for variant in variants for arch in variant.archs]
+
+
+def covering(candidates: list[Pair], facts: Callable[[Variant, int], Iterable[Hashable]]) -> list[Pair]:
+    """Few of the candidates that together have all the facts of all of them: the one that adds most, again and again."""
+    left = {fact for pair in candidates for fact in facts(*pair)}
+    chosen = []
+    while left:
+        best = max(candidates, key=lambda pair: len(left.intersection(facts(*pair))))
+        chosen.append(best)
+        left.difference_update(facts(*best))
+    return chosen
+
+
+def parametrize_pairs(metafunc: pytest.Metafunc, every: list[Pair], share: list[Pair]) -> None:
+    """Give the test's `variant` and `arch` all pairs with `--all-variants`, else the share."""
+    chosen = every if metafunc.config.getoption("--all-variants") else share
+    metafunc.parametrize(("variant", "arch"), chosen, ids=lambda part: getattr(part, "name", f"sm_{part}"))

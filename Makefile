@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test lint clean
+.PHONY: demo test docs lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m spec_ops generate --compare
@@ -14,6 +14,11 @@ demo: $(VENV)/.demo
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter
+
+# The site, in site/. `make test` builds it too, and looks at it in Chromium where that is installed.
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -31,5 +36,5 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(INSTALL) --editable ".[test]"
+	$(INSTALL) --editable ".[test,docs]"
 	touch $@

@@ -1,6 +1,8 @@
 """The rows of `python -m benchmarks kernels` under the machine's roofline, as a PNG.
 
-python -m benchmarks.kernels.roofline benchmarks/results/h200-kernels.json    # draws h200-kernels.png anew
+python -m benchmarks.kernels.roofline benchmarks/results/h200-kernels.json    # draws h200-kernels.png beside it
+
+The published picture is `docs/images/h200-kernels.png`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import spec_ops.backends.triton
 
 SOURCES = {path.name: path for path in Path(spec_ops.backends.triton.__file__).parent.rglob("*.py")}
 TOOLS = ("memcheck", "racecheck")
-# By kernel and the text of the two lines: what orders them (offsets and barriers: `docs/decisions.md`).
+# By kernel and the text of the two lines: what orders them (offsets and barriers: `docs/notebook/launches.md`).
 _WARPGROUP = (
     "128 threads access shared memory, meet at their warpgroup's named barrier (bar.sync 2, 128), and one of them arrives at "
     "the mbarrier that the other warpgroup waits on"

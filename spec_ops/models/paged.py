@@ -78,7 +78,7 @@ class PagedAttention:
         step: `"draft_decode"`, `"target_verify"`, `"draft_extend"` (uniform: model inputs are `[bs, q_len]`) or `"extend"`
             (ragged: `[total_q]`).
         slots: shape of the model's token input; negative drops the row.
-        Others as in the attention ops.
+        Others: as in the attention ops.
     """
 
     cache: PagedKVCache

@@ -286,13 +286,13 @@ def mha_extend(
         q: `[total_q, num_q_heads, head_dim]`; rows at or past `q_indptr[-1]` are padding and give zeros.
         q_indptr: `[bs + 1]` int32, non-decreasing, from 0.
         max_q_len: bound of every request's query count; a trace-time constant.
-        Others as `mha_draft_decode`.
+        Others: as in `mha_draft_decode`.
 
     Returns:
         `[total_q, num_q_heads, v_head_dim]`, dtype of `q`.
 
     Raises:
-        As `mha_draft_decode`.
+        TypeError, ValueError, BackendError: as in `mha_draft_decode`.
 
     Source: FlashInfer `trtllm_batch_context_with_kv_cache`.
     """
@@ -341,13 +341,13 @@ def mla_draft_decode(
         scale: softmax scale, required: it is `1 / sqrt(qk_nope_head_dim + qk_rope_head_dim)` (times any RoPE scaling), which
             the absorbed shapes no longer show.
         kv_scale: dequantization scale of the cache; required for fp8, refused otherwise.
-        Others as `mha_draft_decode`.
+        Others: as in `mha_draft_decode`.
 
     Returns:
         `[bs, q_len, num_heads, kv_lora_rank]`, dtype of `q` (the caller applies `W_UV`).
 
     Raises:
-        As `mha_draft_decode`.
+        TypeError, ValueError, BackendError: as in `mha_draft_decode`.
 
     Source: DeepSeek-V2 (arXiv:2405.04434); FlashInfer `trtllm_batch_decode_with_kv_cache_mla`.
     """

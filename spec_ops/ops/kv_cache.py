@@ -199,7 +199,7 @@ def append_mla_kv(
         slots, kv_scale, backend: as in `append_kv`.
 
     Raises:
-        As `append_kv`.
+        TypeError, ValueError, IndexError: as in `append_kv`.
 
     Source: FlashInfer `append_paged_mla_kv_cache`.
     """

@@ -155,7 +155,8 @@ def draft_kv_indices(
         `(kv_indptr [bs * topk + 1] int32, kv_indices [capacity] int32)`; entries past the total are 0.
 
     Raises:
-        As `kv_indices`; IndexError on CPU also where `req_to_token` is too narrow for the drafts.
+        TypeError, ValueError: as in `kv_indices`.
+        IndexError: as there; on CPU also where `req_to_token` is too narrow for the drafts.
 
     Source: SGLang `generate_draft_decode_kv_indices`.
     """
@@ -179,13 +180,13 @@ def draft_kv_indices_steps(
 
     Args:
         rows: how many leading steps to compute (drafting often uses `num_steps - 1` of them); default all.
-        Others as in `draft_kv_indices`.
+        Others: as in `draft_kv_indices`.
 
     Returns:
         `(kv_indptr [rows, bs * topk + 1] int32, kv_indices [rows, capacity] int32)`.
 
     Raises:
-        As `draft_kv_indices`.
+        TypeError, ValueError, IndexError: as in `draft_kv_indices`.
 
     Source: SGLang `generate_draft_decode_kv_indices`, which writes all steps at once.
     """

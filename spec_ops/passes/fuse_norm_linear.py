@@ -38,7 +38,7 @@ DTYPE = torch.bfloat16
 # 119.0, 32 128.8 to 123.9.
 MAX_ROWS = {90: 32}
 # Where `skinny_mm` is as fast as cuBLAS, a norm in front of it is the gain: 6144 x 4096 and 6144 x 8192 at 32 rows. The first
-# is 4% behind alone since it is launched early; a chain of layers gains by that (`docs/decisions.md`).
+# is 4% behind alone since it is launched early; a chain of layers gains by that (`docs/notebook/passes.md`).
 BEHIND: Rules = {90: (Rule(max_m=32, max_n=48 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),)}
 
 

@@ -6,7 +6,7 @@ first and stays; of ours there is one.
 Where our passes run, Inductor does not pad the sizes of matrix products (`shape_padding`): it would decide before us by timing
 each product, also the memory-bound ones of a round on GPUs that its table of peak rates lacks (H200; before torch 2.15 B200),
 whose peak it then takes for a thousandth. Compilations side by side decide differently, and padded products are no longer
-recognized: a round of 289 kernels became one of 350 (`docs/decisions.md`).
+recognized: a round of 289 kernels became one of 350 (`docs/notebook/passes.md`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The choices are data: `tuning.json` beside this file, an entry a line. `python -m benchmarks tune` measures on the GPU at
 hand how far they are from the best, and with `--write` puts the best there. Nothing is measured when a kernel is called: a
 shape that nobody tuned takes the entry of its class, an architecture that nobody tuned that of the range it lies in, with fewer
-stages, keys or rows where its shared memory is smaller. Figures: `docs/decisions.md`.
+stages, keys or rows where its shared memory is smaller. Figures: `docs/notebook/products.md`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Tile(NamedTuple):
     programs: int
 
 
-# The first that holds the rows; figures in `docs/decisions.md`.
+# The first that holds the rows; figures in `docs/notebook/products.md`.
 TILES = (Tile(8, 16, 256, 4, 3), Tile(16, 16, 256, 4, 3), Tile(32, 64, 128, 4, 1), Tile(64, 64, 128, 4, 1))
 MAX_ROWS = TILES[-1].block_m
 

@@ -7,7 +7,7 @@ Partial results lie in memory in one of two ways (`striped`). With up to 16 spli
 rows, 8]`. As `wgmma` leaves it in registers four threads hold 8 columns of a row, so a warp writes 256 bytes in a row; and a
 program combines whole strips, so a thread needs the weights of one row and all its loads fit in one turn. With more splits, by
 rows, of which each program combines one or two. A turn costs 1 to 2 us, and so does code that no cache has seen
-(`docs/decisions.md`).
+(`docs/notebook/mla.md`).
 """
 
 from __future__ import annotations

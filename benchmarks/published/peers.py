@@ -1,0 +1,67 @@
+"""Beside other engines: what `h200-peers.json` holds of SGLang, transformers and FlashMLA, next to ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.published.text import Row, listed, load, paragraph, short, table
+
+MODEL = "llama-3.1-8b-shape-32-layers"
+
+
+def ours(results: Path, bs: int, context: int, name: str = "h200-round") -> Row | None:
+    """Our speculative round of the 8B shape, passes on, the backend chosen automatically."""
+    for row in load(name, results)["rows"]:
+        case = (row["model"].partition("+")[0], row["bs"], row["context"], row["round"], row["backend"], row["passes"])
+        if case == (MODEL, bs, context, "speculative", "auto", True):
+            return row
+    return None
+
+
+def sglang(results: Path, bs: int, context: int, backend: str = "fa3") -> list[float]:
+    """SGLang's milliseconds a round in this case, one number of each measurement; the fastest counts."""
+    rows = load("h200-peers", results)["rounds"]
+    return [ms for row in rows if (row["bs"], row["context"], row["backend"]) == (bs, context, backend) for ms in row["ms"]]
+
+
+def rounds(results: Path) -> str:
+    found = load("h200-peers", results)
+    cases = dict.fromkeys((row["bs"], row["context"]) for row in found["rounds"])
+    lines = []
+    for bs, context in cases:
+        if (row := ours(results, bs, context)) is None or not (theirs := sglang(results, bs, context)):
+            continue
+        ratio = f"{min(theirs) / row['ms']:.2f}"
+        lines.append([f"{bs}, {context}", f"{row['floor_ms']:.2f}", f"{row['ms']:.2f}", listed(theirs, "{:.1f}".format), ratio])
+    assisted = next(row for row in load("h200-round", results)["rows"] if row["round"] == "assisted")
+    intro = "One round of Llama-3.1-8B's shape with an EAGLE-3 head on one H200: three draft steps, four verified tokens, bf16,"
+    intro += f" random weights, milliseconds. SGLang is release {found['versions']['sglang']} with its `fa3` attention backend,"
+    intro += " the fastest of those that were tried, CUDA graphs and overlap scheduling, and a simulated accept length of"
+    intro += f" {found['accept_length']:g}; the lowest and highest of its measurements are given, and the last column takes the"
+    intro += " lowest. The two were measured in different sessions on machines of one kind."
+    outro = (
+        f"At batch 1 and 1024 tokens, transformers' assisted generation takes {assisted['ms']:.0f} ms a target forward with a"
+    )
+    outro += " one-layer assistant."
+    header = ("batch, context", "floor", "spec_ops", "SGLang fa3", "SGLang / spec_ops")
+    return "\n\n".join((paragraph(intro), table(header, lines), paragraph(outro)))
+
+
+def mla(results: Path) -> str:
+    """MLA decoding beside FlashMLA, which is not one of the backends here."""
+    theirs = load("h200-peers", results)["mla_kernels"]
+    mine = {
+        (row["heads"], row["bs"], row["context"], row["q_len"]): row["us"]
+        for row in load("h200-kernels", results)["rows"]
+        if row["kind"] == "mla" and row["mask"] == "causal" and row["lengths"] == "equal" and row["backend"] == "triton"
+    }
+    lines = []
+    for row in theirs:
+        if (us := mine.get((str(row["heads"]), row["bs"], row["context"], row["q_len"]))) is not None:
+            lines.append(
+                [str(row["heads"]), f"{row['bs']}, {row['context']}", str(row["q_len"]), short(us), short(row["flashmla_us"])]
+            )
+    intro = "MLA decoding on the same kind of card beside FlashMLA, microseconds a call. FlashMLA was timed over one set of"
+    intro += " buffers, so its short cases read from L2, and without its metadata kernel (15 us); our kernels were timed over"
+    intro += " rotating buffers, from rest. FlashMLA's cases with 128 heads may have been timed at the card's power limit:"
+    return paragraph(intro) + "\n\n" + table(("heads", "batch, context", "queries", "spec_ops", "FlashMLA"), lines)

@@ -1,0 +1,177 @@
+"""Whole rounds: milliseconds, where they go, other backends, the passes, compile times; and accept lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published.text import Row, listed, load, paragraph, table, without_empty_columns
+
+PARTS_ABOVE = ("+ matmul", "+ attention", "+ other", "+ gaps")  # the floor
+
+
+def accept(results: Path) -> str:
+    lines = []
+    for name, draft in (
+        ("cpu-plain", "none"),
+        ("cpu-chain3", "chain, {steps} steps, greedy"),
+        ("cpu-chain3-sampled", "chain, {steps} steps, temperature {temperature}"),
+        ("cpu-tree3x4", "tree of width {topk}, {steps} steps, greedy"),
+    ):
+        (row,) = load(name, results)["rows"]
+        lines.append([draft.format(**row), str(row.get("num_tokens", 1)), f"{row['accept_length']:.2f}"])
+    sample = f"{row['prompts']} prompts, {row['new_tokens'] // row['prompts']} new tokens each"
+    intro = f"Accept length of the shipped pair on files of the standard library it was never trained on ({sample};"
+    intro += " `python -m benchmarks accept`, files with commands, machine and commit in `benchmarks/results/`):"
+    return paragraph(intro) + "\n\n" + table(("draft", "tokens verified", "accept length, tokens a round"), lines)
+
+
+def _key(row: Row) -> tuple:
+    return row["model"].partition("+")[0], row["bs"], row["context"]
+
+
+def _above(row: Row) -> list[str]:
+    """Milliseconds above the floor: matrix products, attention, other kernels, gaps. Empty for a round without a profile."""
+    if "matmul_ms" not in row or "kv_floor_ms" not in row:
+        return [""] * 4
+    floors = {"matmul": row["weights_floor_ms"], "attention": row["kv_floor_ms"]}
+    spent = [row[f"{part}_ms"] - floors.get(part, 0.0) for part in ("matmul", "attention", "other", "gaps")]
+    return [f"{round(value, 2) + 0.0:.2f}" for value in spent]  # + 0.0: no "-0.00"
+
+
+def _beside(found: dict[str, Any]) -> dict[tuple, dict[str, Row]]:
+    """The rows of the table of rounds: by case and kind, our passes on, the backend that was chosen."""
+    beside: dict[tuple, dict[str, Row]] = {}
+    for row in found["rows"]:
+        kind = row.get("round", "speculative")
+        if kind == "assisted" or (row["passes"] and row["backend"] in ("auto", "triton")):
+            beside.setdefault(_key(row), {}).setdefault(kind, row)
+    return beside
+
+
+def rounds(results: Path) -> str:
+    found = load("h200-round", results)
+    beside, lines = _beside(found), []
+    for (model, bs, context), kinds in beside.items():
+        if (row := kinds.get("speculative")) is None:
+            continue
+        speeds = [f"{kinds[k]['tokens_per_s']:.0f}" if "tokens_per_s" in kinds.get(k, {}) else "" for k in
+                  ("speculative", "plain", "assisted")]  # fmt: skip
+        share = f"{row['floor_ms'] / row['ms']:.0%}"
+        numbers = [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", share, *_above(row), f"{row['kernels']:.0f}", *speeds]
+        lines.append([model, f"{bs}, {context}", *numbers])
+    shown = [kinds["speculative"] for kinds in beside.values() if "speculative" in kinds]
+    intro = f"Whole rounds on one {found['environment']['machine'].removeprefix('NVIDIA ')}, random weights, chains of"
+    intro += f" {listed((row['steps'] for row in shown), str)} steps"
+    if all((row["graph_launches"], row["host_launches"], row["host_syncs"]) == (1, 0, 0) for row in shown):
+        intro += ", each one graph launch, no other launch and no sync"
+    intro += " (`python -m benchmarks round`, `benchmarks/results/h200-round.json`). Milliseconds; the floor is the bytes of"
+    intro += " weights and KV over the copy rate."
+    if any("matmul_ms" in row for row in shown):
+        intro += " What is above it goes to matrix products, attention, other kernels and gaps (below zero: kernels overlap)."
+    if lengths := {row["accept_length"] for row in shown if "accept_length" in row}:
+        intro += f" Tokens/s for an accept length of {listed(lengths, '{:g}'.format)}, stated and not measured"
+        others = {kind for kinds in beside.values() for kind in kinds}
+        if others >= {"plain", "assisted"}:
+            intro += "; beside it plain compiled decoding with the same ops, and transformers' assisted generation at the same"
+            intro += " accept length"
+        intro += "."
+    intro += f" {found['remark']}" if "remark" in found else ""
+    header = ("model", "batch, context", "round", "floor", "share", *PARTS_ABOVE, "kernels", "tokens/s", "plain", "assisted")
+    return paragraph(intro) + "\n\n" + table(*without_empty_columns(header, lines))
+
+
+def above(results: Path) -> str:
+    """Where the time goes in every profiled round that the table of rounds does not show."""
+    found = load("h200-round", results)
+    shown = [kinds["speculative"] for kinds in _beside(found).values() if "speculative" in kinds]
+    lines = []
+    for row in found["rows"]:
+        if row in shown or not any(parts := _above(row)):
+            continue
+        kind = f"{row.get('round', 'speculative')}, {row['backend']}{'' if row['passes'] else ', passes off'}"
+        numbers = [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['floor_ms'] / row['ms']:.0%}", *parts]
+        lines.append([row["model"].partition("+")[0], f"{row['bs']}, {row['context']}", kind, *numbers])
+    intro = "Where the time above the floor goes in the other rounds of that file, milliseconds:"
+    header = ("model", "batch, context", "kind, backend", "ms", "floor", "share", *PARTS_ABOVE)
+    return paragraph(intro) + "\n\n" + table(header, lines)
+
+
+def again(results: Path) -> str:
+    """The rounds of `h200-round.json` beside those of a later commit."""
+    first, second = (_beside(load(name, results)) for name in ("h200-round", "h200-round-again"))
+    lines = []
+    for (model, bs, context), kinds in second.items():
+        for kind, row in kinds.items():
+            if earlier := first.get((model, bs, context), {}).get(kind):
+                lines.append([model, f"{bs}, {context}", kind, f"{earlier['ms']:.2f}", f"{row['ms']:.2f}"])
+    intro = "The same rounds measured twice, in two sessions and with two commits, milliseconds"
+    intro += " (`benchmarks/results/h200-round.json`, `benchmarks/results/h200-round-again.json`):"
+    return paragraph(intro) + "\n\n" + table(("model", "batch, context", "kind", "first", "again"), lines)
+
+
+def backends(results: Path) -> str:
+    found = load("h200-round-backends", results)
+    rows = [row for row in found["rows"] if row.get("round", "speculative") == "speculative" and row["passes"]]
+    names = sorted({row["backend"] for row in rows}, key=lambda name: (name != "auto", name != "triton", name))
+    cases: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(_key(row), {})[row["backend"]] = row
+    lines = []
+    for (model, bs, context), by_name in cases.items():
+        if len(by_name) == 1:
+            continue
+        times = [f"{by_name[name]['ms']:.2f}" if name in by_name else "" for name in names]
+        lines.append([model, f"{bs}, {context}", *times])
+    lost = [v for v in found["auto"] if not v["auto_wins"]]
+    intro = "The same rounds with other backends, milliseconds (`benchmarks/results/h200-round-backends.json`, commit"
+    intro += f" {found['environment']['commit']}). `auto` is the fastest within 5%"
+    whys = "; ".join(
+        f"{v['fastest']} is {v['auto_over_fastest']:.2f} times as fast at batch {v['bs']}, context {v['context']} ({v['why']})"
+        for v in lost
+    )
+    intro += f" but for {len(lost)} of {len(found['auto'])} cases: {whys}:" if lost else f" in all {len(found['auto'])} cases:"
+    return paragraph(intro) + "\n\n" + table(*without_empty_columns(("model", "batch, context", *names), lines))
+
+
+def passes(results: Path) -> str:
+    rows = load("h200-round", results)["rows"]
+    both = {(*_key(row), row["round"]) for row in rows if not row["passes"] and row.get("round") in ("speculative", "naive")}
+    lines = []
+    for row in rows:
+        if row["backend"] != "auto" or not (row["round"] == "naive" or (*_key(row), row["round"]) in both):
+            continue
+        counts = [f"{row[name]:g}" for name in ("kernels", "graph_launches", "host_launches", "host_syncs")]
+        where = [f"{row['bs']}, {row['context']}", row["round"], "on" if row["passes"] else "off"]
+        lines.append([row["model"].partition("+")[0], *where, f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", *counts])
+    intro = "Our round with the graph passes on and off"
+    if any(row["round"] == "naive" for row in rows):
+        intro += ", and the round as one writes it at first"
+    intro += " (`benchmarks/results/h200-round.json`):"
+    header = ("model", "batch, context", "round", "passes", "ms", "floor", "kernels", "graphs", "launches", "syncs")
+    return paragraph(intro) + "\n\n" + table(header, lines)
+
+
+def compilation(results: Path) -> str:
+    found = load("h200-round-compile", results)
+    lines = [
+        [str(row["layers"]), str(row["steps"]), f"{row['compile_cold_s']:.0f}", f"{row['compile_warm_s']:.0f}"]
+        for row in sorted(found["rows"], key=lambda row: (row["layers"], row["steps"]))
+        if row["round"] == "speculative" and row["passes"]
+    ]
+    intro = "Seconds to compile a round, in fresh processes with empty and with filled caches"
+    intro += " (`benchmarks/results/h200-round-compile.json`)."
+    intro += f" {found['remark']}" if "remark" in found else f" {found['jobs']} compiled side by side."
+    return paragraph(intro) + "\n\n" + table(("layers", "draft steps", "cold", "warm"), lines)
+
+
+def planned(results: Path) -> str:
+    """What a round costs with kernels that plan on the host."""
+    rows = [row for row in load("h200-round-backends", results)["rows"] if row["model"].startswith("llama-3.1-8b")]
+    rows = [row for row in rows if (row["bs"], row["round"], row["passes"]) == (1, "speculative", True)]
+    by_name = {row["backend"]: row for row in rows}
+    theirs, ours = by_name["flashinfer-fa2"], by_name["triton"]
+    text = f"A round of Llama-3.1-8B's shape at batch 1 takes {theirs['ms']:.0f} ms with fa2, in"
+    text += f" {theirs['graph_launches']:g} graphs with {theirs['host_syncs']:g} syncs, where the Triton kernels take"
+    text += f" {ours['ms']:.1f} ms in {ours['graph_launches']:g} (H200, `benchmarks/results/h200-round-backends.json`)."
+    return paragraph(text)

@@ -1,0 +1,205 @@
+"""Measured numbers on README.md and the site are those of `benchmarks/results`, and sizes those of the files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from benchmarks.kernels import roofline
+from benchmarks.published import __main__ as published
+from benchmarks.published import chart, peers, rounds, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+
+# What no benchmark repeats: how long FlashInfer's compilations take, and the machine's behaviour that the rules of measuring
+# are made for. The notebook is a record of what was tried, with numbers of code that is gone.
+NOT_FROM_RESULTS = {"backends.md": {"26 s", "165 s", "9 minutes", "40 s"}, "index.md": {"5%"}}
+WRITTEN = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if published.NOTEBOOK not in page.parents)]
+UNITS = r"ms|us|µs|s|seconds?|minutes?|tokens/s|[TG]B/s|[KMGT]B|times|%"
+
+
+@pytest.mark.parametrize("path", published.documents(), ids=lambda path: path.name)
+def test_figures_come_from_the_results(path):
+    text = path.read_text(encoding="utf-8")
+    assert published.updated(text, RESULTS) == text, "run python -m benchmarks.published"
+
+
+def test_every_block_is_published():
+    found = [name for page in published.documents() for _, name, _ in published.BLOCK.findall(page.read_text(encoding="utf-8"))]
+    assert sorted(found) == sorted(published.BLOCKS)
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_measured_figure_stands_elsewhere(path):
+    text = path.read_text(encoding="utf-8")
+    by_hand = re.sub(r"```.*?```", "", published.BLOCK.sub("", text), flags=re.DOTALL)
+    found = re.findall(rf"\b\d[\d.,]*\s+(?:{UNITS})(?![\w/])|\b\d[\d.]*%", by_hand)
+    assert {re.sub(r"\s+", " ", figure) for figure in found} <= NOT_FROM_RESULTS.get(path.name, set())
+
+
+def test_the_chart_shows_the_results():
+    """Drawn by `python -m benchmarks.published`; its description holds the numbers."""
+    (held,) = re.findall(r"<dc:description>(.*?)</dc:description>", chart.PATH.read_text(encoding="utf-8"))
+    assert json.loads(held.replace("&quot;", '"')) == chart.data()
+
+
+def test_the_chart_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    chart.draw(tmp_path / "chart.svg")
+    text = (tmp_path / "chart.svg").read_text(encoding="utf-8")
+    assert text.startswith("<?xml")
+    assert "<dc:description>" in text
+
+
+def test_the_title_of_the_picture_is_that_of_its_file():
+    """Redrawn from the file (`python -m benchmarks.kernels.roofline`), whose commit may have been stated after the run."""
+    image = pytest.importorskip("PIL.Image")
+    found = json.loads((RESULTS / "h200-kernels.json").read_text(encoding="utf-8"))
+    with image.open(DOCS / "images" / "h200-kernels.png") as picture:
+        assert picture.text["Title"] == roofline.title(found["environment"])
+    assert "modified" not in roofline.title(found["environment"])
+
+
+def test_sizes_of_the_pair():
+    folder = ROOT / "spec_ops" / "pretrained"
+
+    def parameters(name: str) -> int:
+        with safe_open(folder / f"{name}.safetensors", "pt") as file:
+            return sum(file.get_tensor(key).numel() for key in file.keys() if file.get_tensor(key).is_floating_point())  # noqa: SIM118
+
+    start = " ".join((DOCS / "index.md").read_text(encoding="utf-8").split())
+    assert f"a byte-level target with {parameters('target') / 1e6:.1f} million parameters" in start
+
+
+def row(model: str = "m+eagle3", bs: int = 1, **more) -> dict:
+    same = {"model": model, "bs": bs, "context": 1024, "layers": 32, "steps": 3, "round": "speculative", "backend": "auto"}
+    same |= {"passes": True, "ms": 5.0, "floor_ms": 4.1, "weights_floor_ms": 4.0, "kv_floor_ms": 0.1, "kernels": 421.0}
+    same |= {
+        "matmul_ms": 4.3,
+        "attention_ms": 0.4,
+        "other_ms": 0.2,
+        "gaps_ms": 0.1,
+        "accept_length": 3.0,
+        "tokens_per_s": 600.0,
+    }
+    same |= {"graph_launches": 1.0, "host_launches": 0.0, "host_syncs": 0.0, "compile_cold_s": 55.3, "compile_warm_s": 12.2}
+    return same | more
+
+
+def write(folder: Path, name: str, rows: list[dict], **more) -> None:
+    text = json.dumps({"environment": {"machine": "NVIDIA H200", "commit": "0123abc"}, "jobs": 6, **more, "rows": rows})
+    (folder / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+def lines(text: str) -> list[list[str]]:
+    """Cells of a block's table, without its header."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")][2:]
+
+
+def test_rounds_stand_beside_plain_and_assisted_ones(tmp_path):
+    assisted = {
+        key: value for key, value in row("m+one-layer", round="assisted", tokens_per_s=15.2).items() if "matmul" not in key
+    }
+    others = [
+        row("m", round="plain", tokens_per_s=250.0),
+        assisted,
+        row(backend="flashinfer-xqa", ms=9.0),
+        row(passes=False, ms=9.0),
+    ]
+    write(tmp_path, "h200-round", [row(), *others, row(bs=8, ms=6.0, graph_launches=2.0)])
+    text = rounds.rounds(tmp_path)
+    one = ["m", "1, 1024", "5.00", "4.10", "82%", "0.30", "0.30", "0.20", "0.10", "421", "600", "250", "15"]
+    assert lines(text) == [one, ["m", "8, 1024", "6.00", "4.10", "68%", *one[5:11], "", ""]]
+    assert "accept length of 3," in text
+    assert "no sync" not in text  # two graphs at batch size 8
+    write(tmp_path, "h200-round", [row()])
+    assert "no sync" in rounds.rounds(tmp_path)
+
+
+def test_every_profiled_round_says_where_its_time_goes(tmp_path):
+    unprofiled = {key: value for key, value in row("m+one-layer", round="assisted").items() if "matmul" not in key}
+    others = [row("m", round="plain", gaps_ms=-0.001), row(backend="flashinfer-xqa", attention_ms=0.9), row(passes=False)]
+    write(tmp_path, "h200-round", [row(), unprofiled, *others, row(bs=8)])
+    same = ["5.00", "4.10", "82%", "0.30"]
+    assert lines(rounds.above(tmp_path)) == [
+        ["m", "1, 1024", "plain, auto", *same, "0.30", "0.20", "0.00"],
+        ["m", "1, 1024", "speculative, flashinfer-xqa", *same, "0.80", "0.20", "0.10"],
+        ["m", "1, 1024", "speculative, auto, passes off", *same, "0.30", "0.20", "0.10"],
+    ]
+    found = json.loads((RESULTS / "h200-round.json").read_text(encoding="utf-8"))["rows"]
+    told = lines(rounds.rounds(RESULTS)) + lines(rounds.above(RESULTS))
+    assert len(told) == sum("matmul_ms" in one for one in found)
+    assert all(all(line) for line in lines(rounds.above(RESULTS)))
+
+
+def test_backends_beside_each_other(tmp_path):
+    rows = [row(), row(backend="triton", ms=5.1), row(backend="flashinfer-xqa", ms=4.0)]
+    verdict = {"fastest": "flashinfer-xqa", "auto_over_fastest": 1.25, "bs": 1, "context": 1024, "why": "its rank"}
+    write(tmp_path, "h200-round-backends", rows, auto=[verdict | {"auto_wins": False}, verdict | {"auto_wins": True}])
+    text = rounds.backends(tmp_path)
+    assert lines(text) == [["m", "1, 1024", "5.00", "5.10", "4.00"]]
+    assert "commit 0123abc" in text
+    flat = " ".join(text.split())
+    assert "but for 1 of 2 cases: flashinfer-xqa is 1.25 times as fast at batch 1, context 1024 (its rank)" in flat
+
+
+def test_passes_and_compile_times(tmp_path):
+    write(tmp_path, "h200-round", [row(round="naive", passes=False, ms=9.5, host_syncs=8.0), row(round="naive")])
+    assert lines(rounds.passes(tmp_path)) == [
+        ["m", "1, 1024", "naive", "off", "9.50", "4.10", "421", "1", "0", "8"],
+        ["m", "1, 1024", "naive", "on", "5.00", "4.10", "421", "1", "0", "0"],
+    ]
+    write(tmp_path, "h200-round-compile", [row(), row(layers=8, compile_cold_s=14.6), row(round="naive")])
+    assert lines(rounds.compilation(tmp_path)) == [["8", "3", "15", "12"], ["32", "3", "55", "12"]]
+
+
+def test_an_old_figure_is_found_and_rewritten(tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text("# x\n\n<!-- figures: accept -->\nold\n<!-- end of figures -->\n\n- y\n  <!-- figures: limits -->\n"
+                      "  <!-- end of figures -->\n", encoding="utf-8")  # fmt: skip
+    assert published.main(["--check", "--document", str(readme)]) == 1
+    assert "old" in readme.read_text(encoding="utf-8")
+    assert published.main(["--document", str(readme)]) == 0
+    text = readme.read_text(encoding="utf-8")
+    assert "old" not in text
+    assert lines(text)[1][1:] == ["4", "3.42"]
+    assert "\n  On one request" in text
+    assert published.main(["--check", "--document", str(readme)]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<!-- figures: accept -->\n", "<!-- figures: accept -->\n<!-- figures: accept -->\n<!-- end of figures -->\n",
+     "<!-- figures: nonsense -->\n<!-- end of figures -->\n"],
+)  # fmt: skip
+def test_broken_blocks(text):
+    with pytest.raises(ValueError, match="published"):
+        published.updated(text, RESULTS)
+
+
+def test_sglangs_fastest_measurement_counts(tmp_path):
+    found = {
+        "rounds": [
+            {"bs": 1, "context": 8, "backend": "fa3", "ms": [7.0, 6.0]},
+            {"bs": 1, "context": 8, "backend": "x", "ms": [1.0]},
+        ]
+    }
+    (tmp_path / "h200-peers.json").write_text(json.dumps(found), encoding="utf-8")
+    assert sorted(peers.sglang(tmp_path, 1, 8)) == [6.0, 7.0]
+    assert min(peers.sglang(RESULTS, 1, 1024)) == chart.data()["ms a round"]["batch 1"][chart.SGLANG]
+
+
+def test_claims_link_to_their_files():
+    text = summary.claims(RESULTS)
+    assert len(re.findall(r"^\d\. ", text, re.MULTILINE)) == 5
+    for line in text.splitlines():
+        links = re.findall(r"\]\((benchmarks/results/[^)]+)\)", line)
+        assert links
+        assert all((ROOT / link).is_file() for link in links)

@@ -1,0 +1,107 @@
+"""Pages of the site: their Python blocks run on a CPU, and what they name is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+WITH_CODE = [page for page in PAGES if PYTHON.search(page.read_text(encoding="utf-8"))]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+RUN_ALL = """
+import contextlib, io, json, sys, traceback
+
+failed = {}
+for name, program in json.load(sys.stdin).items():
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(program, name, "exec"), {"__name__": "__main__"})
+    except BaseException:
+        failed[name] = traceback.format_exc()
+print(json.dumps(failed))
+"""
+
+
+def test_blocks_run(tmp_path):
+    """The blocks of a page are one program. All programs run in one process, since most of the time is the import of torch."""
+    programs = {name(page): "\n".join(PYTHON.findall(page.read_text(encoding="utf-8"))) for page in WITH_CODE}
+    if importlib.util.find_spec("transformers") is None:
+        programs = {page: text for page, text in programs.items() if "transformers import" not in text}
+    command = [sys.executable, "-c", RUN_ALL]
+    done = subprocess.run(
+        command, input=json.dumps(programs), cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    failed = json.loads(done.stdout.splitlines()[-1])
+    assert not failed, "\n".join(f"{page}: {error}" for page, error in failed.items())
+
+
+def test_the_guides_have_code():
+    assert {"index.md", "guides/your-model.md", "guides/transformers.md", "guides/sampling.md", "guides/explain.md"} <= set(
+        map(name, WITH_CODE)
+    )
+
+
+def test_named_files_are_there():
+    """`spec_ops/...`, `benchmarks/...`, `tests/...`, `examples/...` in backticks."""
+    place = re.compile(r"`((?:spec_ops|benchmarks|tests|examples|docs)/[\w./*-]+)`")
+    missing = [
+        (name(page), found)
+        for page in PAGES
+        if page.name != "changelog.md"
+        for found in place.findall(page.read_text(encoding="utf-8"))
+        if not list(ROOT.glob(found.rstrip("/")))
+    ]
+    assert missing == []
+
+
+def test_named_tests_are_there():
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {found for page in PAGES for found in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
+    assert len(named) > 8
+    assert [found for found in sorted(named) if f"def {found}(" not in sources] == []
+
+
+def test_every_pass_is_explained():
+    import spec_ops
+
+    text = (DOCS / "concepts" / "passes.md").read_text(encoding="utf-8")
+    assert re.findall(r"^### `(\w+)`", text, re.MULTILINE) == list(spec_ops.passes.pass_names())
+
+
+def test_every_setting_of_generate_is_in_the_table():
+    pytest.importorskip("transformers")
+    from spec_ops.integrations.transformers import settings
+
+    text = (DOCS / "guides" / "transformers.md").read_text(encoding="utf-8")
+    known = {*settings.HONOURED, *settings.WITHOUT_EFFECT, *settings.REFUSED}
+    known |= {*settings.REFUSED_IN_SAMPLING, *settings.REFUSED_IN_OUTPUT}
+    assert sorted(setting for setting in known if f"`{setting}`" not in text) == []
+
+
+def test_a_term_is_explained_once():
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\*\*(.+?)\*\*$", text, re.MULTILINE)
+    assert len(terms) == len(set(terms)) >= 40
+    assert len(re.findall(r"^: ", text, re.MULTILINE)) == len(terms)
+
+
+def test_pictures_hold_no_links_to_the_net():
+    for picture in (DOCS / "images").glob("concept-*.svg"):
+        text = picture.read_text(encoding="utf-8")
+        assert "<title>" in text
+        assert set(re.findall(r"https?://[^\"<]+", text)) == {"http://www.w3.org/2000/svg"}

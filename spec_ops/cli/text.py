@@ -103,7 +103,7 @@ def from_checkpoints(
         limit = settings.new_tokens(len(tokens)) if limited else MAX_NEW_TOKENS
         if not isinstance(limit, int):
             raise ValueError(f"`max_new_tokens` must be one integer here, got {limit}")
-        prompts = Prompts(torch.tensor([tokens]), [tokens])
+        prompts = Prompts(torch.tensor([tokens], device="cpu"), [tokens], settings.padding)
 
         def stop_when() -> StopWhen | None:
             return stopping.stop_when(settings, [], tokenizer.tokenizer, prompts)

@@ -1,4 +1,4 @@
-"""What a user passes to a generator, checked and made plain: counts, token ids, prompts with their limits."""
+"""What a user passes to a generator, checked and made plain: prompts with their limits, and stop tokens."""
 
 from __future__ import annotations
 
@@ -9,53 +9,69 @@ from typing import Any
 import numpy as np
 import torch
 
+from spec_ops._numbers import integer, is_integer, shown
 from spec_ops.decoding.state import MAX_STOP_TOKENS
 from spec_ops.models.target import PositionLimit
 
 
-def is_integer(value: Any) -> bool:
-    """An int of Python or numpy; no bool."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+@dataclass(frozen=True)
+class ArgumentNames:
+    """What the caller calls the arguments of a generator, for messages that name them.
 
-
-def integer(where: str, name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: no integer (a float, bool or tensor), or not in `[low, high]`.
+    Attributes:
+        prompts: the prompts; `copies` rows in a row come from one of them.
+        limits: what limits a prompt's new tokens, in words: "`max_new_tokens`".
+        stop_tokens, stop_when: the arguments of these names.
     """
-    wanted = f"an int of at least {low}" if high is None else f"an int in [{low}, {high}]"
-    if not is_integer(value) or value < low or (high is not None and value > high):
-        raise ValueError(f"{where}: `{name}` must be {wanted}, got {_shown(value)}")
-    return int(value)
+
+    prompts: str = "prompts"
+    limits: str = "`max_new_tokens`"
+    stop_tokens: str = "stop_tokens"
+    stop_when: str = "stop_when"
+    copies: int = 1
+
+    def prompt(self, row: int) -> str:
+        """The argument that row `row` came from."""
+        return f"{self.prompts}[{row // self.copies}]"
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Checked arguments of one call. `limits[i]`: most new tokens of `prompts[i]`."""
+    """Checked arguments of one call.
+
+    Attributes:
+        prompts: the token ids of each request.
+        limits: most new tokens of each.
+        stop_tokens: ids that end a request.
+        names: what the caller calls them.
+    """
 
     prompts: list[list[int]]
     limits: list[int]
     stop_tokens: list[int]
+    names: ArgumentNames = ArgumentNames()
 
     def check_positions(self, limit: PositionLimit | None) -> None:
-        """Raise a ValueError where a prompt and its new tokens, the last of which is never run, need positions past `limit`."""
-        for i, (prompt, new) in enumerate(zip(self.prompts, self.limits, strict=True)):
+        """Raise a ValueError for a request that needs positions past `limit`. Its last new token is never run."""
+        for row, (prompt, new) in enumerate(zip(self.prompts, self.limits, strict=True)):
             if limit is not None and len(prompt) + new - 1 > limit.count:
                 raise ValueError(
-                    f"generate: `prompts[{i}]` plus `max_new_tokens` must be at most {limit.count + 1} tokens: the target has "
-                    f"{limit.count} positions; {limit.reason}; got {len(prompt)} + {new}"
+                    f"generate: `{self.names.prompt(row)}` plus {self.names.limits} must be at most {limit.count + 1} tokens: "
+                    f"the target has {limit.count} positions; {limit.reason}; got {len(prompt)} + {new}"
                 )
 
 
-def check_requests(prompts: Any, max_new_tokens: Any, stop_tokens: Any, vocab: int, max_seq_len: int) -> Requests:
+def check_requests(
+    prompts: Any, max_new_tokens: Any, stop_tokens: Any, vocab: int, max_seq_len: int, names: ArgumentNames | None = None
+) -> Requests:
     """The arguments of `Generator.generate`, as lists of ints.
 
     Raises:
         ValueError: naming the argument.
     """
+    names = names or ArgumentNames()
     rows = _rows(prompts)
-    tokens = [_tokens(f"prompts[{i}]", row, vocab) for i, row in enumerate(rows)]
+    tokens = [_tokens(names.prompt(i), row, vocab) for i, row in enumerate(rows)]
     if is_integer(max_new_tokens):
         given = [max_new_tokens] * len(tokens)
     else:
@@ -66,22 +82,22 @@ def check_requests(prompts: Any, max_new_tokens: Any, stop_tokens: Any, vocab: i
     for i, (prompt, limit) in enumerate(zip(tokens, limits, strict=True)):
         if len(prompt) + limit > max_seq_len:
             raise ValueError(
-                f"generate: `prompts[{i}]` plus `max_new_tokens` must fit max_seq_len={max_seq_len}, "
+                f"generate: `{names.prompt(i)}` plus {names.limits} must fit max_seq_len={max_seq_len}, "
                 f"got {len(prompt)} + {limit}"
             )
-    stops = _entries("stop_tokens", stop_tokens, "a list of token ids, () for none")
+    stops = _entries(names.stop_tokens, stop_tokens, "a list of token ids, () for none")
     if len(stops) > MAX_STOP_TOKENS:
-        raise ValueError(f"generate: `stop_tokens` must hold at most {MAX_STOP_TOKENS} ids, got {len(stops)}")
+        raise ValueError(f"generate: `{names.stop_tokens}` must hold at most {MAX_STOP_TOKENS} ids, got {len(stops)}")
     for token in stops:
         if not is_integer(token) or not 0 <= token < vocab:
-            raise ValueError(f"generate: `stop_tokens` must hold token ids in [0, {vocab}), got {_shown(token)}")
-    return Requests(tokens, limits, [int(token) for token in stops])
+            raise ValueError(f"generate: `{names.stop_tokens}` must hold token ids in [0, {vocab}), got {shown(token)}")
+    return Requests(tokens, limits, [int(token) for token in stops], names)
 
 
 def _rows(prompts: Any) -> list[Any]:
     wanted = "generate: `prompts` must be a list of token id lists, one for each prompt"
     if isinstance(prompts, str):
-        raise ValueError(f"{wanted}, got the text {_shown(prompts)}: encode it first, `[tokenizer.encode(text)]`")
+        raise ValueError(f"{wanted}, got the text {shown(prompts)}: encode it first, `[tokenizer.encode(text)]`")
     if isinstance(prompts, Mapping):
         raise ValueError(f"{wanted}, got a mapping with keys {list(prompts)}: pass its `input_ids`, without their padding")
     rows = _entries("prompts", prompts, "a list of token id lists, one for each prompt")
@@ -93,11 +109,11 @@ def _rows(prompts: Any) -> list[Any]:
 def _tokens(name: str, prompt: Any, vocab: int) -> list[int]:
     wanted = f"generate: `{name}` must hold token ids in [0, {vocab}), at least one"
     if isinstance(prompt, str):
-        raise ValueError(f"{wanted}, got the text {_shown(prompt)}: encode it first, `tokenizer.encode(text)`")
+        raise ValueError(f"{wanted}, got the text {shown(prompt)}: encode it first, `tokenizer.encode(text)`")
     tokens = _entries(name, prompt, f"a list of token ids in [0, {vocab}), at least one")
     wrong = [token for token in tokens if not is_integer(token) or not 0 <= token < vocab]
     if wrong or not tokens:
-        raise ValueError(f"{wanted}, got {_shown(wrong)}")
+        raise ValueError(f"{wanted}, got {shown(wrong)}")
     return [int(token) for token in tokens]
 
 
@@ -108,10 +124,4 @@ def _entries(name: str, values: Any, wanted: str) -> list[Any]:
             return values.tolist() if values.ndim == 1 else list(values)
     elif isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping)):
         return list(values)
-    raise ValueError(f"generate: `{name}` must be {wanted}, got {_shown(values)}")
-
-
-def _shown(value: Any) -> str:
-    """`value` for a message, cut to a line."""
-    text = repr(value[:8] if isinstance(value, list) else value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    raise ValueError(f"generate: `{name}` must be {wanted}, got {shown(values)}")

@@ -1,10 +1,10 @@
-"""How much is drafted, and how."""
+"""How many tokens a round drafts, and in which shape."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spec_ops.decoding.arguments import integer
+from spec_ops._numbers import integer, number
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 
 
@@ -13,11 +13,15 @@ class SpeculationConfig:
     """Shape of a round.
 
     Attributes:
-        num_steps: draft steps `S`; the longest accepted path is `S` drafts and one target token.
-        topk: tree width `K`; 1 drafts a chain.
-        num_draft_tokens: tokens verified per request `D`, root included; a chain has `S + 1`. Default for a tree:
-            `min(2 * K * S, candidates + 1, 64)`, where the draft yields `K + (S - 1) * K * K` candidates.
-        threshold_single, threshold_acc: lossy acceptance of sampled trees, see `accept_sampled`; 1 is lossless.
+        num_steps: draft steps `S`. A round emits at most `S` accepted drafts and one token of the target.
+        topk: width `K` of the draft tree; 1 drafts a chain.
+        num_draft_tokens: tokens verified per request `D`, the root included. A chain has `S + 1`. Default for a tree:
+            `min(2 * K * S, candidates + 1, 64)`, where the draft steps yield `K + (S - 1) * K * K` candidates.
+        threshold_single, threshold_acc: in (0, 1]; below 1, sampled trees accept more than their probabilities allow
+            (see `accept_sampled`). 1 keeps the target's distribution, and is the only value for a chain.
+
+    Raises:
+        ValueError: naming the attribute.
     """
 
     num_steps: int = 3
@@ -34,10 +38,10 @@ class SpeculationConfig:
                 f"SpeculationConfig: (`num_steps` - 1) * `topk` must be at most {MAX_TREE_TOKENS}, "
                 f"got {(self.num_steps - 1) * self.topk}"
             )
-        for name, value in (("threshold_single", self.threshold_single), ("threshold_acc", self.threshold_acc)):
-            if not 0 < value <= 1 or (self.topk == 1 and value != 1):
-                expected = "in (0, 1]" if self.topk > 1 else "1 for a chain"
-                raise ValueError(f"SpeculationConfig: `{name}` must be {expected}, got {value}")
+        wanted = "a number in (0, 1]" if self.topk > 1 else "1 for a chain"
+        for name in ("threshold_single", "threshold_acc"):
+            value = number("SpeculationConfig", name, getattr(self, name), wanted, self._is_threshold)
+            object.__setattr__(self, name, value)
         low, high = 2, min(self.num_candidates + 1, MAX_TREE_TOKENS)
         if self.topk == 1:
             low = high = self.num_steps + 1
@@ -54,8 +58,12 @@ class SpeculationConfig:
                 f"SpeculationConfig: `num_draft_tokens` must be in [{low}, {high}], got {self.num_draft_tokens}: {reason}"
             )
 
+    def _is_threshold(self, value: float) -> bool:
+        return 0 < value <= 1 and (self.topk > 1 or value == 1)
+
     @property
     def num_candidates(self) -> int:
+        """Tokens that a tree's draft steps yield, of which the best are verified."""
         return self.topk + (self.num_steps - 1) * self.topk**2
 
     @property
@@ -67,10 +75,10 @@ class SpeculationConfig:
 
     @property
     def path_len(self) -> int:
-        """Most tokens a round can emit per request (`P`); a tree of few tokens cannot hold a path of all steps."""
+        """Most tokens that a round can emit per request (`P`). A small tree may be too small for a path through all steps."""
         return min(self.num_steps + 1, self.num_tokens)
 
     @property
     def reserve(self) -> int:
-        """KV slots a round may write past `committed_lens`, for any draft."""
+        """Most KV slots past `committed_lens` that a round writes, whatever the draft."""
         return max(self.num_tokens, self.path_len, (self.num_steps - 1) * self.topk) + 1

@@ -13,15 +13,22 @@ from spec_ops.decoding.state import RoundState
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
 
-# Counters of one round's uniforms: `committed_lens * COUNTERS` plus one of these. Committed lengths grow every round, so no
-# uniform is used twice.
+# The counters of a round's uniforms are `committed_lens * COUNTERS` plus one of these. Committed lengths grow every round, so
+# no uniform is used twice.
 COUNTERS = 256
 ACCEPT_COUNTER, DRAFT_COUNTER, FINAL_COUNTER = 0, 64, 255
 
 
 class Drafted(NamedTuple):
-    """Tokens to verify: `candidates`, `positions [bs, D]`, root first. Trees have `tree_mask`, `parents [bs, D]`; sampled
-    chains `probs [bs, D - 1, Vd]`, what each draft was sampled from."""
+    """Tokens to verify.
+
+    Attributes:
+        candidates: `[bs, D]` int64, target ids, root first.
+        positions: `[bs, D]`, their positions for RoPE: the depth in a tree.
+        tree_mask: `[bs, D]` int64, a tree's bit masks; None for chains.
+        parents: `[bs, D]`, each node's parent; None for chains.
+        probs: `[bs, D - 1, Vd]` float32, the distribution that each draft was sampled from; None unless a chain is sampled.
+    """
 
     candidates: torch.Tensor
     positions: torch.Tensor
@@ -31,7 +38,7 @@ class Drafted(NamedTuple):
 
 
 def first_drafts(draft: Draft, state: RoundState, hidden: torch.Tensor, topk: int, sampled: bool) -> None:
-    """Store the first drafts of the next round from the draft's `hidden [bs, hidden]` behind the newest token."""
+    """Store the first drafts of the next round. `hidden [bs, hidden]` is the draft's for the newest token."""
     state.draft_hidden.copy_(hidden)
     logits = draft.logits(hidden)
     if topk > 1:
@@ -48,19 +55,19 @@ def first_drafts(draft: Draft, state: RoundState, hidden: torch.Tensor, topk: in
 def next_draft(
     draft: Draft, state: RoundState, logits: torch.Tensor, step: int, sampled: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The draft token (target ids) after `logits [bs, Vd]`, and the distribution it was sampled from."""
+    """The draft tokens (target ids, `[bs]`) for `logits [bs, Vd]`, and the distribution that they were sampled from."""
     if not sampled:
         return draft.to_target(logits.argmax(-1)), None
     probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
     coins = uniforms(state.seeds, state.committed_lens.long() * COUNTERS + DRAFT_COUNTER + step)
-    # -1 where nothing can be drawn. Any token will do: acceptance meets the same distribution, and ends the request.
+    # -1 where nothing can be drawn. Any token will do there: acceptance gets the same distribution, and ends the request.
     return draft.to_target(ops.sample_tokens(probs, coins).clamp(min=0)), probs
 
 
 def draft_chain(
     draft: Draft, cache: PagedKVCache, state: RoundState, config: SpeculationConfig, sampled: bool, backend: str
 ) -> Drafted:
-    """`S` tokens, one after the other; the first was drafted by the previous round's extend."""
+    """Draft `S` tokens one after the other. The first one was drafted by the previous round's draft extend."""
     active = ~state.finished
     tokens, hidden = [state.draft_tokens[:, 0]], state.draft_hidden
     probs = [state.draft_probs] if sampled else []
@@ -85,10 +92,10 @@ def draft_chain(
 
 
 def draft_tree(draft: Draft, cache: PagedKVCache, state: RoundState, config: SpeculationConfig, backend: str) -> Drafted:
-    """EAGLE-2 dynamic tree (arXiv:2406.16858): `K` branches a step, then the best `D - 1` of all candidates.
+    """Draft a dynamic tree (EAGLE-2, arXiv:2406.16858): `K` branches a step, then the best `D - 1` of all candidates.
 
-    Step `i` writes its `K` branches to slots `committed + i * K + t`; a bit mask over those slots gives each branch its true
-    ancestors, so nothing of the prefix is copied per branch.
+    Step `i` writes its `K` branches to slots `committed + i * K + t`. A bit mask over these slots shows each branch its
+    ancestors only, so that nothing of the prefix is copied per branch.
     """
     topk, active = config.topk, ~state.finished
     bs, device = state.draft_tokens.shape[0], state.draft_tokens.device

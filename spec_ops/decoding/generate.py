@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from spec_ops.decoding.arguments import Requests, check_requests, integer, is_integer
+from spec_ops._numbers import integer, is_integer
+from spec_ops.decoding.arguments import ArgumentNames, Requests, check_requests
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.draft import first_drafts
 from spec_ops.decoding.random import row_seeds
@@ -22,7 +23,7 @@ from spec_ops.decoding.round import PlainRound, SpeculativeRound, next_token
 from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.state import BROKEN, RoundState
 from spec_ops.models.drafts import Draft
-from spec_ops.models.paged import PagedAttention, PagedKVCache
+from spec_ops.models.paged import PagedAttention, PagedKVCache, refuse_autocast
 from spec_ops.models.target import Target
 
 OnTokens = Callable[[int, list[int]], None]
@@ -34,10 +35,12 @@ class GenerationStats:
     """Counts over one `generate` call.
 
     Attributes:
-        rounds: target forwards after prefill (batched forwards, whatever the batch size).
-        request_rounds: the same counted per unfinished request.
+        rounds: forwards of the target after prefill; one for all requests of a batch.
+        request_rounds: the same, counted for each request that gained tokens.
         new_tokens: tokens emitted, the prefill's first tokens included.
-        seconds: wall time of prefill and decoding, the compiler's included; decode_seconds: of decoding alone.
+        requests: number of prompts.
+        seconds: wall time of prefill and decoding, time to compile included.
+        decode_seconds: wall time of decoding alone.
     """
 
     rounds: int = 0
@@ -49,7 +52,7 @@ class GenerationStats:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens a request gains per round."""
+        """Accept length: tokens that a request gains per round, on average."""
         return (self.new_tokens - self.requests) / self.request_rounds if self.request_rounds else 0.0
 
     @property
@@ -65,7 +68,7 @@ class GenerationResult:
     Attributes:
         tokens: `tokens[i]` are the new tokens of prompt `i`, a stop token included if one ended it.
         stats: counts and times.
-        seed: what sampling drew from, the same again with `SamplingParams(seed=...)`; None for greedy decoding.
+        seed: the seed of sampling; `SamplingParams(seed=...)` repeats the run with it. None for greedy decoding.
     """
 
     tokens: list[list[int]]
@@ -80,15 +83,20 @@ class Generator:
     bucket compiles and records nothing. One call of `generate` at a time: threads need a `Generator` each.
 
     Args:
-        target: the model whose output is wanted, on any device. draft: None for plain decoding.
-        config: shape of a round.
-        max_batch_size: most requests decoded at once; longer prompt lists run in groups. Buckets: powers of two up to it.
-        max_seq_len: longest prompt plus new tokens.
-        page_size: KV page size, 1 to 128.
+        target: the model whose output is wanted, on any device.
+        draft: the model that drafts, on the target's device and in its dtype; None for plain decoding.
+        config: shape of a round; default `SpeculationConfig()`.
+        max_batch_size: most requests decoded at once; longer lists of prompts run in groups. Buckets are the powers of two up
+            to it.
+        max_seq_len: most tokens of a request, prompt and new ones.
+        page_size: tokens per KV page, 1 to 128.
         cache_dtype: default the model's; `torch.float8_e4m3fn` quantizes with scale 1.
         compile: compile rounds with `spec_ops.compile`: the graph passes, and one CUDA graph per bucket.
         backend: of every attention op. `"triton-deterministic"`: batch-invariant attention, see `spec_ops/ops/attention.py`.
-        prefill_backend: of the prompts' ragged extend, where it shall differ: not every kernel provider has one.
+        prefill_backend: of the prompts' ragged extend; default `backend`. Not every kernel provider has one.
+
+    Raises:
+        ValueError: naming the argument: of another kind or range, or a draft that does not fit the target.
     """
 
     def __init__(
@@ -108,7 +116,7 @@ class Generator:
         max_batch_size = integer("Generator", "max_batch_size", max_batch_size, 1)
         max_seq_len = integer("Generator", "max_seq_len", max_seq_len, 1)
         page_size = integer("Generator", "page_size", page_size, 1, 128)
-        _check_kinds(target, draft)
+        _check_kinds(target, draft, config)
         self.target, self.draft = target.eval(), draft.eval() if draft is not None else None
         self.config = config or SpeculationConfig()
         self.max_batch_size, self.max_seq_len, self.page_size = max_batch_size, max_seq_len, page_size
@@ -124,8 +132,9 @@ class Generator:
         self.max_pages = -(-(max_seq_len + reserve) // page_size)
         pool: dict[str, Any] = {"dtype": cache_dtype or self.dtype, "device": self.device}
         num_pages = self.max_pages * max_batch_size
-        self.target_cache = PagedKVCache(target.config, num_pages, page_size, **pool)
-        self.draft_cache = PagedKVCache(draft.config, num_pages, page_size, **pool) if draft is not None else None
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
+            self.target_cache = PagedKVCache(target.config, num_pages, page_size, **pool)
+            self.draft_cache = PagedKVCache(draft.config, num_pages, page_size, **pool) if draft is not None else None
         self._states: dict[int, RoundState] = {}
         self._rounds: dict[tuple[int, bool], Callable[[], None]] = {}
         self._running = threading.Lock()
@@ -156,7 +165,6 @@ class Generator:
         batch_size = integer("Generator", "batch_size", batch_size, 1, self.max_batch_size)
         return min(1 << (batch_size - 1).bit_length(), self.max_batch_size)
 
-    @torch.no_grad()
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -168,7 +176,7 @@ class Generator:
         stop_when: StopWhen | None = None,
         progress: bool = False,
     ) -> GenerationResult:
-        """Decode every prompt.
+        """Decode every prompt. The tokens of a prompt do not depend on its neighbours, except for rounding.
 
         Args:
             prompts: token ids, one non-empty sequence (list, array or tensor) per request.
@@ -183,10 +191,21 @@ class Generator:
 
         Raises:
             ValueError: naming the argument, before anything runs; naming `stop_when`, when it returns something else.
-            RuntimeError: another call is running, in another thread or around a callback; or nothing can be sampled, because
-                the target's logits hold a NaN.
+            RuntimeError: another call is running, in another thread or around a callback; autocast is enabled; or nothing can
+                be sampled, because the target's logits hold a NaN.
         """
         requests = check_requests(prompts, max_new_tokens, stop_tokens, self.target.config.vocab_size, self.max_seq_len)
+        return self._run(requests, sampling, on_tokens, stop_when, progress)
+
+    def _run(
+        self,
+        requests: Requests,
+        sampling: SamplingParams | None,
+        on_tokens: OnTokens | None,
+        stop_when: StopWhen | None,
+        progress: bool,
+    ) -> GenerationResult:
+        """`generate`, its arguments checked."""
         requests.check_positions(self.target.position_limit)
         sampling = sampling or SamplingParams()
         with self._exclusive(), tqdm(total=sum(requests.limits), unit="tok", disable=not progress, desc="generate") as bar:
@@ -196,22 +215,26 @@ class Generator:
             start = time.perf_counter()
             for first in range(0, len(requests.prompts), self.max_batch_size):
                 members = range(first, min(first + self.max_batch_size, len(requests.prompts)))
-                group = _Group(members, self._state(self.bucket(len(members))), result, on_tokens, stop_when, bar)
+                state = self._state(self.bucket(len(members)))
+                group = _Group(members, state, result, on_tokens, stop_when, bar, requests.names)
                 self._generate_group(requests, group, sampling)
             result.stats.seconds = time.perf_counter() - start
         return result
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """The state and caches for one call, and the models' device as the current one: streams, events and CUDA graphs are
-        those of the current device."""
+        """Hold the state and caches for one call, with the models' device as the current one: streams, events and CUDA graphs
+        belong to the current device."""
+        refuse_autocast("generate", self.device)
         if not self._running.acquire(blocking=False):
             raise RuntimeError(
                 "generate: this Generator is already running, in another thread, or this call comes from one of its callbacks; "
                 "it serves one call at a time: make another Generator, or wait"
             )
         try:
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            current = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+            # Not in inference mode, because the state's tensors outlive this call. Leaving the mode switches gradients on.
+            with current, torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
             self._running.release()
@@ -296,9 +319,9 @@ class Generator:
         lens = [len(requests.prompts[i]) for i in members]
 
         def put(buffer: torch.Tensor, values) -> None:
-            buffer[:count].copy_(torch.as_tensor(values, dtype=buffer.dtype))
+            buffer[:count].copy_(torch.as_tensor(values, dtype=buffer.dtype, device="cpu"))
 
-        pages = torch.arange(count * self.max_pages, dtype=torch.int32).reshape(count, self.max_pages)
+        pages = torch.arange(count * self.max_pages, dtype=torch.int32, device="cpu").reshape(count, self.max_pages)
         put(state.block_tables, pages)
         put(state.max_lens, [length + requests.limits[i] for length, i in zip(lens, members, strict=True)])
         if stops:
@@ -313,13 +336,14 @@ class Generator:
         put(state.committed_lens, [length - 1 for length in lens])
 
     def _ragged(self, cache: PagedKVCache, state: RoundState, lens: list[int]):
-        """Positions and attention of a ragged extend that writes the first `lens[b]` slots of each request."""
+        """A ragged extend that writes the first `lens[b]` slots of each request: positions `[total]`, starts `[bs + 1]` int64
+        on the CPU, and the attention."""
         device, page_size = self.device, self.page_size
-        lengths = torch.tensor(lens + [0] * (state.batch_size - len(lens)))
-        starts = torch.zeros(state.batch_size + 1, dtype=torch.int64)
+        lengths = torch.tensor(lens + [0] * (state.batch_size - len(lens)), device="cpu")  # whatever the default device is
+        starts = torch.zeros(state.batch_size + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(lengths, 0, out=starts[1:])
-        positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)
-        request = torch.arange(state.batch_size).repeat_interleave(lengths)
+        positions = torch.arange(int(starts[-1]), device="cpu") - starts[:-1].repeat_interleave(lengths)
+        request = torch.arange(state.batch_size, device="cpu").repeat_interleave(lengths)
         positions, request = positions.to(device), request.to(device)
         slots = state.block_tables[request, positions // page_size].long() * page_size + positions % page_size
         attention = PagedAttention(
@@ -335,7 +359,8 @@ class Generator:
         return positions, starts, attention
 
     def _prefill(self, state: RoundState, prompts: list[list[int]], sampled: bool) -> None:
-        """Run the prompts through target and draft: emits each request's first token, drafts the first round's first tokens."""
+        """Run the prompts through target and draft. Emits each request's first token, and drafts the first tokens of the first
+        round."""
         lens = [len(p) for p in prompts]
         tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
         positions, starts, attention = self._ragged(self.target_cache, state, lens)
@@ -362,8 +387,10 @@ class Generator:
         first_drafts(self.draft, state, carried, self.config.topk, sampled)
 
 
-def _check_kinds(target: Any, draft: Any) -> None:
-    """The arguments are what they should be, and not swapped."""
+def _check_kinds(target: Any, draft: Any, config: Any) -> None:
+    """Refuse models of another kind, swapped ones, and another kind of configuration."""
+    if config is not None and not isinstance(config, SpeculationConfig):
+        raise ValueError(f"Generator: `config` must be a SpeculationConfig, got {type(config).__name__}")
     for name, model, kind in (("target", target, Target), ("draft", draft, Draft)):
         if isinstance(model, kind) or (name == "draft" and model is None):
             continue
@@ -381,7 +408,7 @@ def _check_kinds(target: Any, draft: Any) -> None:
 
 @dataclass
 class _Group:
-    """Requests decoded together, and where their tokens go."""
+    """Requests that are decoded together, and what becomes of their tokens."""
 
     members: range
     state: RoundState
@@ -389,6 +416,7 @@ class _Group:
     on_tokens: OnTokens | None
     stop_when: StopWhen | None
     bar: tqdm
+    names: ArgumentNames = field(default_factory=ArgumentNames)
     stopped: set[int] = field(default_factory=set)  # by `stop_when`: a round already under way may still emit for them
 
     def emit(self, output: torch.Tensor) -> tuple[int, int]:
@@ -400,8 +428,8 @@ class _Group:
             tokens, new = self.result.tokens[request], row[: row[-2]]
             if row[-1] == BROKEN:
                 raise RuntimeError(
-                    f"generate: nothing can be sampled for `prompts[{request}]` after {len(tokens) + len(new)} new tokens: the "
-                    "target's logits hold a NaN or an infinity, or no finite number at all"
+                    f"generate: nothing can be sampled for `{self.names.prompt(request)}` after {len(tokens) + len(new)} new "
+                    "tokens: the target's logits hold a NaN or an infinity, or no finite number at all"
                 )
             ended = bool(row[-1])
             if new and self.stop_when is not None:
@@ -409,8 +437,8 @@ class _Group:
                 if keep is not None:
                     if not is_integer(keep) or not 0 <= keep <= len(new):
                         raise ValueError(
-                            f"generate: `stop_when` must return None or how many of the {len(new)} new tokens to keep, "
-                            f"got {keep!r}"
+                            f"generate: `{self.names.stop_when}` must return None or how many of the {len(new)} new tokens to "
+                            f"keep, got {keep!r}"
                         )
                     new, ended = new[:keep], True
                     self.stopped.add(request)
@@ -475,7 +503,16 @@ def generate(
     progress: bool = False,
     **options,
 ) -> GenerationResult:
-    """Decode `prompts` once; `options` go to `Generator`, which is the thing to keep for more than one call."""
+    """Decode `prompts` once. For more than one call, keep a `Generator`: it reuses caches and compiled rounds.
+
+    Args:
+        target, draft, config, options: see `Generator`. Default sizes are those that the prompts need.
+        prompts, max_new_tokens, stop_tokens, sampling, on_tokens, stop_when, progress: see `Generator.generate`.
+
+    Raises:
+        ValueError: naming the argument.
+        RuntimeError: see `Generator.generate`.
+    """
     vocab = target.config.vocab_size
     requests = check_requests(prompts, max_new_tokens, stop_tokens, vocab, options.get("max_seq_len", sys.maxsize))
     longest = max((len(p) + n for p, n in zip(requests.prompts, requests.limits, strict=True)), default=1)

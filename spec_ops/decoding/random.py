@@ -1,7 +1,7 @@
-"""Counter-based uniforms: a pure function of (seed, counter), so a run repeats whatever the batch, device or compiler.
+"""Counter-based uniforms: a pure function of seed and counter, so that a run repeats whatever the batch, device or compiler.
 
-SplitMix64 (Steele et al., OOPSLA 2014) in int64 arithmetic, which wraps. A generator with hidden state would either break CUDA
-graphs' replay or tie a request's tokens to its neighbours in the batch.
+SplitMix64 (Steele et al., OOPSLA 2014) in int64 arithmetic, which wraps around. A generator with hidden state could not be
+replayed by a CUDA graph, or would let a request's tokens depend on its neighbours in the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right: torch's `>>` keeps the sign."""
+    """Logical shift to the right; torch's `>>` keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -30,18 +30,19 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """Float32 uniforms in [0, 1) with 24 random bits.
+    """Uniforms in [0, 1) with 24 random bits, float32.
 
     Args:
-        seeds, counters: int64, broadcast together. Seeds are hashed first, so neighbouring seeds give unrelated streams.
+        seeds: int64. They are hashed first, so that neighbouring seeds give unrelated streams.
+        counters: int64, broadcast with `seeds`.
     """
     return _shift(_mix(_mix(seeds * _GAMMA + 1) + counters * _GAMMA), 40).to(torch.float32) * 2.0**-24
 
 
 def row_seeds(seed: int, rows: range) -> torch.Tensor:
-    """`[len(rows)]` int64 on the CPU: the seeds of these rows of a batch.
+    """The seeds of these rows of a batch, `[len(rows)]` int64 on the CPU.
 
-    Hashed: with seeds of `seed + row`, row 1 of one run would be row 0 of the next seed's.
+    They are hashed, because with `seed + row` the second row of one seed would equal the first row of the next seed.
     """
     numbers = torch.arange(rows.start, rows.stop, device="cpu")
     return _mix(_mix(torch.tensor(seed, device="cpu") * _GAMMA + 1) + (numbers + 1) * _GAMMA)

@@ -1,7 +1,7 @@
-"""One round of decoding as an `nn.Module` without arguments: draft, verify, accept, extend.
+"""One round of decoding as an `nn.Module` whose `forward` takes no arguments: draft, verify, accept, extend.
 
-All state lives in static buffers and nothing is read back to the host, so
-`torch.compile(round, mode="reduce-overhead", fullgraph=True)` makes a round one CUDA graph.
+All state lives in static buffers and nothing is read back to the host, so that
+`torch.compile(round, mode="reduce-overhead", fullgraph=True)` turns a round into one CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spec_ops.models.target import Target, TargetOutput
 
 
 def final_uniforms(state: RoundState) -> torch.Tensor:
-    """`[bs]`: the uniform that draws a round's last token."""
+    """The uniforms that draw a round's last tokens, `[bs]` float32."""
     return uniforms(state.seeds, state.committed_lens.long() * COUNTERS + FINAL_COUNTER)
 
 
@@ -36,10 +36,12 @@ class SpeculativeRound(nn.Module):
     """Draft `S` steps, verify `D` tokens with one target forward, accept, extend the draft's cache.
 
     Args:
-        target, draft: the models; target_cache, draft_cache: their paged KV, addressed by the same page ids.
-        state: the batch bucket's buffers; `state.output` holds what a call emitted.
-        config: steps and tree shape.
-        sampled: sample with `state.temperature`, `top_k`, `top_p` (0 temperature rows stay greedy); otherwise greedy.
+        target, draft: the models.
+        target_cache, draft_cache: their paged KV; a request has the same page ids in both.
+        state: buffers of the batch bucket; after a call `state.output` holds what it emitted.
+        config: draft steps, and shape of the tree.
+        sampled: sample with the state's `temperature`, `top_k` and `top_p` (rows of temperature 0 stay greedy); else decode
+            greedily.
         backend: of every attention op.
     """
 
@@ -63,6 +65,7 @@ class SpeculativeRound(nn.Module):
 
     @torch.no_grad()  # otherwise the state would carry every earlier round's autograd graph
     def forward(self) -> None:
+        """Run the round: read and advance `state`, write both caches."""
         config, state = self.config, self.state
         if config.topk == 1:
             drafted = draft_chain(self.draft, self.draft_cache, state, config, self.sampled, self.backend)
@@ -77,7 +80,7 @@ class SpeculativeRound(nn.Module):
         self.extend(output, accepted, committed, count, active)
 
     def verify(self, drafted: Drafted) -> TargetOutput:
-        """Target forward over all drafted tokens, written to slots `[committed, committed + D)`."""
+        """Run the target over all drafted tokens, whose KV goes to slots `[committed, committed + D)`."""
         state, tokens = self.state, self.config.num_tokens
         active = ~state.finished
         slot_positions = state.committed_lens[:, None] + torch.arange(tokens, device=active.device)
@@ -93,6 +96,7 @@ class SpeculativeRound(nn.Module):
         return self.target(drafted.candidates, drafted.positions, attention)
 
     def accept(self, drafted: Drafted, logits: torch.Tensor) -> ops.Accepted:
+        """The path that the target's `logits [bs, D, V]` accept."""
         config, state = self.config, self.state
         if not self.sampled:
             return ops.accept_greedy(drafted.candidates, logits.argmax(-1), drafted.parents, config.path_len)
@@ -113,7 +117,7 @@ class SpeculativeRound(nn.Module):
         )
 
     def compact(self, accepted: ops.Accepted) -> None:
-        """Move the accepted path's KV rows to consecutive slots."""
+        """Move the KV rows of the accepted path of a tree to consecutive slots of the target's cache."""
         state, page_size = self.state, self.target_cache.page_size
         place = torch.arange(accepted.path.shape[1], device=accepted.path.device)
         keep = (accepted.path != place) & (accepted.path >= 0) & ~state.finished[:, None]
@@ -122,8 +126,9 @@ class SpeculativeRound(nn.Module):
         ops.move_kv(self.target_cache.tensors(), source.flatten(), state.slots(start + place, page_size, keep).flatten())
 
     def extend(self, output: TargetOutput, accepted: ops.Accepted, committed, count, active) -> None:
-        """Run the draft over the accepted path with the target's features; its last accepted row drafts the next round's
-        first tokens. Rows past the accepted length write slots that later steps overwrite before anyone reads them."""
+        """Draft extend: run the draft over the accepted path with the target's features. The row of the last accepted token
+        drafts the first tokens of the next round. Rows past the accepted length write slots that later steps overwrite before
+        they are read."""
         state, length = self.state, self.config.path_len
         encoded = self.draft.encode(output)
         node = accepted.path.clamp(min=0)
@@ -144,7 +149,15 @@ class SpeculativeRound(nn.Module):
 
 
 class PlainRound(nn.Module):
-    """One token per request by plain decoding with the same ops and state: what speculation is compared with."""
+    """One token per request by plain decoding, with the ops and state of a `SpeculativeRound`; the baseline of speculation.
+
+    Args:
+        target: the model.
+        cache: its paged KV.
+        state: buffers of the batch bucket; after a call `state.output` holds what it emitted.
+        sampled: as for `SpeculativeRound`.
+        backend: of every attention op.
+    """
 
     def __init__(
         self, target: Target, cache: PagedKVCache, state: RoundState, *, sampled: bool = False, backend: str = "auto"
@@ -155,6 +168,7 @@ class PlainRound(nn.Module):
 
     @torch.no_grad()
     def forward(self) -> None:
+        """Run the round: read and advance `state`, write the cache."""
         state = self.state
         active = ~state.finished
         position = state.committed_lens[:, None]
@@ -172,7 +186,7 @@ class PlainRound(nn.Module):
 
 
 def next_token(logits: torch.Tensor, state: RoundState, sampled: bool) -> torch.Tensor:
-    """The target's own next token after `logits [bs, V]`."""
+    """The target's own next tokens `[bs]` for `logits [bs, V]`; -1 where nothing can be sampled."""
     if not sampled:
         return logits.argmax(-1)
     probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)

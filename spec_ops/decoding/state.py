@@ -1,4 +1,4 @@
-"""What a batch of requests carries from round to round, in static device buffers."""
+"""The state that a batch of requests carries from one round to the next, in static device buffers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,37 @@ import torch.nn.functional as F
 from torch import nn
 
 MAX_STOP_TOKENS = 8
-BROKEN = 2  # in `output`, in place of finished: nothing could be drawn from the target's distribution
+BROKEN = 2  # status in `output`: nothing could be drawn from the target's distribution
 
 
 class RoundState(nn.Module):
-    """Buffers of one batch bucket: fixed addresses, so that a round is a function of no arguments and CUDA graphs may
-    mutate them.
+    """Buffers of one batch bucket. Their addresses are fixed: a round takes no arguments, and CUDA graphs may mutate them.
 
-    Attributes (all `[bs, ...]`):
-        block_tables `[bs, max_pages]` int32: pages of each request, the same ids in the target's and the draft's cache.
-        committed_lens int32: tokens whose target KV is final; excludes `last_token`.
-        last_token int64: the newest emitted token, root of the next verification.
-        finished bool: padding rows and requests that have ended; they write nothing and emit nothing.
-        max_lens int32: total length (prompt + new tokens) at which a request ends.
-        stop_tokens `[bs, MAX_STOP_TOKENS]` int64, padded with -1.
-        draft_tokens, draft_scores `[bs, K]` int64, float32: first drafts of the next round and their log-probabilities.
-        draft_probs `[bs, Vd]` float32: distribution the first draft was sampled from (sampled chains only).
-        draft_hidden `[bs, hidden]`: the draft's hidden state behind the first drafts.
-        temperature, top_p float32, top_k int32, seeds int64: sampling parameters.
-        output `[bs, P + 2]` int64: tokens emitted by the last round (-1 past their count), their count, and how the request
-            stands: 0 goes on, 1 finished, `BROKEN` no token could be drawn. Packed, so that the host reads one tensor.
+    Args:
+        batch_size: rows of the bucket, `bs`.
+        max_pages: width of the page tables.
+        path_len: most tokens that a round emits, `P`.
+        topk: width `K` of the draft tree.
+        draft_hidden, draft_vocab: the draft's hidden size and the width of its logits, `Vd`.
+        hidden_dtype: dtype of `draft_hidden`.
+        device: of all buffers.
+
+    Attributes:
+        block_tables: `[bs, max_pages]` int32, the pages of each request; the same ids in the target's and the draft's cache.
+        committed_lens: `[bs]` int32, tokens whose target KV is final; `last_token` is not among them.
+        last_token: `[bs]` int64, the newest emitted token, root of the next verification.
+        finished: `[bs]` bool, padding rows and requests that have ended. They write nothing and emit nothing.
+        max_lens: `[bs]` int32, length (prompt and new tokens) at which a request ends.
+        stop_tokens: `[bs, MAX_STOP_TOKENS]` int64, padded with -1.
+        draft_tokens: `[bs, K]` int64, the first drafts of the next round.
+        draft_scores: `[bs, K]` float32, their log-probabilities.
+        draft_probs: `[bs, Vd]` float32, the distribution that the first draft was sampled from (sampled chains only).
+        draft_hidden: `[bs, hidden]`, the draft's hidden state that gave the first drafts.
+        temperature, top_p: `[bs]` float32, sampling parameters; 0 temperature is greedy.
+        top_k: `[bs]` int32; 0 is off.
+        seeds: `[bs]` int64.
+        output: `[bs, P + 2]` int64, packed so that the host reads one tensor: the tokens that the last round emitted (-1 past
+            their count), their count, and the request's status: 0 goes on, 1 finished, `BROKEN` no token could be drawn.
     """
 
     block_tables: torch.Tensor
@@ -91,17 +102,20 @@ class RoundState(nn.Module):
         self.top_p.fill_(1.0)
 
     def slots(self, positions: torch.Tensor, page_size: int, keep: torch.Tensor) -> torch.Tensor:
-        """KV slots of token `positions [bs, n]` int; -1 where `keep` (broadcastable bool) is false."""
+        """KV slots `[bs, n]` of the token `positions [bs, n]`, both integers; -1 where the bool `keep` is false."""
         pages = self.block_tables.gather(1, (positions // page_size).clamp(0, self.block_tables.shape[1] - 1).long())
         return torch.where(keep, pages * page_size + positions % page_size, -1)
 
     def commit(self, tokens: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-        """Emit the first `lens[b]` of `tokens [bs, P]`, cut at a stop token or the length limit; advance the state.
+        """Emit tokens, and advance the state.
 
-        The last of them may be -1, a draw from a distribution that is none: it is not emitted and ends the request.
+        Args:
+            tokens: `[bs, P]` int64. The last one to emit may be -1, where nothing could be drawn: it is not emitted, and ends
+                the request.
+            lens: `[bs]` int32, how many to emit at most. A stop token and the length limit cut them.
 
         Returns:
-            `[bs]` int32: how many tokens were really emitted (0 for finished rows).
+            `[bs]` int32: how many tokens were emitted (0 for finished rows).
         """
         active = ~self.finished
         place = torch.arange(tokens.shape[1], device=tokens.device)

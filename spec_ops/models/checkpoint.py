@@ -1,4 +1,4 @@
-"""Files of checkpoints: read, or refused with one kind of error that names the file and the field."""
+"""Files of checkpoints: read, or refused by an error that names the file and the field."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from safetensors.torch import load_file
 
 from spec_ops.models.fields import Fields
 
+# The machine's failures, not the file's.
+MACHINE_ERRORS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class CheckpointError(ValueError):
-    """A file of a checkpoint is missing or damaged, or does not fit. `file`: its path, or the folder's; `field`: the name of
-    the value or tensor at fault, None for the whole file."""
+    """A file of a checkpoint is missing or damaged, or does not fit.
+
+    Attributes:
+        file: its path, or the folder's.
+        field: name of the value or tensor at fault; None for the whole file.
+    """
 
     def __init__(self, file: str | Path, problem: str, field: str | None = None) -> None:
         super().__init__(f"checkpoint {file}: {problem if field is None else f'`{field}` {problem}'}")
@@ -29,7 +35,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 def read_fields(path: Path) -> Fields:
-    """The JSON object in a file."""
+    """The JSON object in a file. Raises CheckpointError for anything else."""
     try:
         values = json.loads(_existing(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
@@ -42,7 +48,11 @@ def read_fields(path: Path) -> Fields:
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """The tensors in a safetensors file, or in a pickle of nothing else."""
+    """The tensors by name in a safetensors file, or in a pickle that holds nothing else.
+
+    Raises:
+        CheckpointError: the file is damaged or holds something else; a missing one is a FileNotFoundError as well.
+    """
     _existing(path)
     if path.suffix == ".safetensors":
         try:
@@ -51,6 +61,8 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
             raise CheckpointError(path, f"must be a safetensors file, got {first_line(error)}") from error
     try:
         state = torch.load(path, map_location=device, weights_only=True)
+    except MACHINE_ERRORS:
+        raise
     except Exception as error:  # damaged bytes lead the unpickler to an error of almost any type
         raise CheckpointError(path, f"must be a pickle of tensors and nothing else, got {first_line(error)}") from error
     if not isinstance(state, Mapping):
@@ -64,8 +76,17 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
 def check_tensors(
     path: Path, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], names: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse tensors that are missing, unknown, or of another shape or kind of dtype than `expected`, which may be on the
-    meta device. `names`: what the file calls them, where that differs."""
+    """Refuse tensors that are missing, unknown, or of another shape or dtype.
+
+    Args:
+        path: the file they come from.
+        expected: may be on the meta device. Any floating-point dtype stands for all of them.
+        found: what the file holds.
+        names: what the file calls them, where that differs.
+
+    Raises:
+        CheckpointError: naming the file and the tensor.
+    """
     names = names or {}
     if missing := sorted(expected.keys() - found.keys()):
         raise CheckpointError(path, f"missing tensors {missing}")
@@ -91,7 +112,7 @@ def _existing(path: Path) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """An error of another package in a line: its type and the first sentence that says something."""
+    """An error of another package in one line: its type, and its first line that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         lines[0] += f" {lines[1]}"

@@ -12,16 +12,16 @@ KVRows = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class CacheSizes(Protocol):
-    """What a KV cache needs of a model's configuration."""
+    """What a KV cache needs to know of a model."""
 
     @property
     def kv_rows(self) -> KVRows:
-        """Per layer the shapes of what one token takes: `((kv_heads, head_dim), (kv_heads, v_head_dim))`, or for MLA one
-        latent row `((kv_lora_rank + qk_rope_head_dim,),)`."""
+        """For each layer the shapes of a token's rows: `((kv_heads, head_dim), (kv_heads, v_head_dim))`, or for MLA one latent
+        row, `((kv_lora_rank + qk_rope_head_dim,),)`."""
 
 
 class ModelSizes(CacheSizes, Protocol):
-    """What the round needs of a model's configuration, whoever wrote the model."""
+    """What a round needs to know of a model, whoever wrote it."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -41,12 +41,14 @@ class ModelConfig:
     Attributes:
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads: as in Llama.
         num_kv_heads, head_dim: GQA only.
-        rope_scaling: Llama 3.1's stretched RoPE: factor, low and high frequency factor, original context; None for plain RoPE.
-        sliding_window: keys visible behind a query, itself included (Hugging Face's convention); None for all.
-        sliding_window_pattern: every so many layers one ignores the window and sees all keys, as in Gemma (6) and gpt-oss (2);
-            None for none.
+        rope_theta: base of RoPE's frequencies.
+        rope_scaling: Llama 3.1's scaling of RoPE: factor, low and high frequency factor, original context; None for plain RoPE.
+        rms_norm_eps: of every norm.
+        sliding_window: keys that a query sees, its own included (the convention of transformers); None for all.
+        sliding_window_pattern: one layer of so many ignores the window and sees all keys, as in Gemma (6) and gpt-oss (2); None
+            for no such layer.
         attention_sinks: GQA only: each head has a learned logit in the softmax's denominator (gpt-oss).
-        kv_lora_rank: latent width; above 0 makes the attention MLA with the four sizes below.
+        kv_lora_rank: width of the latent rows; above 0 the attention is MLA, with the four sizes below.
         q_lora_rank: width of the query's bottleneck; None for a direct projection.
         qk_nope_head_dim, qk_rope_head_dim, v_head_dim: MLA head sizes.
         aux_layers: layers whose *input* hidden states are handed to an EAGLE-3 draft; empty for none.
@@ -114,10 +116,11 @@ class ModelConfig:
 
     @property
     def is_mla(self) -> bool:
+        """Whether the attention is MLA, else GQA."""
         return self.kv_lora_rank > 0
 
     def window(self, layer: int) -> int | None:
-        """Keys visible behind a query of `layer`, itself included; None for all."""
+        """Keys that a query of `layer` sees, its own included; None for all."""
         full = self.sliding_window_pattern is not None and (layer + 1) % self.sliding_window_pattern == 0
         return None if full else self.sliding_window
 
@@ -128,11 +131,16 @@ class ModelConfig:
         return (((self.num_kv_heads, self.head_dim),) * 2,) * self.num_layers
 
     def to_dict(self) -> dict:
+        """The attributes by name, as JSON can store them."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """From what `to_dict` gave, through JSON. Raises FieldError for unknown and missing fields too."""
+        """The configuration that `to_dict` gave, also after JSON made lists of its tuples.
+
+        Raises:
+            FieldError: naming a field that is unknown, missing or wrong.
+        """
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise _error(unknown[0], "is unknown")

@@ -1,7 +1,7 @@
-"""Text of the shipped example pair: bytes as tokens, and the Python standard library as a corpus every machine already has.
+"""Text for the shipped pair: bytes as tokens, and the Python standard library as a corpus that every machine has.
 
-The split into train and held-out files looks at file names alone, so a checkpoint trained with one Python version is evaluated
-on text it has not seen under any other, also where a module moved to another directory in between.
+File names alone decide which files are held out. A checkpoint that was trained with one version of Python is thus evaluated on
+text that it has not seen with any other, even where a module has moved to another directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ByteTokenizer:
     vocab_size = 264
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Ids of `text`, behind a `BOS` unless `bos` is false."""
+        """Ids of `text`, after a `BOS` unless `bos` is false."""
         return [self.BOS] * bos + list(text.encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -49,7 +49,7 @@ class StreamDecoder:
         return self._decoder.decode(_to_bytes(ids))
 
     def finish(self) -> str:
-        """The rest: U+FFFD if the stream ended inside a character. The decoder may be used again afterwards."""
+        """What is left: U+FFFD if the stream ended inside a character. The decoder may be used again afterwards."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
@@ -62,7 +62,7 @@ def _to_bytes(ids: Iterable[int]) -> bytes:
 def stdlib_files(root: str | Path | None = None) -> list[Path]:
     """`*.py` files under `root` (default: the running Python's standard library), sorted by relative path.
 
-    Left out: installed packages, files that are not UTF-8 (lib2to3 and test have some on purpose), and
+    Installed packages are left out, and so are files that are not UTF-8 (lib2to3 and test have some on purpose) and
     `_sysconfigdata_*.py`, which records how one machine built its Python.
     """
     directory = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
@@ -86,7 +86,7 @@ def _is_utf8(path: Path) -> bool:
 
 
 def split_of(path: str | PurePath) -> Literal["train", "heldout"]:
-    """Side of a file: `heldout` for `HELD_OUT_FRACTION` of all file names, by SHA-256 of the name without its directories."""
+    """The split of a file: `heldout` for `HELD_OUT_FRACTION` of all names, by SHA-256 of the name without folders."""
     digest = hashlib.sha256(PurePath(path).name.encode("utf-8")).digest()
     return "heldout" if int.from_bytes(digest[:8], "big") < HELD_OUT_FRACTION * 2**64 else "train"
 
@@ -94,11 +94,11 @@ def split_of(path: str | PurePath) -> Literal["train", "heldout"]:
 def held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, root: str | Path | None = None) -> list[list[int]]:
     """`count` prompts of `length` tokens from held-out files under `root`, spread evenly over the list of files.
 
-    A prompt is the middle of a file, or, where there are fewer files than prompts, of one of the equal parts of a file, which
-    never overlap: of Python 3.13, 57 files are long enough for a prompt of 256, without its tests, as Linux packages it, 16.
+    A prompt is the middle of a file. Where there are fewer files than prompts, it is the middle of one of several equal parts
+    of a file. Python 3.13 has 57 files that are long enough for a prompt of 256 tokens, or 16 without its tests.
 
     Raises:
-        ValueError: held-out files have room for fewer than `count` prompts, at four times their length each.
+        ValueError: the held-out files have room for fewer than `count` prompts. A prompt needs room of four times its length.
     """
     texts = [path.read_bytes() for path in stdlib_files(root) if split_of(path) == "heldout"]
     rooms = [len(text) // (4 * length) for text in texts]
@@ -113,10 +113,10 @@ def held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, root: st
         for part in range(min(room, parts))
     ]
     chosen = [places[i * len(places) // count] for i in range(count)]
-    return [[tokenizer.BOS, *_behind_a_line(text, middle, length)] for text, middle in chosen]
+    return [[tokenizer.BOS, *_after_a_line(text, middle, length)] for text, middle in chosen]
 
 
-def _behind_a_line(text: bytes, middle: int, length: int) -> bytes:
-    """`length - 1` bytes of `text` that begin near `middle`, behind the end of a line if there is one within `length` of it."""
+def _after_a_line(text: bytes, middle: int, length: int) -> bytes:
+    """`length - 1` bytes of `text` that begin near `middle`, after the end of a line if there is one within `length` of it."""
     start = text.find(b"\n", middle - length, middle + length) + 1 or middle - length
     return text[start : start + length - 1]

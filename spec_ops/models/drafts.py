@@ -1,10 +1,10 @@
 """Draft models: an EAGLE-3 head, an MTP/NextN layer, and a standalone language model.
 
-The round drives all three through one interface (`Draft`). A draft row at KV slot `p` predicts a later token from the token
-behind it; `token_offset` says which token that is:
+A round drives all three through one interface, `Draft`. The row of a draft at KV slot `p` reads one token and predicts the one
+after it. `token_offset` says which token it reads:
 
-* 0 (EAGLE-3, MTP): row `p` joins the target's features at position `p` with token `p + 1`;
-* 1 (standalone): row `p` holds token `p`, so the draft's slots run one ahead of the target's.
+* 0 (EAGLE-3, MTP): row `p` joins the target's features of position `p` with token `p + 1`;
+* 1 (standalone): row `p` reads token `p`, so that the draft's slots run one ahead of the target's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spec_ops.models.target import Target, TargetOutput
 
 
 class Draft(nn.Module):
-    """What the round needs of a draft model.
+    """What a round needs of a draft model.
 
     Attributes:
         config: sizes of the draft's own layers and KV cache.
@@ -40,30 +40,40 @@ class Draft(nn.Module):
         return self.config.vocab_size if self.draft_to_target is None else self.draft_to_target.shape[0]
 
     def encode(self, output: TargetOutput) -> torch.Tensor:
-        """Target features `[..., F]` to the draft's hidden input `[..., hidden_size]`."""
+        """The hidden input `[..., hidden_size]` of `forward`, from the target's output for the same tokens."""
         raise NotImplementedError
 
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attention) -> torch.Tensor:
-        """Target token ids and hidden inputs to the hidden state that the next draft step takes."""
+        """Run the draft.
+
+        Args:
+            tokens: target ids, `[bs, q_len]`, or `[total_q]` in a ragged extend.
+            hidden: `[..., hidden_size]` for each of them, from `encode` or from the draft step before.
+            positions: for RoPE, of the shape of `tokens`.
+            attention: what the layers attend through, a `PagedAttention`.
+
+        Returns:
+            `[..., hidden_size]`: what `logits` and the next draft step take.
+        """
         raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[..., draft_vocab]` from `forward`'s result."""
+        """Logits `[..., draft_vocab]` for the result of `forward`."""
         raise NotImplementedError
 
     def to_target(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Draft ids to target ids."""
+        """The target ids of the draft ids `tokens`."""
         return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
 
     def own_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state without modules shared with the target."""
+        """The state dict without the modules that are shared with the target."""
         return self.state_dict()
 
 
 def vocabulary_problem(draft_to_target: torch.Tensor, vocab_size: int) -> str | None:
-    """What is wrong with a map of draft ids to target ids, or None. Values on the meta device are not looked at.
+    """What is wrong with a map of draft ids to target ids; None if nothing is. Values on the meta device are not checked.
 
-    Two draft ids of one target id would give it two probabilities, of which rejection sampling compares one.
+    Two draft ids of one target id would give it two probabilities, and rejection sampling would compare only one of them.
     """
     kind = f"{str(draft_to_target.dtype).removeprefix('torch.')} {list(draft_to_target.shape)}"
     if draft_to_target.dim() != 1 or draft_to_target.dtype != torch.int64 or draft_to_target.numel() == 0:
@@ -80,14 +90,15 @@ def vocabulary_problem(draft_to_target: torch.Tensor, vocab_size: int) -> str | 
 
 
 class Eagle3Draft(Draft):
-    """EAGLE-3 head (arXiv:2503.01840): three target hidden states fused by `fc`, one layer whose attention reads token
-    embedding and hidden state side by side, and an LM head, mostly over a reduced vocabulary.
+    """EAGLE-3 head (arXiv:2503.01840). `fc` fuses three hidden states of the target, the attention of the first layer reads
+    token embedding and hidden state side by side, and the LM head mostly covers a reduced vocabulary.
 
     Args:
-        config: of the head (GQA, the target's hidden size). Layers after the first are plain decoder layers, as in vLLM.
-        target: shares its embedding; its `aux_layers` give the features.
-        draft_to_target: `[draft_vocab]` int64, different target ids; None if the head knows the whole vocabulary.
-        norm_before_residual: the first layer's residual is the normalized hidden state (heads trained by `speculators`).
+        config: of the head: GQA, with the target's hidden size. Layers after the first are plain decoder layers, as in vLLM.
+        target: its embedding is shared, and its `aux_layers` give the features.
+        draft_to_target: `[draft_vocab]` int64, distinct target ids; None if the head covers the whole vocabulary.
+        norm_before_residual: whether the first layer's residual is the normalized hidden state, as in heads trained by
+            `speculators`.
 
     Raises:
         ValueError: naming the argument that does not fit the target.
@@ -154,8 +165,16 @@ class Eagle3Draft(Draft):
 
 
 class MTPDraft(Draft):
-    """Multi-token-prediction (NextN) layer (DeepSeek-V3, arXiv:2412.19437): embedding and target hidden state normalized,
-    projected together, then one decoder layer of the target's kind; embedding and LM head are the target's."""
+    """Multi-token-prediction (NextN) layer (DeepSeek-V3, arXiv:2412.19437). Embedding and the target's hidden state are
+    normalized and projected together, and go through one decoder layer. Embedding and LM head are the target's.
+
+    Args:
+        config: of the layer: one layer, with the target's hidden size and vocabulary.
+        target: its embedding and LM head are shared.
+
+    Raises:
+        ValueError: a `config` that does not fit the target.
+    """
 
     config: ModelConfig
 
@@ -192,7 +211,11 @@ class MTPDraft(Draft):
 
 
 class StandaloneDraft(Draft):
-    """A small language model with the target's vocabulary; it ignores the target's features."""
+    """A small language model with the target's vocabulary. It does not use the target's features.
+
+    Args:
+        model: the language model.
+    """
 
     token_offset = 1
 

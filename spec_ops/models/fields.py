@@ -1,17 +1,26 @@
-"""Values of configurations, checked by type and range: what JSON calls `"false"` is a string, and true."""
+"""Values of configurations, checked by type and range.
+
+Python takes what JSON got wrong: the string `"false"` is true, and `True` is the number 1.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
 from typing import Any
+
+from spec_ops._numbers import is_integer, is_number
 
 REQUIRED: Any = object()
 
 
 class FieldError(ValueError):
-    """A value of a configuration that is not what it must be: `field`, and the `problem` with it."""
+    """A value of a configuration is not what it must be.
+
+    Attributes:
+        field: its name.
+        problem: what is wrong with it.
+    """
 
     def __init__(self, owner: str, field: str, problem: str) -> None:
         super().__init__(f"{owner}: `{field}` {problem}")
@@ -19,11 +28,12 @@ class FieldError(ValueError):
 
 
 class Fields:
-    """Reads `values` by type. None is as good as a missing value, as in the configurations of transformers.
+    """Reads `values` by type. A value of None counts as missing, as in the configurations of transformers.
 
     Args:
-        fail: makes the exception of a field's name and what is wrong with it.
-        section: name of the object that holds the values, for the fields' names.
+        values: the fields.
+        fail: makes the exception to raise from a field's name and what is wrong with its value.
+        section: name of the object that holds the fields; it precedes their names in messages.
     """
 
     def __init__(self, values: Mapping[str, Any], fail: Callable[[str, str], Exception], section: str = "") -> None:
@@ -40,19 +50,21 @@ class Fields:
             raise self.error(name, f"must be {expected}, got {'nothing' if name not in self.values else repr(value)}")
         return value
 
-    def integer(self, name: str, least: int = 1, default: Any = REQUIRED) -> Any:
-        return self._read(name, default, f"an integer of at least {least}", lambda v: _is(Integral, v) and v >= least)
+    def integer(self, name: str, least: int | None = 1, default: Any = REQUIRED) -> Any:
+        """An integer of at least `least`; of any sign if that is None."""
+        wanted = "an integer" if least is None else f"an integer of at least {least}"
+        return self._read(name, default, wanted, lambda v: is_integer(v) and (least is None or v >= least))
 
     def integers(self, name: str, default: Any = REQUIRED) -> Any:
         def fits(value: Any) -> bool:
-            return isinstance(value, list | tuple) and all(_is(Integral, v) for v in value)
+            return isinstance(value, list | tuple) and all(map(is_integer, value))
 
         found = self._read(name, default, "a list of integers", fits)
         return found if found is default else tuple(found)
 
     def positive(self, name: str, default: Any = REQUIRED) -> Any:
         """A finite number above 0, as a float."""
-        found = self._read(name, default, "a positive number", lambda v: _is(Real, v) and 0 < v < math.inf)
+        found = self._read(name, default, "a positive number", lambda v: is_number(v) and 0 < v < math.inf)
         return found if found is default else float(found)
 
     def flag(self, name: str, default: Any = False) -> Any:
@@ -71,7 +83,3 @@ class Fields:
         """The object `name`; `default`, such as `{}`, stands in for a missing one."""
         found = self._read(name, default, "an object", lambda value: isinstance(value, Mapping))
         return Fields(found, self.fail, f"{self.section}.{name}" if self.section else name)
-
-
-def _is(kind: type, value: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)  # bool is a subclass of int

@@ -14,24 +14,28 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 
 def rope_tables(positions: torch.Tensor, config: ModelConfig) -> Rope:
-    """`cos, sin [n, r]` float32 of the angles at the `n` integer `positions [...]`, `2 * r` rotary dimensions.
+    """The angles of RoPE: `cos, sin [n, r]` float32 for `n` integer `positions [...]` and `2 * r` rotary dimensions.
 
-    Once for all layers, and flat: Inductor computes a pointwise value anew behind every reshape of it.
+    They are computed once for all layers, and flat, because Inductor computes a pointwise value again for every reshape of it.
     """
     half = (config.qk_rope_head_dim if config.is_mla else config.head_dim) // 2
     frequency = config.rope_theta ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     if config.rope_scaling is not None:
         factor, low, high, context = config.rope_scaling
-        turns = context * frequency / (2 * math.pi)  # within the original context
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        rotations = context * frequency / (2 * math.pi)  # full rotations within the original context
+        kept = ((rotations - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)
     angle = positions.flatten()[:, None].to(torch.float32) * frequency
     return angle.cos(), angle.sin()
 
 
 def rotary(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """RoPE in the half-split ("NeoX") layout, in float32: `x [..., heads, dim]` by the angles of `rope_tables`. Positions are
-    those of all tokens of `x`, or one row that all rows of the batch share."""
+    """RoPE in the half-split ("NeoX") layout, computed in float32.
+
+    Args:
+        x: `[..., heads, dim]`.
+        rope: from `rope_tables`, for all tokens of `x`, or for one row of them that all rows of the batch share.
+    """
     half, tokens = x.shape[-1] // 2, x.shape[:-2]
     if rope[0].shape[0] != math.prod(tokens):
         tokens = tokens[1:]
@@ -41,7 +45,8 @@ def rotary(x: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def _pack_in_state(module: nn.Module, packed: str, parts: tuple[str, ...], sizes: list[int]) -> None:
-    """`module.packed` is one linear layer and one matrix product; state dicts hold its rows as `parts`, as checkpoints do."""
+    """Let state dicts hold the rows of the linear layer `module.packed` as `parts`, as checkpoints do. One layer is one matrix
+    product instead of several."""
 
     def split(module, state, prefix, metadata) -> None:
         weight = state.pop(f"{prefix}{packed}.weight")
@@ -62,7 +67,13 @@ def _window_left(config: ModelConfig, layer: int) -> int:
 
 
 class GQA(nn.Module):
-    """Grouped-query attention; `input_size` is twice the hidden size in an EAGLE-3 head."""
+    """Grouped-query attention.
+
+    Args:
+        config: sizes.
+        layer: index in the cache.
+        input_size: default the hidden size; twice that in an EAGLE-3 head.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, input_size: int | None = None) -> None:
         super().__init__()
@@ -71,7 +82,7 @@ class GQA(nn.Module):
         self.sizes = [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         self.qkv_proj = nn.Linear(size, sum(self.sizes), bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
-        # float32 whatever the weights are: what the ops read, so that no launch converts it.
+        # Always float32, as the ops read it, so that no launch converts it.
         sinks = nn.Parameter(torch.zeros(config.num_heads, dtype=torch.float32)) if config.attention_sinks else None
         self.register_parameter("sinks", sinks)
         _pack_in_state(self, "qkv_proj", ("q_proj", "k_proj", "v_proj"), self.sizes)
@@ -84,8 +95,8 @@ class GQA(nn.Module):
 
 
 class MLA(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) in the absorbed form: one latent row per token is cached,
-    `W_UK` is folded into the query and `W_UV` into the output."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) in the absorbed form: the cache holds one latent row per
+    token, `W_UK` is folded into the query and `W_UV` into the output."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -128,7 +139,7 @@ class MLA(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU MLP."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Paged KV storage, and the one object through which models attend.
+"""Paged KV storage, and the object through which models attend.
 
-A model never knows which step it runs: it hands queries, keys and values to `attention.mha(...)` or `attention.mla(...)`.
-`PagedAttention` appends to the cache and calls the step's op; a training script passes a dense object with the same methods.
+A model does not know which step it runs: it hands queries, keys and values to `attention.mha(...)` or `attention.mla(...)`.
+`PagedAttention` appends to the cache and calls the step's op. A training script can pass a dense object with these methods.
 """
 
 from __future__ import annotations
@@ -31,11 +31,27 @@ _MLA: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class PagedKVCache(nn.Module):
-    """KV caches of all layers of one model: per layer `k`/`v [num_pages, page_size, num_kv_heads, head_dim]`, or for MLA one
-    `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`, as `config.kv_rows` says.
+def refuse_autocast(where: str, device: torch.device) -> None:
+    """Raise a RuntimeError under autocast: it computes in another dtype than that of the weights and caches."""
+    if torch.is_autocast_enabled(device.type):
+        raise RuntimeError(
+            f"{where}: autocast is enabled for {device.type}, which gives keys and values another dtype than the caches have; "
+            f"leave it (`torch.autocast({device.type!r}, enabled=False)`) and convert the models instead: `model.to(dtype)`"
+        )
 
-    Buffers have static addresses, so that CUDA graphs may mutate them. `scale` is the dequantization scale of an fp8 cache.
+
+class PagedKVCache(nn.Module):
+    """The KV caches of all layers of a model, as buffers with static addresses, so that CUDA graphs may mutate them.
+
+    A layer has `k` and `v`, both `[num_pages, page_size, num_kv_heads, head_dim]`, or for MLA one
+    `[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]`.
+
+    Args:
+        config: its `kv_rows` give the shapes.
+        num_pages, page_size: pages, and tokens per page.
+        dtype: `torch.float8_e4m3fn` quantizes.
+        device: of all caches.
+        scale: dequantization scale of an fp8 cache.
     """
 
     def __init__(
@@ -72,13 +88,16 @@ class PagedKVCache(nn.Module):
 
 @dataclass
 class PagedAttention:
-    """One attention step over `cache`.
+    """One attention step of all layers over a cache.
 
     Attributes:
-        step: `"draft_decode"`, `"target_verify"`, `"draft_extend"` (uniform: model inputs are `[bs, q_len]`) or `"extend"`
-            (ragged: `[total_q]`).
-        slots: shape of the model's token input; negative drops the row.
-        Others: as in the attention ops.
+        cache: what is appended to and attended.
+        step: `"draft_decode"`, `"target_verify"` or `"draft_extend"`, with model inputs `[bs, q_len]`; or ragged, `"extend"`,
+            with `[total_q]`.
+        block_tables: `[bs, max_pages]` int32.
+        seq_lens: `[bs]` int32, the KV length attended, this step's own tokens included.
+        slots: where each token's KV goes, of the shape of the model's token input; a negative slot drops the row.
+        tree_mask, mask_len, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, max_seq_len, backend: as in the ops.
     """
 
     cache: PagedKVCache
@@ -97,7 +116,7 @@ class PagedAttention:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        self.flat_slots = self.slots.flatten()  # once for all layers, as `rope_tables` says why
+        self.flat_slots = self.slots.flatten()  # once for all layers; `rope_tables` says why
 
     def _queries(self) -> dict[str, Any]:
         common = {
@@ -114,10 +133,17 @@ class PagedAttention:
     def mha(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, rope: Rope | None = None, **softmax: Any
     ) -> torch.Tensor:
-        """Append `k`, `v` `[..., num_kv_heads, head_dim]`, attend with `q [..., num_heads, head_dim]`.
+        """Append keys and values to a layer's cache, and attend.
 
-        `rope`: `cos, sin [n, r]` to rotate `q` and `k` by before. `softmax`: the op's `scale`, `window_left`, `sinks`,
-        `softcap`.
+        Args:
+            layer: index in the cache.
+            q: `[..., num_heads, head_dim]`.
+            k, v: `[..., num_kv_heads, head_dim]`.
+            rope: `cos, sin [n, r]`, to rotate `q` and `k` by first.
+            softmax: the op's `scale`, `window_left`, `sinks`, `softcap`.
+
+        Returns:
+            `[..., num_heads, v_head_dim]`.
         """
         k_cache, v_cache = self.cache.layer(layer)
         scales: dict[str, Any] = {"k_scale": self.cache.scale, "v_scale": self.cache.scale}
@@ -132,9 +158,17 @@ class PagedAttention:
         return _MHA[self.step](q, k_cache, v_cache, self.block_tables, self.seq_lens, **step)
 
     def mla(self, layer: int, q: torch.Tensor, c_kv: torch.Tensor, k_rope: torch.Tensor, **softmax: Any) -> torch.Tensor:
-        """Append `c_kv [..., kv_lora_rank]`, `k_rope [..., rope]`; attend with absorbed `q [..., num_heads, lora + rope]`.
+        """Append latent rows to a layer's cache, and attend in the absorbed form.
 
-        `softmax`: the op's `scale` (required), `window_left`, `sinks`, `softcap`.
+        Args:
+            layer: index in the cache.
+            q: `[..., num_heads, kv_lora_rank + rope]`.
+            c_kv: `[..., kv_lora_rank]`.
+            k_rope: `[..., rope]`.
+            softmax: the op's `scale` (required), `window_left`, `sinks`, `softcap`.
+
+        Returns:
+            `[..., num_heads, kv_lora_rank]`.
         """
         (kv_cache,) = self.cache.layer(layer)
         rank, kv_scale = c_kv.shape[-1], self.cache.scale

@@ -1,10 +1,10 @@
-"""The checkpoint of a target and its EAGLE-3 head: three files in one directory.
+"""The checkpoint of a target and its EAGLE-3 head: three files in one folder.
 
-* `target.safetensors`: state of `CausalLM`;
-* `draft.safetensors`: `Eagle3Draft.own_state_dict()` (the embedding is the target's), with `draft_to_target` as int64;
-* `config.json`: format version, both `ModelConfig`s, and how the pair was trained.
+* `target.safetensors`: the state of `CausalLM`;
+* `draft.safetensors`: `Eagle3Draft.own_state_dict()`, with `draft_to_target` as int64. The embedding is the target's;
+* `config.json`: version of the format, both `ModelConfig`s, and how the pair was trained.
 
-Weights are stored in bfloat16. `examples/train_tiny.py` writes such a directory; the package ships one.
+Weights are stored in bfloat16. `examples/train_tiny.py` writes such a folder, and the package ships one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ _TARGET, _DRAFT, _CONFIG = "target.safetensors", "draft.safetensors", "config.js
 
 
 def save_pair(directory: str | Path, target: CausalLM, draft: Eagle3Draft, metadata: dict[str, Any]) -> None:
-    """Write the pair to `directory` (created if missing, earlier files replaced). `metadata`: JSON values on the training."""
+    """Write a pair.
+
+    Args:
+        directory: created if it is missing; earlier files are replaced.
+        target, draft: the pair.
+        metadata: JSON values that say how it was trained.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = {
@@ -47,9 +53,15 @@ def save_pair(directory: str | Path, target: CausalLM, draft: Eagle3Draft, metad
 def load_pair(
     path: str | Path | None = None, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[CausalLM, Eagle3Draft, ByteTokenizer]:
-    """Target, EAGLE-3 head and tokenizer from the directory `path` (default: the pair shipped with the package).
+    """Load a target, its EAGLE-3 head and the tokenizer.
 
-    Both models come in evaluation mode with gradients off. The head shares the target's embedding module.
+    Args:
+        path: folder that `save_pair` wrote; default: the pair that the package ships.
+        device: of both models.
+        dtype: of both models.
+
+    Returns:
+        `(target, draft, tokenizer)`, in evaluation mode with gradients off. The head shares the target's embedding.
 
     Raises:
         CheckpointError: a file is damaged, of another format version, or does not fit the configuration; a missing one is a
@@ -70,7 +82,7 @@ def load_pair(
         raise CheckpointError(directory / _DRAFT, "is missing", "draft_to_target")
     if problem := vocabulary_problem(reduced, target_config.vocab_size):
         raise CheckpointError(directory / _DRAFT, problem, "draft_to_target")
-    # On the meta device nothing is initialized: no memory is taken twice and the random state stays as it is.
+    # On the meta device nothing is initialized: memory is not taken twice, and the random state is not touched.
     with torch.device("meta"):
         target = CausalLM(target_config)
         try:
@@ -80,9 +92,8 @@ def load_pair(
     check_tensors(directory / _TARGET, target.state_dict(), target_state)
     check_tensors(directory / _DRAFT, draft.own_state_dict(), draft_state)
     target.load_state_dict(_converted(target_state, dtype), assign=True)
-    draft.load_state_dict(
-        _converted(draft_state, dtype), strict=False, assign=True
-    )  # not strict: the embedding is the target's
+    # Not strict, because the embedding is the target's.
+    draft.load_state_dict(_converted(draft_state, dtype), strict=False, assign=True)
     return target.eval().requires_grad_(False), draft.eval().requires_grad_(False), ByteTokenizer()
 
 

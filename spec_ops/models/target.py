@@ -1,4 +1,4 @@
-"""Target models: Llama-type GQA and DeepSeek-type MLA, chosen by the configuration."""
+"""Target models: the interface, and a reference model with Llama-type GQA or DeepSeek-type MLA."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from spec_ops.models.layers import DecoderLayer, rope_tables
 
 
 class TargetOutput(NamedTuple):
-    """`hidden [..., hidden_size]`: after the final norm, what the LM head reads. `aux`: the inputs of `config.aux_layers` side
-    by side, `[..., len(aux_layers) * hidden_size]`, or None."""
+    """What a target's forward gives.
+
+    Attributes:
+        hidden: `[..., hidden_size]`, after the final norm: what the LM head reads.
+        aux: `[..., len(aux_layers) * hidden_size]`, the inputs of `config.aux_layers` side by side; None without such layers.
+    """
 
     hidden: torch.Tensor
     aux: torch.Tensor | None
@@ -22,14 +26,21 @@ class TargetOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class PositionLimit:
-    """Positions `[0, count)` are all that a model has; `reason` says what is beyond."""
+    """A model has positions `[0, count)` only; `reason` says what happens past them."""
 
     count: int
     reason: str
 
 
 class Target(nn.Module):
-    """What the round needs of a target model; it attends through an `attention` object (see `models.paged`)."""
+    """What a round needs of a target model. It attends through an `attention` object, see `spec_ops.models.paged`.
+
+    Attributes:
+        config: sizes.
+        embed: the embedding, which heads share. Its weight has the model's device and dtype.
+        lm_head: the LM head, which heads may share.
+        position_limit: how many positions the model has; None for no limit.
+    """
 
     config: ModelSizes
     embed: nn.Embedding
@@ -37,17 +48,27 @@ class Target(nn.Module):
     position_limit: PositionLimit | None = None
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
-        """`tokens`, `positions`: `[bs, q_len]`, or `[total_q]` for a ragged extend. Positions past `position_limit` come
-        too, of drafts that will not be emitted: any hidden states will do."""
+        """Run the model.
+
+        Args:
+            tokens: int64, `[bs, q_len]`, or `[total_q]` in a ragged extend.
+            positions: for RoPE, of the shape of `tokens`. Drafts that will not be emitted may lie past `position_limit`; their
+                hidden states do not matter.
+            attention: what the layers attend through, a `PagedAttention`.
+        """
         raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[..., vocab_size]` from `[..., hidden_size]`."""
+        """Logits `[..., vocab_size]` for `hidden [..., hidden_size]`."""
         raise NotImplementedError
 
 
 class CausalLM(Target):
-    """A decoder-only language model."""
+    """A decoder-only language model with random weights: GQA or MLA, as `config` says.
+
+    Args:
+        config: sizes.
+    """
 
     config: ModelConfig
 

@@ -413,6 +413,21 @@ def test_sizes_are_integers(target, name, value):
         Generator(target, **{name: value})
 
 
+@pytest.mark.parametrize("name", ["threshold_single", "threshold_acc"])
+@pytest.mark.parametrize("value", ["1", None, True, torch.tensor(0.5), float("nan"), 0, 1.5])
+def test_thresholds_are_numbers(name, value):
+    with pytest.raises(ValueError, match=rf"SpeculationConfig: `{name}` must be a number in \(0, 1\], got "):
+        SpeculationConfig(3, 2, **{name: value})
+    with pytest.raises(ValueError, match=f"SpeculationConfig: `{name}` must be 1 for a chain, got"):
+        SpeculationConfig(3, **{name: 0.5})
+
+
+@pytest.mark.parametrize("config", [{"num_steps": 2}, 3])
+def test_a_configuration_of_another_kind(target, config):
+    with pytest.raises(ValueError, match=f"Generator: `config` must be a SpeculationConfig, got {type(config).__name__}"):
+        Generator(target, make_draft("mtp", target), config)
+
+
 def test_numpy_integers_and_tensors_are_taken(target, plain_tokens):
     config = SpeculationConfig(np.int64(3), np.int32(1))
     generator = Generator(target, make_draft("mtp", target), config, page_size=np.int64(4), max_seq_len=np.int64(64))

@@ -162,7 +162,7 @@ def try_family(family: str) -> Result:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split()).replace("|", "/")
+    return " ".join(str(error).split()).replace("|", "/").removeprefix("TransformersGenerator: ")
 
 
 def page(results: dict[str, Result]) -> str:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from spec_ops.integrations.transformers import load_eagle3
 from spec_ops.integrations.transformers.eagle3 import is_eagle3
-from spec_ops.integrations.transformers.loading import load_checkpoints, load_tokenizer
+from spec_ops.integrations.transformers.loading import load_checkpoints, load_settings, load_tokenizer
 from spec_ops.models import CausalLM, CheckpointError, Eagle3Draft, ModelConfig
 from spec_ops.models.corpus import ByteTokenizer
 from spec_ops.models.pretrained import load_pair, save_pair
@@ -216,13 +216,38 @@ def test_architectures_that_are_no_list(copied):
 
 @pytest.mark.parametrize(
     ("values", "field"),
-    [('{"eos_token_id": "x"}', "eos_token_id"), ('{"eos_token_id": [2.5]}', "eos_token_id"), ('{"eos_token_id": [-1]}', None),
-     ("[]", None), ("{", None)],
+    [('{"eos_token_id": "x"}', "eos_token_id"), ('{"eos_token_id": [2.5]}', "eos_token_id"), ("[]", None), ("{", None)],
 )  # fmt: skip
 def test_a_damaged_generation_config(copied, values, field):
     folder = copied("model")
     (folder / "generation_config.json").write_text(values)
     refused("model", folder, "generation_config.json", field)
+
+
+@pytest.mark.parametrize("ends", [-1, [-1], [2, VOCAB]])
+def test_end_tokens_outside_the_vocabulary_are_the_settings_affair(copied, ends):
+    """One rule for files and arguments: they end nothing, and a warning says so."""
+    folder = copied("model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    load_model(folder)
+    with pytest.warns(UserWarning, match="which ends nothing"):
+        settings = load_settings(folder, {}, 0)
+    assert settings.stop_tokens == ([2] if ends == [2, VOCAB] else [])
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, torch.AcceleratorError])
+@pytest.mark.parametrize(
+    ("loader", "function"),
+    [("model", "transformers.AutoConfig.from_pretrained"), ("pickled head", "torch.load")],
+)
+def test_a_machines_failure_is_not_the_files(copied, monkeypatch, loader, function, error):
+    def fail(*_args, **_kwargs):
+        raise error("the machine")
+
+    folder = copied(loader)
+    monkeypatch.setattr(function, fail)
+    with pytest.raises(error, match="the machine"):
+        LOADERS[loader](folder)
 
 
 WEIGHTS = [

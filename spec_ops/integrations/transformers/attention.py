@@ -1,10 +1,10 @@
 """`attn_implementation="spec_ops"`: the attention and the mask function that transformers calls.
 
 A layer of a transformers model calls `past_key_values.update(k, v, layer_idx)` and then the attention function, which is not
-given the cache. Here `update` leaves a note for the attention function of the same layer, and returns the new rows as they
-came: only they are projected further (DeepSeek-V3 expands latents into heads after `update`), and the attention function
-appends them to the paged cache and attends there. The note is taken on reading, so a call without an `update` before it (no
-cache, another kind of cache, a layer that borrows another layer's KV) is an error and never reads a stale cache.
+given the cache. Here `update` leaves a note for the attention function of the same layer, and returns the new rows unchanged:
+models project only these further (DeepSeek-V3 expands latents into heads after `update`). The attention function appends them
+to the paged cache and attends there. Reading the note removes it, so a call without an `update` before it (no cache, another
+kind of cache, a layer that borrows another layer's KV) is an error and never reads a stale cache.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ _NOTE = _Note()
 
 
 class NoUpdate(RuntimeError):
-    """`layer` attends, and no cache of ours has got its keys and values."""
+    """A layer attends without having handed its keys and values to a `SpecCache` just before.
+
+    Attributes:
+        layer: its class, with its index if it has one.
+    """
 
     def __init__(self, layer: str) -> None:
         super().__init__(
@@ -124,8 +128,9 @@ def attention_forward(
         RuntimeError: no `SpecCache` was passed.
     """
     note, _NOTE.content = _NOTE.content, None
-    if note is None or note[1] != module.layer_idx:
-        raise NoUpdate(f"{type(module).__name__} {module.layer_idx}")
+    index = getattr(module, "layer_idx", None)  # not every attention module has one
+    if note is None or note[1] != index:
+        raise NoUpdate(type(module).__name__ if index is None else f"{type(module).__name__} {index}")
     if dropout:
         raise ValueError(f"spec_ops attention: `dropout` must be 0 (call `model.eval()`), got {dropout}")
     if is_causal is False or not getattr(module, "is_causal", True):

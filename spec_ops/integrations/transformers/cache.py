@@ -8,14 +8,14 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from spec_ops.decoding.arguments import integer
+from spec_ops._numbers import integer
 from spec_ops.integrations.transformers.attention import LayerCall, append_and_attend, leave_note
-from spec_ops.integrations.transformers.probe import probe
+from spec_ops.integrations.transformers.probe import Argument, probe
 from spec_ops.models.paged import PagedAttention, PagedKVCache
 
 
 class SpecCacheLayer(CacheLayerMixin):
-    """One layer's pages, in the form transformers asks a cache about: all layers share their `SpecCache`'s lengths."""
+    """One layer's pages as a cache layer of transformers. All layers share the lengths of their `SpecCache`."""
 
     is_compileable, is_sliding, is_croppable = True, False, True
 
@@ -44,20 +44,20 @@ class SpecCacheLayer(CacheLayerMixin):
 class SpecCache(Cache):
     """Static paged KV for `attn_implementation="spec_ops"`: pass it as `past_key_values`.
 
-    Rows of a batch have lengths of their own, on the device. Padding of a 2-D `attention_mask`, left or right, takes no slot
-    for good: a row's real tokens lie in consecutive slots, and the outputs of padded tokens are meaningless. The mask must
-    cover all columns so far, as `generate` passes it; one that hides tokens already cached is refused.
+    Each row of a batch has a length of its own, on the device. Padding by a 2-D `attention_mask`, on the left or the right,
+    takes no room: a row's real tokens lie in consecutive slots, and the outputs of padded tokens mean nothing. The mask must
+    cover all columns so far, as `generate` passes it. One that hides tokens already cached is refused.
 
     Args:
         model: causal language model with `attn_implementation="spec_ops"`; a few tokens are run through it.
-        batch_size: exactly the rows that will come.
-        max_seq_len: most tokens a row may hold, padding of a single call included.
-        page_size: 1 to 128.
+        batch_size: number of rows of every call.
+        max_seq_len: most tokens that a row may hold, the padding of a single call included.
+        page_size: tokens per page, 1 to 128.
 
     Attributes:
         lengths: `[bs]` int32, real tokens cached per row.
-        columns: 0-dim int64, columns seen, padding included: transformers' "sequence length".
-        block_tables: `[bs, pages]` int32.
+        columns: 0-dim int64, columns seen, padding included (what transformers calls the sequence length).
+        block_tables: `[bs, pages]` int32, the pages of each row.
 
     Raises:
         ValueError: naming what of the model or the sizes does not fit.
@@ -67,7 +67,7 @@ class SpecCache(Cache):
         batch_size = integer("SpecCache", "batch_size", batch_size, 1)
         max_seq_len = integer("SpecCache", "max_seq_len", max_seq_len, 1)
         page_size = integer("SpecCache", "page_size", page_size, 1, 128)
-        self.spec = probe(model).spec
+        self.spec = probe(model, Argument("SpecCache", "model")).spec
         weight: torch.Tensor = model.get_input_embeddings().get_parameter("weight")
         pages = -(-max_seq_len // page_size)
         # Not `batch_size` or `max_batch_size`: properties of `Cache` in some versions.
@@ -128,7 +128,7 @@ class SpecCache(Cache):
         slots = self.block_tables.gather(1, page) * self.page_size + position % self.page_size
         self._new = real.sum(-1, dtype=torch.int32)
         step: dict[str, Any] = {"step": "draft_decode"}
-        # Padding behind the tokens is written, to slots that the next tokens overwrite: every slot attended holds numbers.
+        # Padding after the tokens is written too, to slots that the next tokens overwrite: every slot attended holds numbers.
         slots = torch.where(row >= first[:, None], slots, -1)
         if q_len > 1:
             starts = torch.arange(bs + 1, dtype=torch.int32, device=row.device) * q_len

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spec_ops.integrations.transformers.model import TransformersModel
+from spec_ops.integrations.transformers.probe import Argument
 from spec_ops.models.checkpoint import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -55,14 +56,16 @@ def is_eagle3(path: str | Path) -> bool:
 
 
 def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[TransformersModel, Eagle3Draft]:
-    """The EAGLE-3 head in folder `path` and `target` prepared for it; the head gets the target's device and dtype.
+    """Load the EAGLE-3 head in folder `path`, and prepare `target` for it. The head gets the target's device and dtype.
 
     Args:
-        path: see the module docstring.
-        target: the causal language model it was trained for; gives the embedding (and an LM head if the head has none).
+        path: folder with `config.json` and weights, as published for SGLang or vLLM.
+        target: the causal language model that the head was trained for. Its embedding, and its LM head where the checkpoint has
+            none, are shared.
 
     Returns:
-        `(target, draft)`, for `speculative_generate` or `Generator`.
+        `(target, draft)` for `speculative_generate`, `TransformersGenerator` or `Generator`. `target.close()` gives the model
+        its own attention back.
 
     Raises:
         CheckpointError: a configuration or weights that are damaged, that `Eagle3Draft` cannot represent, or that do not fit
@@ -89,7 +92,7 @@ def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[Transformers
     except FieldError as error:
         raise config.error(error.field, error.problem) from error
 
-    adapter = TransformersModel(target, aux_layers)
+    adapter = TransformersModel(target, aux_layers, argument=Argument("load_eagle3", "target"))
     try:
         weight = adapter.embed.weight
         with torch.device("meta"):  # nothing is initialized; the target's shared modules stay where they are
@@ -152,7 +155,7 @@ def _model_config(config: Fields, target: Any) -> tuple[dict[str, Any], bool]:
         "rms_norm_eps": config.positive("rms_norm_eps", 1e-6),
         "sliding_window": config.integer("sliding_window", default=None),
     }
-    if not config.flag("use_sliding_window", True):  # Qwen's configurations name a window that is not used
+    if not config.flag("use_sliding_window", True):  # Qwen's configurations name a window and switch it off here
         values["sliding_window"] = None
     return values, config.flag("norm_before_residual")
 
@@ -161,7 +164,7 @@ def _rope(config: Fields) -> tuple[float, tuple[float, ...] | None]:
     name = "rope_scaling" if config.values.get("rope_parameters") is None else "rope_parameters"
     rope = config.inner(name, {})
     if nested := [key for key, value in rope.values.items() if isinstance(value, dict)]:
-        raise config.error(name, f"must be those of all layers, got some of their own for {nested}")
+        raise config.error(name, f"must be the same for all layers, got different ones for {nested}")
     kind = rope.text("rope_type", rope.text("type", "default"))
     theta = rope.positive("rope_theta", config.positive("rope_theta", 10000.0))
     if kind == "default":

@@ -1,4 +1,4 @@
-"""`speculative_generate`: transformers models decoded by our round, with `generate`'s arguments."""
+"""`speculative_generate`: models of transformers, decoded by rounds, with the arguments of their own `generate`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from spec_ops.decoding import GenerationStats, Generator, SpeculationConfig
+from spec_ops.decoding.arguments import ArgumentNames, check_requests
 from spec_ops.integrations.transformers.model import TransformersModel
+from spec_ops.integrations.transformers.probe import Argument
 from spec_ops.integrations.transformers.prompts import Prompts, read_prompts
 from spec_ops.integrations.transformers.settings import GenerationSettings, resolve_settings, set_values
 from spec_ops.integrations.transformers.stopping import Criterion, replace_settings, stop_when
 from spec_ops.models.drafts import Draft, Eagle3Draft, StandaloneDraft
+
+_TARGET, _DRAFT = (Argument("TransformersGenerator", name) for name in ("target", "draft"))
 
 
 @dataclass
@@ -27,7 +31,7 @@ class SpeculativeOutput:
         sequences: `[bs, prompt + longest]` int64 as from `model.generate`: the input as it came, then the new tokens, padded.
         tokens: the new tokens of each row, without padding.
         stats: rounds, tokens, seconds, accept length.
-        seed: what sampling drew from; None for greedy decoding.
+        seed: the seed of sampling; None for greedy decoding.
     """
 
     sequences: torch.Tensor
@@ -37,22 +41,26 @@ class SpeculativeOutput:
 
 
 class TransformersGenerator:
-    """Decodes with transformers models. Keep it for more than one call: pools, compiled rounds and CUDA graphs are reused.
+    """Decodes with models of transformers. Keep it for more than one call: caches, compiled rounds and CUDA graphs are reused.
 
-    While it is kept, the models attend through these ops and their own `generate` needs a `SpecCache`. `close()`, or leaving it
-    as a context manager, gives the models that it was given as transformers models their own attention back.
+    While it is open, the models attend through these ops, and their own `generate` needs a `SpecCache`. `close()`, or leaving
+    the `with` block, gives them their own attention back; a model of several generators gets it from the last one.
 
     Args:
-        target: causal language model of transformers, or one already prepared (`load_eagle3` returns one), which its
-            own `close()` restores. Its attention implementation becomes `"spec_ops"`.
-        draft: a smaller model of transformers with the same vocabulary, one of our heads (`load_eagle3`, `MTPDraft`), or None
-            for plain decoding.
-        config: steps, and the width of the tree (1: a chain).
-        compile: compile draft and target into one round per batch bucket (CUDA graphs on a GPU). Default: on a GPU.
+        target: a causal language model of transformers, whose attention implementation becomes `"spec_ops"`; or a
+            `TransformersModel`, as `load_eagle3` returns, which only its own `close()` restores.
+        draft: a smaller model of transformers with the same vocabulary, a head (`load_eagle3`, `MTPDraft`), or None for plain
+            decoding.
+        config: draft steps, and width of the draft tree (1: a chain).
+        compile: compile a round of draft and target for each batch bucket (CUDA graphs on a GPU). Default: on a GPU.
         options: `max_batch_size`, `max_seq_len`, `page_size`, `cache_dtype`, `backend`, `prefill_backend` of `Generator`.
 
+    Attributes:
+        target: the `TransformersModel`.
+        generator: the `spec_ops.decoding.Generator` underneath.
+
     Raises:
-        TypeError, ValueError: naming the argument and what of the models does not fit.
+        TypeError, ValueError: naming the argument, and what of the models does not fit.
     """
 
     def __init__(
@@ -66,23 +74,23 @@ class TransformersGenerator:
     ) -> None:
         with ExitStack() as made:  # closes what was made if anything below fails
             if not isinstance(target, TransformersModel):
-                target = TransformersModel(target)
+                target = TransformersModel(target, argument=_TARGET)
                 made.callback(target.close)
             self.target = target
             if draft is not None and not isinstance(draft, Draft):
-                model = TransformersModel(draft)
+                model = TransformersModel(draft, argument=_DRAFT)
                 made.callback(model.close)
                 draft = StandaloneDraft(model)
             if isinstance(draft, Eagle3Draft) and not self.target.config.aux_layers:
                 raise ValueError(
-                    "`target` must be the one that `load_eagle3` returned with the head: it knows which layers to watch"
+                    f"{_TARGET} must be the one that `load_eagle3` returned with the head: it knows which layers to watch"
                 )
             compile = self.target.embed.weight.is_cuda if compile is None else compile
             self.generator = Generator(self.target, draft, config, compile=compile, **options)
             self._made = made.pop_all()
 
     def close(self) -> None:
-        """Give the models their own attention implementation back. Idempotent."""
+        """Give the models their own attention implementation back. Calling it again does nothing."""
         self._made.close()
 
     def __enter__(self) -> TransformersGenerator:
@@ -111,18 +119,21 @@ class TransformersGenerator:
             attention_mask: `[bs, length]`, non-zero for real tokens; default as in `generate`: from `pad_token_id` if that is
                 set, occurs and is no end token, else all tokens are real.
             generation_config: settings that come before the target's own.
-            stopping_criteria: of transformers. Each is called for one row at a time, after every new token of it, with
-                `input_ids [1, length]` (prompt, its padding included, and new tokens) and no scores.
+            stopping_criteria: of transformers. Each is called for one row at a time, after each of its new tokens, with
+                `input_ids [1, length]` (prompt with its padding, and new tokens) on the device of the argument, and with no
+                scores. On a GPU criteria run on a CUDA stream of their own, next to the following round, and the host waits for
+                their result; prompts on the CPU spare the copy. A row that ended is padded, also where no end token is set.
             tokenizer: for `stop_strings`.
-            seed: of sampling; a run repeats with it. Row `i` draws from a hash of it and `i`. Default: one from torch's default
-                CPU generator at each call, so that `torch.manual_seed` governs it.
-            streamer: batch size 1 only; gets the prompt, then new tokens as rounds emit them.
+            seed: of sampling; a run repeats with it. Row `i` draws from a hash of the seed and `i`. Default: each call draws
+                one from torch's default CPU generator, so that `torch.manual_seed` governs it.
+            streamer: for batch size 1 only; gets the prompt, then new tokens as rounds emit them.
             progress: show a progress bar, and say when a round is being compiled.
-            settings: those of `transformers.GenerationConfig`, which come before `generation_config` and the target's own. None
-                or its neutral value switches one off. Honoured are `max_new_tokens` (also one per row), `max_length`,
-                `max_time`, `eos_token_id` (at most 8 ids), `pad_token_id`, `stop_strings`, `do_sample`, `temperature`, `top_k`,
-                `top_p`, `num_return_sequences` and `return_dict_in_generate`. As in `generate`, nothing set means 20 new tokens
-                and a `top_k` of 50, and decoding without `do_sample` is greedy, whatever `temperature` says.
+            settings: those of `transformers.GenerationConfig`. They come before `generation_config`, and that before the
+                target's own. None or its neutral value switches a setting off. Honoured are `max_new_tokens` (also one per
+                row), `max_length`, `max_time`, `eos_token_id` (at most 8 ids), `pad_token_id`, `stop_strings`, `do_sample`,
+                `temperature`, `top_k`, `top_p`, `num_return_sequences` and `return_dict_in_generate`. As in `generate`, nothing
+                set means 20 new tokens and a `top_k` of 50, and decoding without `do_sample` is greedy, whatever `temperature`
+                says.
 
         Returns:
             As `model.generate`: `[bs * num_return_sequences, length + longest]` int64, on the device of `input_ids` (for lists,
@@ -131,6 +142,7 @@ class TransformersGenerator:
         Raises:
             ValueError: naming the argument, or a setting that changes what `model.generate` returns and is not supported.
             TypeError: an argument that does not exist.
+            RuntimeError: see `spec_ops.decoding.Generator.generate`.
         """
         call = _read_call(
             self.target,
@@ -150,19 +162,25 @@ class TransformersGenerator:
         streamer, prompts = call.streamer, call.prompts
         if streamer is not None:
             streamer.put(prompts.ids.cpu())
-        result = self.generator.generate(
-            prompts.rows,
-            max_new_tokens=call.limits,
-            stop_tokens=call.settings.stop_tokens,
-            sampling=call.settings.sampling,
-            on_tokens=None if streamer is None else lambda _, new: streamer.put(torch.tensor(new)),
-            stop_when=stop_when(call.settings, call.criteria, call.tokenizer, prompts),
-            progress=call.progress,
+        names = ArgumentNames(
+            "input_ids", call.settings.limit, "eos_token_id", "stopping_criteria", call.settings.num_return_sequences
+        )
+        generator = self.generator
+        vocab_size = self.target.config.vocab_size
+        requests = check_requests(
+            prompts.rows, call.limits, call.settings.stop_tokens, vocab_size, generator.max_seq_len, names
+        )
+        result = generator._run(
+            requests,
+            call.settings.sampling,
+            None if streamer is None else lambda _, new: streamer.put(torch.tensor(new, device="cpu")),
+            stop_when(call.settings, call.criteria, call.tokenizer, prompts),
+            call.progress,
         )
         if streamer is not None:
             streamer.end()
-        longest, pad = max(map(len, result.tokens)), call.settings.padding
-        padded = torch.tensor([row + [pad] * (longest - len(row)) for row in result.tokens])
+        longest = max(map(len, result.tokens))
+        padded = torch.tensor([row + [prompts.padding] * (longest - len(row)) for row in result.tokens], device="cpu")
         sequences = torch.cat([prompts.ids, padded.to(prompts.ids.device)], 1)
         return (
             SpeculativeOutput(sequences, result.tokens, result.stats, result.seed) if call.settings.return_dict else sequences
@@ -183,19 +201,25 @@ def speculative_generate(
     prefill_backend: str | None = None,
     **arguments: Any,
 ) -> torch.Tensor | SpeculativeOutput:
-    """Decode once; `TransformersGenerator` is the thing to keep for more than one call.
+    """Decode once. For more than one call, keep a `TransformersGenerator`: it reuses caches and compiled rounds.
 
-    In float32, greedy tokens are those of `target.generate`. In bfloat16 and float16 sums round differently, and a near tie may
-    rightly fall either way. Sampled tokens follow the target's distribution and repeat with `seed`. The models' attention
-    implementation is as before afterwards.
+    In float32, greedy tokens are those of `target.generate`. In bfloat16 and float16 sums round differently, and where two
+    tokens are nearly tied, either may come out. Sampled tokens follow the target's distribution and repeat with `seed`.
+    Afterwards the models have their own attention implementation again.
 
     Args:
         target, draft, config, compile, page_size, cache_dtype, backend, prefill_backend: see `TransformersGenerator`.
         input_ids, attention_mask, arguments: see `TransformersGenerator.generate`.
+
+    Returns:
+        As `TransformersGenerator.generate`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see `TransformersGenerator` and its `generate`.
     """
     with ExitStack() as made:
         if not isinstance(target, TransformersModel):
-            target = TransformersModel(target)
+            target = TransformersModel(target, argument=_TARGET)
             made.callback(target.close)
         call = _read_call(target, input_ids, attention_mask, **arguments)
         generator = TransformersGenerator(
@@ -216,7 +240,7 @@ def speculative_generate(
 
 @dataclass(frozen=True)
 class _Call:
-    """Checked arguments of one call. `limits[i]`: most new tokens of `prompts.rows[i]`."""
+    """The arguments of one call, checked. Row `i` of `prompts` may gain `limits[i]` tokens."""
 
     prompts: Prompts
     limits: list[int]
@@ -247,8 +271,10 @@ def _read_call(
     elif misplaced := model_config._get_generation_parameters():
         raise ValueError(f"generate: settings must be in the target's `generation_config`, its `config` holds {misplaced}")
     settings = resolve_settings(target.generation_config, overrides, vocab_size=target.config.vocab_size, seed=seed)
-    settings, criteria = replace_settings(settings, stopping_criteria or [])
+    # As in `generate`, prompts and padding go by the settings, also where a criterion stands for one of them.
     prompts = read_prompts(input_ids, attention_mask, settings)
+    given = [] if stopping_criteria is None else stopping_criteria
+    settings, criteria = replace_settings(settings, given, prompts.ids.shape[1], target.config.vocab_size)
     limits = settings.new_tokens(prompts.ids.shape[1], getattr(model_config, "max_position_embeddings", None))
     count = len(prompts.rows) // settings.num_return_sequences
     if isinstance(limits, int):

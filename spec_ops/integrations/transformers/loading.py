@@ -15,7 +15,7 @@ from spec_ops.integrations.transformers.attention import NAME
 from spec_ops.integrations.transformers.eagle3 import is_eagle3, load_eagle3
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.settings import GenerationSettings, resolve_settings
-from spec_ops.models.checkpoint import CheckpointError, first_line, read_fields
+from spec_ops.models.checkpoint import MACHINE_ERRORS, CheckpointError, first_line, read_fields
 from spec_ops.models.drafts import Draft, StandaloneDraft
 from spec_ops.models.fields import Fields
 
@@ -32,10 +32,11 @@ def load_tokenizer(model: Path) -> TextTokenizer:
 
 
 def load_settings(model: Path, overrides: Mapping[str, Any], seed: int) -> GenerationSettings:
-    """What a target's `generation_config` asks for with `overrides`, before its weights are loaded.
+    """The settings of a target's `generation_config` with `overrides`, read before its weights are loaded.
 
     Raises:
-        CheckpointError: a damaged file. TypeError, ValueError: a setting that is wrong, unknown or not supported, by name.
+        CheckpointError: a damaged file.
+        TypeError, ValueError: naming a setting that is unknown, wrong or not supported.
     """
     config = _read_target_config(model)
     with _transformers_errors(model):
@@ -55,7 +56,7 @@ def load_checkpoints(
         CheckpointError: a file is damaged, lacks a tensor, or does not fit; a missing one is a FileNotFoundError as well.
         TypeError, ValueError: a model that cannot run on these ops.
     """
-    # Configurations first: a mistake in them is found before gigabytes are read.
+    # The configurations come first, so that a mistake in them is found before gigabytes are read.
     config, draft_config = _read_target_config(model), None
     head = draft is not None and is_eagle3(draft)
     if draft is not None and not head:
@@ -76,15 +77,15 @@ def _read_target_config(folder: Path) -> PreTrainedConfig:
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration in a folder, its values checked as far as transformers leaves them to the first forward."""
+    """The configuration in a folder. Values that transformers would not look at before the first forward are checked."""
     raw = read_fields(folder / "config.json")
     if (generation := folder / "generation_config.json").is_file():
-        # Transformers passes over a damaged one, and generates to the end of the context.
+        # Transformers ignores a damaged file, and then generates to the end of the context.
         ends = read_fields(generation)
-        if not isinstance(ends.values.get("eos_token_id"), list):
-            ends.integer("eos_token_id", 0, default=None)
-        elif any(token < 0 for token in ends.integers("eos_token_id")):
-            raise ends.error("eos_token_id", f"must hold ids of tokens, got {ends.values['eos_token_id']}")
+        if isinstance(ends.values.get("eos_token_id"), list):
+            ends.integers("eos_token_id")
+        else:
+            ends.integer("eos_token_id", least=None, default=None)
     with _transformers_errors(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     text = config.get_text_config()
@@ -104,7 +105,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
 
 def _load_model(folder: Path, config: Any, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
     options: dict[str, Any] = {"local_files_only": True, "dtype": dtype, "attn_implementation": NAME}
-    # Tensors that are missing or of another shape are reported, here instead of in a table on stdout.
+    # Transformers prints a table of missing tensors and wrong shapes; here they become an error.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     _check_stored(files, config)
@@ -120,7 +121,7 @@ def _load_model(folder: Path, config: Any, device: torch.device | str, dtype: to
 
 
 def _check_stored(files: Sequence[Path], config: Any) -> None:
-    """Refuse integers for weights: transformers converts them, and only a quantized model has scales for them."""
+    """Refuse weights stored as integers: transformers converts them, but only a quantized model has their scales."""
     if getattr(config, "quantization_config", None) is not None:
         return
     for file in files:
@@ -141,6 +142,8 @@ def _transformers_errors(file: Path) -> Iterator[None]:
     """Names the file in whatever a damaged one makes transformers raise: errors of almost any type."""
     try:
         yield
+    except MACHINE_ERRORS:
+        raise
     except Exception as error:
         raise CheckpointError(file, f"transformers cannot load it: {first_line(error)}") from error
 
@@ -162,7 +165,7 @@ class TextTokenizer:
 
 
 class StreamDecoder:
-    """Decodes tokens as they come; text is held back while its last character is incomplete."""
+    """Decodes tokens as they come. Text is held back as long as its last character is incomplete."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -171,7 +174,7 @@ class StreamDecoder:
 
     def push(self, tokens: list[int]) -> str:
         self.tokens += tokens
-        # All of it each time: what a token reads as may depend on the one before it.
+        # Everything is decoded each time: the text of a token may depend on the one before it.
         text = self.tokenizer.decode(self.tokens)
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._show(text)
 

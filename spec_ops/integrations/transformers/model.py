@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel
 
 from spec_ops.integrations.transformers.attention import NAME, attending
 from spec_ops.integrations.transformers.parts import Given, as_decoder, replaced, watched, with_fixed_rope
-from spec_ops.integrations.transformers.probe import CacheSpec, StepCache, check_logits, extend_from_start, probe
+from spec_ops.integrations.transformers.probe import Argument, CacheSpec, StepCache, check_logits, extend_from_start, probe
 from spec_ops.models.config import KVRows
 from spec_ops.models.paged import PagedKVCache
 from spec_ops.models.target import PositionLimit, Target, TargetOutput
@@ -31,28 +33,43 @@ class TransformersSizes:
 
 
 class TransformersModel(Target):
-    """A causal language model of transformers behind the interface of `spec_ops.models.Target`.
+    """A causal language model of transformers as a `spec_ops.models.Target`.
 
-    Its attention implementation is switched to `"spec_ops"` and it is put into evaluation mode; `close()` switches both back.
+    Its attention implementation is switched to `"spec_ops"` and it is put into evaluation mode. `close()` switches both back,
+    once everything that was made of the model is closed.
 
     Args:
-        model: with an attention that goes through transformers' attention interface, on one device.
-        aux_layers: layers whose inputs an EAGLE-3 head reads; the number of layers stands for the last one's output.
+        model: on one device, with an attention that goes through transformers' attention interface.
+        aux_layers: layers whose inputs an EAGLE-3 head reads; the number of layers stands for the last layer's output.
+        argument: what the caller calls `model`, for messages.
+
+    Attributes:
+        config: sizes, for caches and rounds.
+        decoder: the part that turns tokens into hidden states.
+        spec: what a token takes in a cache.
+        generation_config: the model's own.
 
     Raises:
-        TypeError, ValueError: naming the argument and what of the model cannot run on these ops.
+        TypeError, ValueError: naming the argument, and what of the model cannot run on these ops.
     """
 
     config: TransformersSizes
     decoder: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, aux_layers: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        aux_layers: tuple[int, ...] = (),
+        *,
+        argument: Argument = Argument("TransformersModel", "model"),  # noqa: B008 (a tuple)
+    ) -> None:
         super().__init__()
+        self._argument = argument
         if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-            raise TypeError(f"TransformersModel: `model` must be a causal language model, got {type(model).__name__}")
+            raise TypeError(f"{argument} must be a causal language model of transformers, got {type(model).__name__}")
         if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-            raise ValueError("TransformersModel: `model` must be on one device, got a device map over several")
-        _check_experts(model)
+            raise ValueError(f"{argument} must be on one device, got a device map over several")
+        _check_experts(model, argument)
         self._passed: list[tuple[str, nn.Module, bool]] = [("", model, True)]
         self._check_passed()
         self._restore: Callable[[], None] | None = _switch(model)
@@ -63,17 +80,17 @@ class TransformersModel(Target):
             raise
 
     def _adopt(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
-        found = probe(model)
+        found = probe(model, self._argument)
         self.spec: CacheSpec = found.spec
         sizes, layers = model.config.get_text_config(), len(self.spec.kv_rows)
         if any(not 0 <= layer <= layers for layer in aux_layers):
-            raise ValueError(f"TransformersModel: `aux_layers` must lie in [0, {layers}], got {aux_layers}")
+            raise ValueError(f"{self._argument.where}: `aux_layers` must lie in [0, {layers}], got {aux_layers}")
         self.config = TransformersSizes(self.spec.logits_size, sizes.hidden_size, self.spec.kv_rows, tuple(aux_layers))
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
         self.generation_config = model.generation_config
         self._inputs: dict[int, torch.Tensor] | None = None  # hidden states a forward is to collect
-        # Modules whose own call is passed over: the decoder's for its `forward` alone, the others altogether.
+        # Modules that are not called themselves. The decoder runs its hooks, but not a `forward` of its instance.
         parents = [found.decoder.rsplit(".", cut)[0] for cut in range(1, found.decoder.count(".") + 1)]
         self._passed = [(name, model.get_submodule(name), name != found.decoder) for name in ("", *parents, found.decoder)]
         self._check_passed()
@@ -88,16 +105,20 @@ class TransformersModel(Target):
             pages = PagedKVCache(self.config, 1, len(found.tokens), dtype=self.embed.weight.dtype, device=found.tokens.device)
             step = extend_from_start(pages, len(found.tokens), backend="reference")
             positions = torch.arange(len(found.tokens), device=found.tokens.device)
-            check_logits(type(model).__name__, self.logits(self(found.tokens, positions, step).hidden), found.logits)
+            logits = self.logits(self(found.tokens, positions, step).hidden)
+            check_logits(type(model).__name__, logits, found.logits, self._argument)
 
     def close(self) -> None:
-        """Give the model its own attention implementation and its training mode back. Idempotent."""
+        """Give the model its own attention implementation and its training mode back. Calling it again does nothing.
+
+        Other `TransformersModel`s of the same model go on working: the last one to be closed restores it.
+        """
         restore, self._restore = self._restore, None
         if restore is not None:
             restore()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
-        if not torch.compiler.is_compiling():  # a prompt's forward is never compiled, and comes first
+        if not torch.compiler.is_compiling():  # the prompts' forward comes first, and is never compiled
             self._check_passed()
             self._check_attention()
         flat = tokens.dim() == 1  # a ragged extend: transformers wants a batch dimension
@@ -127,30 +148,30 @@ class TransformersModel(Target):
         found = self.decoder.config.get_text_config()._attn_implementation
         if found != NAME:
             raise ValueError(
-                f"TransformersModel: the attention implementation of {type(self.decoder).__name__} must stay {NAME!r}, got "
+                f"{self._argument}: the attention implementation of {type(self.decoder).__name__} must stay {NAME!r}, got "
                 f'{found!r}; call `model.set_attn_implementation("{NAME}")`, or make a new generator after `close()`'
             )
 
     def _check_passed(self) -> None:
-        """Refuse what has been done to the model that would be passed over. Hooks and forwards of other modules run."""
+        """Refuse hooks and patched forwards that would never run. Those of all other modules do run."""
         for name, module, hooks in self._passed:
-            where = f"`model{name and '.'}{name}` ({type(module).__name__})"
+            where = f"{self._argument.part(name)} ({type(module).__name__})"
             if "forward" in vars(module):
                 raise ValueError(
-                    f"TransformersModel: {where} has a `forward` of its own, which would be passed over: remove it "
+                    f"{where} must not have a `forward` of its own, which would never be called: remove it "
                     "(accelerate's: `accelerate.hooks.remove_hook_from_module`)"
                 )
             if hooks and (module._forward_hooks or module._forward_pre_hooks):
                 raise ValueError(
-                    f"TransformersModel: {where} has forward hooks, which would be passed over: its decoder and its LM head "
-                    "are called one by one; remove them, or hook these"
+                    f"{where} must not have forward hooks, which would never be called: rounds call its decoder and its LM "
+                    "head one by one; remove the hooks, or hook these two"
                 )
 
     def _watch_layers(self, decoder: nn.Module, count: int) -> nn.Module:
-        """`decoder` that collects the input of every watched layer, and the last one's output as that of layer `count`."""
+        """`decoder` that collects the inputs of `aux_layers`. The last layer's output counts as the input of layer `count`."""
         stacks = [name for name, m in decoder.named_children() if isinstance(m, nn.ModuleList) and len(m) == count]
         if len(stacks) != 1:
-            raise ValueError(f"TransformersModel: `model` must have one list of {count} layers, found {len(stacks)}")
+            raise ValueError(f"{self._argument} must have one list of {count} layers, found {len(stacks)}")
 
         def keep(layer: int, hidden) -> None:
             assert self._inputs is not None
@@ -166,15 +187,46 @@ class TransformersModel(Target):
 
 
 def _ignore(_hidden) -> None:
-    """For outputs that nobody reads."""
+    """Ignores an output."""
+
+
+@dataclass
+class _Switched:
+    """A model that attends through our ops: how many hold it, and what gives it its own attention back."""
+
+    holders: int
+    restore: Callable[[], None]
+
+
+_switched: weakref.WeakKeyDictionary[PreTrainedModel, _Switched] = weakref.WeakKeyDictionary()
+_switching = threading.Lock()
 
 
 def _switch(model: PreTrainedModel) -> Callable[[], None]:
-    """Set our attention implementation and evaluation mode; returns what undoes both."""
+    """Set our attention implementation and evaluation mode. Returns what undoes both, once all holders have called theirs."""
+    with _switching:
+        if model in _switched:
+            model.set_attn_implementation(NAME)  # the user may have changed it since
+            _switched[model].holders += 1
+        else:
+            _switched[model] = _Switched(1, _switch_first(model))
+        model.eval()
+
+    def release() -> None:
+        with _switching:
+            held = _switched[model]
+            held.holders -= 1
+            if held.holders == 0:
+                del _switched[model]
+                held.restore()
+
+    return release
+
+
+def _switch_first(model: PreTrainedModel) -> Callable[[], None]:
     training = [module for module in model.modules() if module.training]
     made = ExitStack()
-    made.enter_context(attending(model, NAME))  # first: it may refuse, and then nothing has changed
-    model.eval()
+    made.enter_context(attending(model, NAME))  # it may refuse; nothing has changed then
 
     def restore() -> None:
         made.close()
@@ -184,12 +236,12 @@ def _switch(model: PreTrainedModel) -> Callable[[], None]:
     return restore
 
 
-def _check_experts(model: PreTrainedModel) -> None:
-    """Refuse what cannot be captured: except in bfloat16, transformers' grouped experts read offsets on the host."""
+def _check_experts(model: PreTrainedModel, argument: Argument) -> None:
+    """Refuse what no CUDA graph can capture: except in bfloat16, transformers' grouped experts read offsets on the host."""
     experts = {getattr(c, "_experts_implementation", None) for c in (model.config, model.config.get_text_config())}
     syncs = "grouped_mm" in experts and model.dtype != torch.bfloat16 and model._can_set_experts_implementation()
     if syncs and model.device.type == "cuda":
         raise ValueError(
-            f'TransformersModel: `model` has experts_implementation="grouped_mm", which syncs with the host in {model.dtype} '
-            'and fits in no CUDA graph; load it in bfloat16 or call model.set_experts_implementation("batched_mm")'
+            f'{argument} must not have experts_implementation="grouped_mm" in {model.dtype}, which syncs with the host and '
+            'fits in no CUDA graph; load it in bfloat16 or call model.set_experts_implementation("batched_mm")'
         )

@@ -1,6 +1,6 @@
-"""Parts of a transformers model that do something else than in the model: shallow copies over the same weights.
+"""Parts of a transformers model that behave differently from the model's own: shallow copies over the same weights.
 
-The model itself stays as it is. A copy shares parameters and hooks (those that come later too) with its original.
+The model itself stays as it is. A copy shares its parameters and its hooks, including hooks added later, with the original.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spec_ops.models.target import PositionLimit
 
 
 def shallow(module: nn.Module) -> nn.Module:
-    """A copy whose children and buffers can be replaced."""
+    """A copy of `module` whose children and buffers can be replaced."""
     twin = copy.copy(module)
     twin._modules, twin._buffers = dict(module._modules), dict(module._buffers)
     return twin
@@ -34,15 +34,15 @@ def replaced(module: nn.Module, name: str, part: nn.Module) -> nn.Module:
 
 
 def as_decoder(module: PreTrainedModel) -> PreTrainedModel:
-    """`module` whose `forward` is that of the source file: transformers' decorators read a registry of all models, and Dynamo
-    would guard on how many there are."""
+    """`module` with its undecorated `forward`: transformers' decorators read a registry of all models, and Dynamo would guard
+    on its size."""
     twin = shallow(module)
     twin.forward = MethodType(inspect.unwrap(type(module).forward), twin)  # type: ignore[method-assign]
     return twin  # type: ignore[return-value]
 
 
 class Given(nn.Module):
-    """Stands where the decoder was: the hidden states are already there."""
+    """Stands in for a decoder: returns hidden states that were computed before, passed as `inputs_embeds`."""
 
     def __init__(self, output: Callable[..., Any]) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ class Given(nn.Module):
 
 
 def watched(layer: nn.Module, before: Callable[[Any], None], after: Callable[[Any], None]) -> nn.Module:
-    """`layer` that shows its input to `before` and its output to `after`."""
+    """`layer`, with its input passed to `before` and its output to `after`."""
     twin = shallow(layer)
     for hooks in [name for name in vars(layer) if name.startswith("_forward_") and "hooks" in name]:
-        setattr(twin, hooks, type(getattr(layer, hooks))())  # the original runs them
+        setattr(twin, hooks, type(getattr(layer, hooks))())  # the original layer runs them
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         before(args[0] if args else kwargs["hidden_states"])

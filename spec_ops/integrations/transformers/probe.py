@@ -1,15 +1,15 @@
-"""What a transformers model caches, and whether it can run on these ops: a few tokens are run through it to see.
+"""What a transformers model caches, and whether it can run on these ops: a few tokens are run through it to find out.
 
-Configurations name sizes in many ways and say nothing of what a forward does with its cache, so the model itself is asked. The
+Configurations name sizes in many ways, and do not say what a forward does with its cache, so the model itself is asked. The
 tokens go through it twice: with eager attention and no cache, and in two steps with a paged cache. What a layer hands to its
-attention gives the shapes; logits that differ show that the model does something that the attention interface does not express.
+attention gives the shapes. Logits that differ show that the model does something that the attention interface does not express.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,13 +24,28 @@ from spec_ops.integrations.transformers.attention import (
     is_latent,
     leave_note,
 )
-from spec_ops.models.paged import PagedAttention, PagedKVCache
+from spec_ops.models.checkpoint import MACHINE_ERRORS
+from spec_ops.models.paged import PagedAttention, PagedKVCache, refuse_autocast
 
 _STEPS = (5, 3)  # tokens of the two steps
 _LENGTH = sum(_STEPS)
 # Largest share of the logits' spread that rounding may move: experts may also be chosen differently in 16 bits.
 _TOLERANCE = {torch.float32: 0.01, torch.float64: 1e-6}
 _TOLERANCE_16 = 0.25
+
+
+class Argument(NamedTuple):
+    """The argument that a model came in, for messages: `str` gives "where: `name`"."""
+
+    where: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: `{self.name}`"
+
+    def part(self, module: str) -> str:
+        """The same for a module inside the model; "" is the model itself."""
+        return f"{self.where}: `{self.name}{module and '.'}{module}`"
 
 
 @dataclass(frozen=True)
@@ -58,9 +73,11 @@ class Probed:
 
     Attributes:
         spec: what a token takes in a cache.
-        tokens, logits: `[n]` int64 and `[n, vocab]`: the tokens run, and eager attention's logits.
-        decoder: name of the module that takes the tokens; its output's type is `output`.
-        table: rows of the table that the model looks positions up in, if it does.
+        tokens: `[n]` int64, the tokens that were run.
+        logits: `[n, vocab]`, what eager attention gives for them.
+        decoder: name of the module that takes the tokens.
+        output: type of that module's output.
+        table: rows of the table in which the model looks positions up; None if it has none.
     """
 
     spec: CacheSpec
@@ -72,7 +89,7 @@ class Probed:
 
 
 class StepCache(Cache):
-    """What a model sees as its cache during one step of a round: it holds nothing, and hands every layer to `attention`."""
+    """What a model gets as its cache in one step of a round. It holds nothing, and hands every layer's call to `attention`."""
 
     def __init__(self, attention: PagedAttention | None, latent: Sequence[bool]) -> None:
         super().__init__(layers=[])
@@ -120,7 +137,7 @@ class _Recorder(StepCache):
 
 
 def extend_from_start(cache: PagedKVCache, length: int, start: int = 0, *, backend: str = "auto") -> PagedAttention:
-    """The step of one row that writes slots `[start, start + length)` of a cache of one page."""
+    """An extend of one row that writes slots `[start, start + length)` of a cache of one page."""
     device = cache.tensors()[0].device
     return PagedAttention(
         cache,
@@ -135,49 +152,52 @@ def extend_from_start(cache: PagedKVCache, length: int, start: int = 0, *, backe
 
 
 @torch.no_grad()
-def probe(model: PreTrainedModel) -> Probed:
+def probe(model: PreTrainedModel, argument: Argument) -> Probed:
     """Run a few tokens through `model`.
 
     Args:
         model: a causal language model of transformers with `attn_implementation="spec_ops"`.
+        argument: what it is called in messages.
 
     Raises:
         ValueError: the model cannot run on these ops; the message says which part of it.
+        RuntimeError: autocast is enabled.
     """
+    refuse_autocast(argument.where, model.device)
     config = model.config.get_text_config()
     name = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise ValueError(f"`model` must be a decoder-only language model, got the encoder-decoder {name}")
+        raise ValueError(f"{argument} must be a decoder-only language model, got the encoder-decoder {name}")
     if not model._can_set_attn_implementation():
-        raise ValueError(f"`model` must attend through transformers' attention interface; {name} does not")
+        raise ValueError(f"{argument} must attend through transformers' attention interface; {name} does not")
     if config._attn_implementation != NAME:
         raise ValueError(
-            f'`model` must be loaded with attn_implementation="{NAME}" (or switched by `model.set_attn_implementation`), '
+            f'{argument} must be loaded with attn_implementation="{NAME}" (or switched by `model.set_attn_implementation`), '
             f"got {config._attn_implementation!r}"
         )
     if model.training:
-        raise ValueError("`model` must be in evaluation mode: call `model.eval()`")
+        raise ValueError(f"{argument} must be in evaluation mode: call `model.eval()`")
     types = getattr(config, "layer_types", None)
     if unknown := sorted(set(types or ()) - {"full_attention", "sliding_attention"}):
-        raise ValueError(f"`model`: layers must be of full or sliding attention, {name} has {unknown}")
-    tokens = _tokens(model)
-    record, logits, table = _run(model, tokens)
+        raise ValueError(f"{argument}: layers must be of full or sliding attention, {name} has {unknown}")
+    tokens = _tokens(model, argument)
+    record, logits, table = _run(model, tokens, argument)
     layers = config.num_hidden_layers
     if silent := sorted(set(range(layers)) - set(record.rows)):
-        raise ValueError(f"`model`: layers {silent} of {name} do not attend through the attention interface")
+        raise ValueError(f"{argument}: layers {silent} of {name} do not attend through the attention interface")
     kinds = types or ["sliding_attention" if _slides(config) else "full_attention"] * layers
     for layer, kind in enumerate(kinds[:layers]):
         if (kind == "sliding_attention") != (record.windows[layer] >= 0):
             window = record.windows[layer] + 1
-            raise ValueError(f"`model`: layer {layer} of {name} is {kind}, but the attention gets the window {window}")
+            raise ValueError(f"{argument}: layer {layer} of {name} is {kind}, but the attention gets the window {window}")
     with attending(model, "eager"):
         calls = _DecoderCalls(model)
         with calls:
             positions = torch.arange(_LENGTH, device=tokens.device)[None]
             want = model(input_ids=tokens[None], position_ids=positions, use_cache=False).logits[0]
-    check_logits(name, logits, want)
+    check_logits(name, logits, want, argument)
     if calls.first is None or calls.output is None or not hasattr(calls.output, "last_hidden_state"):
-        raise ValueError(f"`model`: {name} has no decoder module that turns tokens into hidden states")
+        raise ValueError(f"{argument}: {name} has no decoder module that turns tokens into hidden states")
     spec = CacheSpec(tuple(record.rows[layer] for layer in range(layers)), logits.shape[-1])
     return Probed(spec, tokens, want, calls.first, type(calls.output), table)
 
@@ -186,27 +206,30 @@ def _slides(config: Any) -> bool:
     return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
 
 
-def _tokens(model: PreTrainedModel) -> torch.Tensor:
-    """`[_LENGTH]` ids all over the vocabulary, none of them padding or of zero embedding, which would hide differences."""
+def _tokens(model: PreTrainedModel, argument: Argument) -> torch.Tensor:
+    """`[_LENGTH]` ids from all over the vocabulary. Padding and embeddings of zeros are left out: they hide differences."""
     embed = model.get_input_embeddings()
     vocab, config = model.config.get_text_config().vocab_size, model.config.get_text_config()
     names = [(config, kind) for kind in ("pad", "bos", "eos")] + [(model.config, kind) for kind in ("image", "video", "audio")]
     found = [getattr(owner, f"{kind}_token_id", None) for owner, kind in names]
-    special = {
-        token for ids in found for token in (ids if isinstance(ids, (list, tuple)) else [ids])
-    }  # Llama 3 ends by several
+    # Some have several: Llama 3 has a list of end tokens.
+    special = {token for ids in found for token in (ids if isinstance(ids, (list, tuple)) else [ids])}
     # From the end: consecutive ids in a small vocabulary are not mistaken for positions.
-    ids = [token for token in torch.linspace(vocab - 1, 0, min(vocab, 8 * _LENGTH)).long().tolist() if token not in special]
+    ids = [
+        token
+        for token in torch.linspace(vocab - 1, 0, min(vocab, 8 * _LENGTH), device="cpu").long().tolist()
+        if token not in special
+    ]
     candidates = torch.tensor(ids, device=model.device)
     seen = candidates[embed(candidates).flatten(1).ne(0).any(-1)]
     if not len(seen):
-        raise ValueError(f"`model`: the embeddings of {type(model).__name__} are zero: are its weights loaded?")
+        raise ValueError(f"{argument}: the embeddings of {type(model).__name__} are zero: are its weights loaded?")
     spread = torch.linspace(0, len(seen) - 1, min(len(seen), _LENGTH), device=seen.device).long()
     return seen[spread].repeat(-(-_LENGTH // len(spread)))[:_LENGTH]
 
 
-def _run(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[_Recorder, torch.Tensor, int | None]:
-    """Run `tokens` in two steps with a paged cache; returns what was recorded, the logits and the length of the table of
+def _run(model: PreTrainedModel, tokens: torch.Tensor, argument: Argument) -> tuple[_Recorder, torch.Tensor, int | None]:
+    """Run `tokens` in two steps with a paged cache. Returns what was recorded, the logits, and the rows of the table of
     positions."""
     name, record = type(model).__name__, _Recorder()
     positions = torch.arange(_LENGTH, device=tokens.device)
@@ -220,21 +243,21 @@ def _run(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[_Recorder, torch
                 logits.append(model(**step, past_key_values=record, use_cache=True).logits[0])
         except NoUpdate as error:
             raise ValueError(
-                f"`model`: {error.layer} of {name} does not hand its own keys and values to the cache just before it attends: "
-                "it borrows another layer's, attends twice to the same ones, or numbers its layers in another way"
+                f"{argument}: {error.layer} of {name} does not hand its own keys and values to the cache just before it "
+                "attends: it borrows another layer's, attends twice to the same ones, or numbers its layers in another way"
             ) from error
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
+        except MACHINE_ERRORS:
             raise
         except Exception as error:
             raise ValueError(
-                f"`model`: {name} does not run with a paged cache and attention: {type(error).__name__}: {error}"
+                f"{argument}: {name} does not run with a paged cache and attention: {type(error).__name__}: {error}"
             ) from error
         record.start += length
     return record, torch.cat(logits), reads[-1].rows
 
 
-def check_logits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Raise a ValueError unless `got` and `want` `[n, vocab]` are equal but for rounding."""
+def check_logits(name: str, got: torch.Tensor, want: torch.Tensor, argument: Argument) -> None:
+    """Raise a ValueError unless `got` and `want`, both `[n, vocab]`, are equal up to rounding."""
     tolerance = _TOLERANCE.get(want.dtype, _TOLERANCE_16)
     got, want = got.double(), want.double()
     spread = (want - want.mean(-1, keepdim=True)).norm(dim=-1)
@@ -244,7 +267,7 @@ def check_logits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
         if not worst <= 0:
             share = float((error[rows] / spread[rows]).median())
             raise ValueError(
-                f"`model`: {name} gives other logits with these ops than with eager attention (by {share:.0%} of their "
+                f"{argument}: {name} gives other logits with these ops than with eager attention (by {share:.0%} of their "
                 "spread): its layers do something that transformers' attention interface does not express"
             )
 
@@ -275,7 +298,7 @@ class _DecoderCalls:
 
 
 class _TableReads(TorchDispatchMode):
-    """Finds the table whose rows are read by position: learned or sinusoidal embeddings, which end somewhere."""
+    """Finds the table whose rows are read by position: learned or sinusoidal embeddings, of which there are so many."""
 
     def __init__(self, positions: torch.Tensor, record: _Recorder) -> None:
         super().__init__()

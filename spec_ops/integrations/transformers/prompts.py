@@ -9,28 +9,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_ops.decoding.arguments import is_integer
+from spec_ops._numbers import is_integer
 from spec_ops.integrations.transformers.settings import GenerationSettings
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Attributes:
-    ids: `[bs, length]` int64, as it came; lists of different lengths are padded on the left.
-    rows: token ids of each row, without padding.
+    """The prompts of a call.
+
+    Attributes:
+        ids: `[bs, length]` int64, as it came; lists of different lengths are padded on the left.
+        rows: token ids of each row, without padding.
+        padding: the id that fills up shorter rows.
     """
 
     ids: torch.Tensor
     rows: list[list[int]]
+    padding: int
 
 
 def read_prompts(input_ids: Any, attention_mask: Any, settings: GenerationSettings) -> Prompts:
-    """Check and repeat the prompts, `settings.num_return_sequences` rows of each.
+    """Check the prompts, and repeat each `settings.num_return_sequences` times.
 
     Args:
         input_ids: `[bs, length]` integers: a tensor, an array, or a list of token id lists, which may differ in length.
-        attention_mask: of the same shape, non-zero for real tokens. Without one, what equals `settings.pad_token_id` is padding
-            if that is set and ends no row; lists of different lengths hold no padding.
+        attention_mask: of the same shape, non-zero for real tokens. Without one, ids that equal `settings.pad_token_id` are
+            padding, if it is set and no end token; lists of different lengths hold no padding.
+        settings: of the call.
 
     Raises:
         ValueError: naming the argument.
@@ -46,23 +51,30 @@ def read_prompts(input_ids: Any, attention_mask: Any, settings: GenerationSettin
             raise ValueError(f"generate: `attention_mask` must be of shape {list(ids.shape)}, got {list(real.shape)}")
         real = real.bool().cpu()
     elif ragged:
-        real = torch.tensor([[i >= ids.shape[1] - length for i in range(ids.shape[1])] for length in lengths or ()])
+        columns = torch.arange(ids.shape[1], device="cpu")
+        real = columns >= ids.shape[1] - torch.tensor(lengths, device="cpu")[:, None]
     else:
         real = _inferred(ids.cpu(), settings)
     rows = _rows(ids.cpu(), real)
     count = settings.num_return_sequences
-    return Prompts(ids.repeat_interleave(count, 0), [row for row in rows for _ in range(count)])
+    return Prompts(ids.repeat_interleave(count, 0), [row for row in rows for _ in range(count)], settings.padding)
 
 
 def _matrix(name: str, values: Any, padding: int) -> tuple[torch.Tensor, list[int] | None]:
-    """`values` as a matrix; the lengths of its rows if it was a list."""
+    """`values` as a matrix, and the lengths of its rows if it was a list."""
     wanted = f"generate: `{name}` must be of shape [bs, length]"
     if isinstance(values, Mapping):
         raise ValueError(f"{wanted}, got a mapping with keys {list(values)}: pass its entries, `generate(**inputs)`")
     if isinstance(values, str) or (isinstance(values, (list, tuple)) and any(isinstance(row, str) for row in values)):
         raise ValueError(f"{wanted}, got text: encode it first, `tokenizer(text, return_tensors='pt')`")
     if isinstance(values, np.ndarray):
-        values = torch.from_numpy(values)
+        # Of numbers, whatever the order of their bytes and rows: torch takes neither swapped bytes nor negative strides.
+        native = values.dtype.kind in "biufc"
+        values = (
+            torch.tensor(np.ascontiguousarray(values, values.dtype.newbyteorder("=")), device="cpu")
+            if native
+            else values.tolist()
+        )
     if isinstance(values, torch.Tensor):
         if values.dim() != 2 or values.numel() == 0:
             hint = f": pass `{name}[None]` for one prompt" if values.dim() == 1 else ""
@@ -77,11 +89,12 @@ def _matrix(name: str, values: Any, padding: int) -> tuple[torch.Tensor, list[in
         if not isinstance(row, Sequence) or not row or not all(is_integer(value) for value in row):
             raise ValueError(f"generate: `{name}[{i}]` must be a list of integers, at least one, got {row!r}")
     longest = max(map(len, rows))
-    return torch.tensor([[padding] * (longest - len(row)) + [int(v) for v in row] for row in rows]), [len(row) for row in rows]
+    padded = [[padding] * (longest - len(row)) + [int(value) for value in row] for row in rows]
+    return torch.tensor(padded, device="cpu"), [len(row) for row in rows]
 
 
 def _inferred(ids: torch.Tensor, settings: GenerationSettings) -> torch.Tensor:
-    """Which tokens are real, as `generate` reckons without a mask."""
+    """Which tokens are real, as `generate` infers it without a mask."""
     pad = settings.pad_token_id
     if pad is None or pad in settings.stop_tokens:
         return torch.ones_like(ids, dtype=torch.bool)
@@ -89,7 +102,7 @@ def _inferred(ids: torch.Tensor, settings: GenerationSettings) -> torch.Tensor:
 
 
 def _rows(ids: torch.Tensor, real: torch.Tensor) -> list[list[int]]:
-    runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0]  # of real tokens
+    runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0]  # how often real tokens begin
     if bool((runs != 1).any()):
         row = int((runs != 1).nonzero()[0])
         raise ValueError(

@@ -1,13 +1,12 @@
-"""What transformers' `generate` is told, as our rounds take it: every setting is honoured, without effect, or refused by name.
+"""The settings of transformers' `generate`: each is honoured, has no effect here, or is refused by name.
 
-The names are those of `transformers.GenerationConfig`. A setting is off if it is None, empty or one of its neutral values:
+Names are those of `transformers.GenerationConfig`. A setting is off if it is None, empty or one of its neutral values:
 `generate(..., repetition_penalty=1.0)` switches off what a checkpoint's `generation_config.json` asks for.
 """
 
 from __future__ import annotations
 
 import copy
-import numbers
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from spec_ops._numbers import integer, is_integer, number
 from spec_ops.decoding import SamplingParams
-from spec_ops.decoding.arguments import integer, is_integer
 from spec_ops.decoding.state import MAX_STOP_TOKENS
 
-# Transformers' own defaults of what is honoured; the rest is off when unset. 20 new tokens if nothing limits them.
+# Transformers' defaults of settings that are honoured and not off when unset; 20 new tokens if nothing limits them.
 _DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1}
 _DEFAULT_NEW_TOKENS = 20
 _FILTERS_OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -39,16 +38,16 @@ HONOURED = frozenset(
     }
 )
 
-# These leave the new tokens as they are, whatever their value.
+# The new tokens do not depend on these.
 WITHOUT_EFFECT = frozenset(
     {
-        # Of beam search, which `num_beams` asks for.
+        # They belong to beam search, which `num_beams` asks for.
         "early_stopping",
         "length_penalty",
         "num_beam_groups",
         "diversity_penalty",
         "low_memory",
-        # How transformers keeps KV and compiles; rounds have their own cache and compiler.
+        # They say how transformers caches and compiles; rounds have a cache and a compiler of their own.
         "use_cache",
         "cache_config",
         "max_cache_len",
@@ -56,24 +55,24 @@ WITHOUT_EFFECT = frozenset(
         "compile_config",
         "disable_compile",
         "continuous_batching_config",
-        # Sizes of transformers' own drafting, which others ask for; most have a default that is not None.
+        # Sizes of transformers' drafting, which other settings ask for; most have a default that is not None.
         "num_assistant_tokens",
         "num_assistant_tokens_schedule",
         "assistant_confidence_threshold",
         "assistant_lookbehind",
         "target_lookbehind",
         "max_matching_ngram_size",
-        # A log-softmax after all else: no argmax and no probability changes.
+        # A log-softmax at the end changes no argmax and no probability.
         "renormalize_logits",
-        # For empty prompts and for encoders and decoders, which are not taken.
+        # They start empty prompts and encoder-decoders, which are not supported.
         "bos_token_id",
         "decoder_start_token_id",
         "transformers_version",
     }
 )
 
-_LOGITS = "rounds change logits by temperature, top_k and top_p alone"
-_SEARCH = "rounds decode every row by itself, by argmax or by sampling"
+_LOGITS = "rounds change logits by temperature, top_k and top_p only"
+_SEARCH = "rounds decode each row on its own, by argmax or by sampling"
 _DRAFTING = "`draft` and `config` say what is drafted"
 _OUTPUTS = "rounds keep no scores, hidden states or attention weights"
 _CACHES = (
@@ -81,7 +80,7 @@ _CACHES = (
     *("hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
 )
 
-# Name: neutral values besides None and empty ones, and why no other is taken.
+# By name: neutral values besides None and empty ones, and why no other value is supported.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": ((1,), _SEARCH),
     "penalty_alpha": ((0.0,), _SEARCH),
@@ -104,7 +103,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guidance_scale": ((1.0,), _LOGITS),
     "watermarking_config": ((), _LOGITS),
     "remove_invalid_values": ((False,), _LOGITS),
-    "token_healing": ((False,), "prompts are taken as they come"),
+    "token_healing": ((False,), "prompts are not changed"),
     "is_assistant": ((False,), _DRAFTING),
     "prompt_lookup_num_tokens": ((0,), _DRAFTING),
     "assistant_early_exit": ((0,), _DRAFTING),
@@ -128,12 +127,12 @@ REFUSED_IN_OUTPUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "output_scores": ((False,), _OUTPUTS),
     "output_logits": ((False,), _OUTPUTS),
 }
-# Arguments of `generate` that are no settings, and others that its users pass on to the model.
+# Arguments of `generate` that are not settings, and arguments that it passes on to the model.
 _REFUSED_ARGUMENTS = {
     "inputs": "the prompts' argument is `input_ids`",
     "inputs_embeds": "rounds start from token ids",
     "position_ids": "positions count the real tokens of `attention_mask`",
-    "token_type_ids": "rounds give the model token ids and positions alone",
+    "token_type_ids": "rounds pass only token ids and positions to the model",
     "past_key_values": "the generator keeps a paged cache of its own",
     "logits_processor": _LOGITS,
     "prefix_allowed_tokens_fn": _LOGITS,
@@ -141,23 +140,23 @@ _REFUSED_ARGUMENTS = {
     "negative_prompt_attention_mask": _LOGITS,
     "assistant_model": "the smaller model is the generator's `draft`",
     "assistant_tokenizer": "target and draft share a vocabulary",
-    "synced_gpus": "a model on several GPUs is not taken",
-    "custom_generate": "the generator is the decoding loop",
-    "trust_remote_code": "no code is loaded",
+    "synced_gpus": "a model must be on one device",
+    "custom_generate": "the generator is the loop that decodes",
+    "trust_remote_code": "no code is downloaded",
 }
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What `resolve_settings` found.
+    """The settings of a call, as rounds take them.
 
     Attributes:
         sampling: temperature 0 unless `do_sample`.
-        stop_tokens: ids that end a row, `eos_token_id` as a list.
-        pad_token_id: as set; None where nothing is padding unless the attention mask says so.
+        stop_tokens: ids that end a row: `eos_token_id` as a list, without ids outside the vocabulary.
+        pad_token_id: as set; with None, only the attention mask says what is padding.
         stop_strings: texts that end a row; empty for none.
         max_new_tokens: for all rows or one per row; None if only `max_length`, or nothing, limits them.
-        max_length: prompt (padding included, as in `generate`) and new tokens; `max_new_tokens` comes first.
+        max_length: most tokens of a row, its prompt included, with padding as in `generate`. `max_new_tokens` comes first.
         max_time: seconds after which no further round begins, or None.
         num_return_sequences: rows made of each prompt.
         return_dict: return a `SpeculativeOutput`.
@@ -175,17 +174,17 @@ class GenerationSettings:
 
     @property
     def padding(self) -> int:
-        """What shorter rows are filled up with: as in `generate`, the first end token where no padding token is set."""
+        """The id that fills up shorter rows: as in `generate`, the first end token where no padding token is set."""
         if self.pad_token_id is not None:
             return self.pad_token_id
         return self.stop_tokens[0] if self.stop_tokens else 0
 
     def new_tokens(self, length: int, max_positions: int | None = None) -> int | list[int]:
-        """How many tokens a row may gain, as `generate` reckons.
+        """How many tokens a row may gain, counted as `generate` counts.
 
         Args:
             length: of the input, padding included.
-            max_positions: the model's `max_position_embeddings`, which bounds the default.
+            max_positions: the model's `max_position_embeddings`, which limits the default.
 
         Raises:
             ValueError: `max_length` leaves no room.
@@ -202,6 +201,13 @@ class GenerationSettings:
             raise ValueError(f"generate: `max_length` must be above the input's {length} tokens, got {most}")
         return most - length
 
+    @property
+    def limit(self) -> str:
+        """What `new_tokens` comes from, for messages."""
+        if self.max_new_tokens is not None:
+            return "`max_new_tokens`"
+        return "the default of new tokens" if self.max_length is None else "its new tokens up to `max_length`"
+
 
 def resolve_settings(
     generation_config: GenerationConfig,
@@ -210,13 +216,13 @@ def resolve_settings(
     vocab_size: int,
     seed: int | None = None,
 ) -> GenerationSettings:
-    """What a model's `generation_config` and the arguments of a call ask for together.
+    """The settings of a call: a model's `generation_config`, and the arguments that override it.
 
     Args:
         generation_config: of the model. Unset entries have transformers' defaults (`top_k` 50).
-        overrides: arguments of the call, which come first, None included: it switches a setting off, as in `generate`.
+        overrides: arguments of the call. As in `generate`, None switches a setting off.
         vocab_size: of the target.
-        seed: of sampling; None: drawn from torch's default generator at each call.
+        seed: of sampling; None: each call draws one from torch's default CPU generator.
 
     Raises:
         TypeError: an argument that neither `generate` nor `GenerationConfig` knows.
@@ -231,7 +237,7 @@ def resolve_settings(
     values.update(given)
     settings = _read(values, vocab_size, seed)
     _refuse(values, known, settings)
-    # Transformers' own checks and warnings, such as of a temperature without sampling. It takes one limit for all rows.
+    # For transformers' own checks and warnings, such as a temperature without sampling. It takes one limit for all rows.
     one = {"max_new_tokens": max(settings.max_new_tokens)} if isinstance(settings.max_new_tokens, list) else {}
     copy.deepcopy(generation_config).update(**{**given, **one})
     return settings
@@ -245,7 +251,11 @@ def set_values(config: GenerationConfig) -> dict[str, Any]:
 
 
 def token_ids(ids: Any, name: str = "eos_token_id") -> list[int]:
-    """One id, or a list, 1-d array or tensor of them, as a list; None is an empty one."""
+    """One id, or a list, 1-d array or 1-d tensor of ids, as a list; None gives an empty one.
+
+    Raises:
+        ValueError: naming the argument `name`.
+    """
     if ids is None:
         return []
     values = ids.tolist() if isinstance(ids, (torch.Tensor, np.ndarray)) else ids
@@ -255,8 +265,26 @@ def token_ids(ids: Any, name: str = "eos_token_id") -> list[int]:
     return [int(token) for token in values]
 
 
+def end_tokens(ids: Any, vocab_size: int, name: str = "eos_token_id") -> list[int]:
+    """The ids that end a row. Ids outside the vocabulary, such as -1 for none, end nothing and are left out with a warning.
+
+    Raises:
+        ValueError: naming the argument `name`: no ids, or more than `MAX_STOP_TOKENS`.
+    """
+    ends = token_ids(ids, name)
+    if unknown := [token for token in ends if not 0 <= token < vocab_size]:
+        warnings.warn(
+            f"generate: `{name}` holds {unknown}, which ends nothing: the model knows tokens 0 to {vocab_size - 1}",
+            stacklevel=6,
+        )
+        ends = [token for token in ends if 0 <= token < vocab_size]
+    if len(ends) > MAX_STOP_TOKENS:
+        raise ValueError(f"generate: `{name}` must hold at most {MAX_STOP_TOKENS} ids, got {len(ends)}")
+    return ends
+
+
 def _is_switched_off(name: str, value: Any) -> bool:
-    """Whether `name` is an unsupported argument, which has to be switched off."""
+    """Whether `name` is an argument that is not supported, and is switched off. Raises a ValueError if it is not off."""
     if name not in _REFUSED_ARGUMENTS:
         return False
     if not _is_off(value, (False,)):
@@ -271,7 +299,7 @@ def _refuse(values: dict[str, Any], known: dict[str, Any], settings: GenerationS
     if settings.return_dict:
         tables.update(REFUSED_IN_OUTPUT)
     found = HONOURED | WITHOUT_EFFECT | REFUSED.keys() | REFUSED_IN_SAMPLING.keys() | REFUSED_IN_OUTPUT.keys()
-    # What a later release of transformers adds. Entries of a file that it does not know, its `generate` ignores too.
+    # What a later release of transformers adds. Entries that transformers does not know are ignored, as in its `generate`.
     for name in known.keys() - found:
         if not name.startswith("_"):
             tables[name] = ((known[name],), "this release of spec_ops does not know it")
@@ -292,21 +320,12 @@ def _is_off(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def _read(values: dict[str, Any], vocab: int, seed: int | None) -> GenerationSettings:
-    stops = token_ids(values["eos_token_id"])
-    if unknown := [token for token in stops if not 0 <= token < vocab]:
-        warnings.warn(
-            f"generate: `eos_token_id` holds {unknown}, which ends nothing: the model knows tokens 0 to {vocab - 1}",
-            stacklevel=5,
-        )
-        stops = [token for token in stops if 0 <= token < vocab]
-    if len(stops) > MAX_STOP_TOKENS:
-        raise ValueError(f"generate: `eos_token_id` must hold at most {MAX_STOP_TOKENS} ids, got {len(stops)}")
     pads = token_ids(values["pad_token_id"], "pad_token_id")
     if len(pads) > 1:
         raise ValueError(f"generate: `pad_token_id` must be one token id, got {values['pad_token_id']!r}")
     return GenerationSettings(
         _sampling(values, seed),
-        stops,
+        end_tokens(values["eos_token_id"], vocab),
         pads[0] if pads else None,
         _strings(values["stop_strings"]),
         _limits(values["max_new_tokens"]),
@@ -322,8 +341,7 @@ def _sampling(values: dict[str, Any], seed: int | None) -> SamplingParams:
         return SamplingParams(seed=seed)
     # None leaves a filter out, as in `generate`.
     chosen = {name: off if values[name] is None else values[name] for name, off in _FILTERS_OFF.items()}
-    if not _is_number(chosen["temperature"]) or not chosen["temperature"] > 0:
-        raise ValueError(f"generate: `temperature` must be above 0 with `do_sample=True`, got {chosen['temperature']!r}")
+    number("generate", "temperature", chosen["temperature"], "above 0 with `do_sample=True`", lambda value: value > 0)
     return SamplingParams(**chosen, seed=seed)
 
 
@@ -345,9 +363,7 @@ def _count(name: str, value: Any) -> int:
 def _seconds(value: Any) -> float | None:
     if value is None:
         return None
-    if not _is_number(value) or not value >= 0:
-        raise ValueError(f"generate: `max_time` must be a number of seconds, got {value!r}")
-    return float(value)
+    return number("generate", "max_time", value, "a number of seconds", lambda seconds: seconds >= 0)
 
 
 def _strings(value: Any) -> list[str]:
@@ -363,7 +379,3 @@ def _switch(name: str, value: Any) -> bool:
     if value is not None and not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"generate: `{name}` must be True or False, got {value!r}")
     return bool(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import transformers
 from transformers import GenerationConfig, StoppingCriteria
 
 from spec_ops.decoding import SpeculationConfig
-from spec_ops.integrations.transformers import TransformersGenerator, speculative_generate
+from spec_ops.integrations.transformers import TransformersGenerator, speculative_generate, stopping
+from spec_ops.models.target import PositionLimit
 from tests.helpers.tiny_transformers import PAD, VOCAB, batch, eager_tokens, make_model, tokenizer
 
 
@@ -109,6 +111,9 @@ def test_lists_and_arrays_of_token_ids():
         (rows, [[1] * len(row) for row in rows]),
         (ids.tolist(), mask.tolist()),
         (ids.numpy(), mask.numpy()),
+        (ids.numpy()[:, ::-1].copy()[:, ::-1], np.asfortranarray(mask.numpy())),  # rows backwards in memory; column by column
+        (ids.numpy().astype(">i8"), mask.numpy().astype(">i4")),
+        (ids.numpy().astype(object), mask.numpy().astype(np.uint16)),
         ([torch.tensor(row) for row in rows],),
         ([np.array(row) for row in rows],),
         (ids.int(), mask.bool()),
@@ -226,6 +231,76 @@ def test_a_criterion_stands_for_the_setting_of_its_kind(criterion):
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("length", [3, 9, 10, 12])
+def test_a_criterion_of_length_lets_every_row_have_a_token(length):
+    """`generate` asks criteria after a token, so that there is one, whatever they say."""
+    criteria = [transformers.MaxLengthCriteria(length)]
+    ours, theirs = both(max_new_tokens=5, eos_token_id=None, stopping_criteria=criteria)
+    assert torch.equal(ours, theirs)
+    assert ours.shape[1] == max(10, length)
+
+
+def test_padding_goes_by_the_settings_where_a_criterion_ends_rows():
+    full = eager_tokens("llama")
+    settings = {"pad_token_id": None, "eos_token_id": [60, 61]}
+    criteria = [transformers.EosTokenCriteria([full[0][2]])]
+    ours, theirs = both(*batch(), settings=settings, max_new_tokens=6, stopping_criteria=criteria)
+    assert torch.equal(ours, theirs)
+    assert ours[0, 12:].tolist() == [60] * (ours.shape[1] - 12)
+
+
+def test_end_tokens_of_a_criterion_outside_the_vocabulary_end_nothing():
+    criteria = [transformers.EosTokenCriteria([VOCAB + 1, eager_tokens("llama")[0][2]])]
+    with pytest.warns(UserWarning, match=rf"`stopping_criteria` holds \[{VOCAB + 1}\], which ends nothing"):
+        ours, theirs = both(max_new_tokens=5, stopping_criteria=criteria)
+    assert torch.equal(ours, theirs)
+
+
+class _Stream:
+    """A CUDA stream, as far as criteria use one."""
+
+    def __init__(self, device: object = None) -> None:
+        self.device, self.waited = device, []
+
+    def wait_stream(self, other) -> None:
+        self.waited.append(other)
+
+
+def test_criteria_run_on_a_stream_of_their_own(monkeypatch):
+    """Otherwise the host would wait for the round under way before it could launch the next one."""
+    rounds, entered = _Stream(), []
+
+    @contextmanager
+    def stream(chosen):
+        entered.append(chosen)
+        yield
+        entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: rounds)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    side = stopping._SideStream(torch.device("cuda", 0))
+    assert side.stream.waited == [rounds]  # tensors of the criteria may still be made there
+    with side.current():
+        assert entered == [side.stream]
+        assert not rounds.waited
+    assert entered == [side.stream, None]
+    assert rounds.waited == [side.stream]
+
+
+@pytest.mark.gpu
+def test_criteria_do_not_wait_for_the_round():
+    """A criterion that reads its tensors returns while the round's stream is still busy."""
+    side = stopping._SideStream(torch.device("cuda"))
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    done = torch.cuda.Event()
+    done.record()
+    with side.current():
+        assert bool(torch.ones((), device="cuda"))
+        assert not done.query()
+    torch.cuda.synchronize()
+
+
 def test_max_time_ends_rows_after_a_round(monkeypatch):
     ids, mask = batch()
     generator = TransformersGenerator(make_model("llama"), max_seq_len=40, page_size=4)
@@ -297,6 +372,56 @@ def test_neutral_values_of_everything():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"input_ids": [[5], [6, VOCAB]]}, rf"`input_ids\[1\]` must hold token ids in \[0, {VOCAB}\), .*got \[{VOCAB}\]"),
+        ({"input_ids": [[5], [-100]]}, r"`input_ids\[1\]` must hold token ids"),
+        (
+            {"input_ids": [[5], [VOCAB]], "do_sample": True, "num_return_sequences": 3},
+            r"`input_ids\[1\]` must hold token ids",
+        ),
+        ({"max_new_tokens": [2, 40, 2]}, r"`input_ids\[1\]` plus `max_new_tokens` must fit max_seq_len=40, got 9 \+ 40"),
+        ({"max_length": 60}, r"`input_ids\[0\]` plus its new tokens up to `max_length` must fit max_seq_len=40, got 5 \+ 51"),
+        (
+            {"max_new_tokens": 2, "stopping_criteria": [transformers.EosTokenCriteria(list(range(9)))]},
+            "`stopping_criteria` must hold",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(map(str, value)),
+)
+def test_what_a_generator_refuses_is_named_as_the_caller_calls_it(arguments, message):
+    ids, mask = batch()
+    generator = TransformersGenerator(make_model("llama"), max_seq_len=40, page_size=4)
+    mask = None if "input_ids" in arguments else mask
+    arguments = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "max_new_tokens": 4 if "max_length" not in arguments else None,
+        **arguments,
+    }
+    with pytest.raises(ValueError, match=f"^generate: {message}"):
+        generator.generate(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:generate. nothing limits:UserWarning")
+def test_limits_of_the_model_name_the_callers_arguments():
+    generator = TransformersGenerator(make_model("llama"), max_seq_len=40)
+    generator.target.position_limit = PositionLimit(12, "its table ends there")
+    for limit, words in (({"max_new_tokens": 9}, "`max_new_tokens`"), ({}, "the default of new tokens")):
+        with pytest.raises(ValueError, match=rf"^generate: `input_ids\[0\]` plus {words} must be at most 13 tokens"):
+            generator.generate([[5, 6, 7, 8, 9]], **limit)
+
+
+def test_nothing_to_sample_names_the_prompt():
+    target = make_model("llama")
+    generator = TransformersGenerator(target, max_seq_len=40)
+    with torch.no_grad():
+        target.model.embed_tokens.weight[6] = float("nan")
+    with pytest.raises(RuntimeError, match=r"^generate: nothing can be sampled for `input_ids\[1\]`"):
+        generator.generate([[5], [6]], [[1], [1]], do_sample=True, num_return_sequences=2, max_new_tokens=[1, 4])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ({"logits_processor": [print]}, "`logits_processor` is not supported, because rounds change logits by"),
         (
             {"assistant_model": object()},
@@ -331,6 +456,7 @@ def test_neutral_values_of_everything():
         ({"stop_strings": [1]}, r"`stop_strings` must be a string or a list of them, got \[1\]"),
         ({"attention_mask": None, "input_ids": "text"}, "`input_ids` must be .*, got text: encode it first"),
         ({"attention_mask": None, "input_ids": ["text"]}, "`input_ids` must be .*, got text: encode it first"),
+        ({"attention_mask": None, "input_ids": np.array([["text"]])}, "`input_ids.*` must be a list of integers"),
         ({"attention_mask": None, "input_ids": {"input_ids": [[1]]}}, r"got a mapping .* `generate\(\*\*inputs\)`"),
         ({"attention_mask": None, "input_ids": [5, 6]}, r"got one flat list: pass `\[input_ids\]`"),
         ({"attention_mask": None, "input_ids": torch.tensor([5, 6])}, r"got \[2\]: pass `input_ids\[None\]`"),

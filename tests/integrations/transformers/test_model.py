@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 from spec_ops.decoding import SpeculationConfig
 from spec_ops.integrations.transformers import TransformersGenerator, TransformersModel, speculative_generate
+from spec_ops.integrations.transformers.attention import NoUpdate, attention_forward
 from spec_ops.models import Eagle3Draft, ModelConfig
 from tests.helpers.tiny_transformers import CONFIGS, VOCAB, batch, eager_tokens, make_model
 
@@ -54,6 +55,63 @@ def test_a_generator_that_cannot_be_made_gives_the_models_back():
     with pytest.raises(ValueError, match="`aux_layers`"):
         TransformersModel(target, aux_layers=(9,))
     assert target.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_model_of_two_generators_is_given_back_by_the_last(first):
+    ids, mask = batch()
+    model = make_model("llama", "sdpa").train()
+    generators = [TransformersGenerator(model, **SIZES) for _ in range(2)]
+    generators[first].close()
+    generators[first].close()  # once more does nothing
+    assert generators[1 - first].generate(ids, mask, **NEW).tokens == eager_tokens("llama")
+    generators[1 - first].close()
+    assert model.config._attn_implementation == "sdpa"
+    assert model.training
+    assert own_tokens(model.eval()) == eager_tokens("llama")
+    with TransformersGenerator(model, **SIZES) as again:
+        assert again.generate(ids, mask, **NEW).tokens == eager_tokens("llama")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def _other_layers(model):
+    model.config.layer_types = ["chunked_attention"] * 3
+    return model
+
+
+def _hooked(model):
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: "gpt2", "must be a causal language model of transformers, got str"),
+        (lambda model: model.model, "must be a causal language model of transformers, got LlamaModel"),
+        (_other_layers, ": layers must be of full or sliding attention"),
+        (_hooked, r" \(LlamaForCausalLM\) must not have forward hooks"),
+    ],
+    ids=["text", "no head", "layers", "hook"],
+)
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_messages_name_the_argument_that_the_model_came_in(name, change, message):
+    models = {"target": make_model("llama"), "draft": make_model("llama", layers=3)}
+    models[name] = change(models[name])
+    for make in (
+        TransformersGenerator,
+        lambda **models: speculative_generate(**models, input_ids=batch()[0], max_new_tokens=2),
+    ):
+        with pytest.raises((TypeError, ValueError), match=rf"^TransformersGenerator: `{name}`\s?{message}"):
+            make(**models)
+
+
+def test_an_attention_module_without_an_index_attends_without_a_cache():
+    """Modules around the decoder layers, such as poolers, may go through the interface too."""
+    module = torch.nn.Module()
+    query = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(NoUpdate, match="Module attends without a `SpecCache`"):
+        attention_forward(module, query, query, query, None)
 
 
 def test_generate_meanwhile_names_the_way_back():
@@ -178,10 +236,10 @@ def test_what_would_be_passed_over_is_refused():
     """The whole model's hooks, and forwards of its own and of the decoder: installed before, or while a generator is kept."""
     ids, mask = batch()
     changes = {
-        r"`model` \(LlamaForCausalLM\) has forward hooks": lambda m: m.register_forward_hook(_roll_output),
-        r"`model` \(LlamaForCausalLM\) has forward hooks.*": lambda m: m.register_forward_pre_hook(lambda *_: None),
-        r"`model` \(LlamaForCausalLM\) has a `forward` of its own": lambda m: setattr(m, "forward", m.forward),
-        r"`model.model` \(LlamaModel\) has a `forward` of its own.*accelerate": lambda m: setattr(
+        r"`target` \(LlamaForCausalLM\) must not have forward hooks": lambda m: m.register_forward_hook(_roll_output),
+        r"`target` \(LlamaForCausalLM\) must not have forward hooks.*": lambda m: m.register_forward_pre_hook(lambda *_: None),
+        r"`target` \(LlamaForCausalLM\) must not have a `forward` of its own": lambda m: setattr(m, "forward", m.forward),
+        r"`target.model` \(LlamaModel\) must not have a `forward` of its own.*accelerate": lambda m: setattr(
             m.model, "forward", m.model.forward
         ),
     }

@@ -66,22 +66,27 @@ class _Recording(threading.local):
 _recording = _Recording()  # of this thread: what others launch meanwhile has to run
 
 
-class _Context(threading.local):
-    made = False
+class _Contexts(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
 
 
-_context = _Context()
+_contexts = _Contexts()
 
 
 def _make_context() -> None:
-    """Give this thread a CUDA context.
+    """Give this thread a CUDA context of the current device.
 
-    A thread that has called nothing of the CUDA runtime has none, and Triton makes TMA descriptors, which need it, before
-    it makes one. A thread that captures a graph has it.
+    A thread that has called nothing of the CUDA runtime on a device has none there, and Triton makes TMA descriptors, which
+    need it, before it makes one. A thread that captures a graph has it.
     """
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.mem_get_info()  # any call of the runtime does; torch skips `cudaSetDevice` for the device that is current
-    _context.made = True
+    if not torch.cuda.is_initialized():
+        return
+    device = torch.cuda.current_device()
+    if device not in _contexts.devices:
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.mem_get_info()  # any call of the runtime does; torch skips `cudaSetDevice` for the current device
+        _contexts.devices.add(device)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, **kwargs: Any) -> None:
@@ -93,8 +98,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, 
             than its share: 1.4 times the time was measured.
     """
     if _recording.launches is None:
-        if not _context.made:
-            _make_context()
+        _make_context()
         kernel[grid](*args, **kwargs, **pdl_arguments(kernel, early))
         return
     arguments = dict(zip(kernel.arg_names, args, strict=False)) | {n: kwargs.pop(n) for n in kernel.arg_names if n in kwargs}

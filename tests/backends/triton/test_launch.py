@@ -1,0 +1,45 @@
+"""What a launch does for its thread before a kernel runs. No GPU: what torch says of one is made up."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from spec_ops.backends.triton.runtime import launch
+
+
+def test_every_thread_has_a_context_of_every_device_that_it_launches_on(monkeypatch):
+    current, made = [0], []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: made.append((threading.get_ident(), current[0])))
+
+    def visit() -> None:
+        for device in (0, 0, 1, 0, 1):
+            current[0] = device
+            launch._make_context()
+
+    for _ in range(2):
+        thread = threading.Thread(target=visit)
+        thread.start()
+        thread.join()
+    assert [device for _, device in made] == [0, 1, 0, 1]
+
+
+def test_a_context_is_made_once_cuda_is_there(monkeypatch):
+    """A thread that launched on the CPU, through the interpreter, before anything used CUDA."""
+    made = []
+    monkeypatch.setattr(launch, "_contexts", launch._Contexts())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    launch._make_context()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: made.append(0))
+    launch._make_context()
+    assert made == [0]

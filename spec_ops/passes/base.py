@@ -15,7 +15,12 @@ from spec_ops.passes.analysis.graph import source_line
 
 @dataclass(frozen=True)
 class Note:
-    """One thing a pass did or refused, at a line of the user's source."""
+    """One thing that a pass did or refused, with the line of the user's source.
+
+    Attributes:
+        text: what it did, or why it did not.
+        where: `file:line`.
+    """
 
     text: str
     where: str
@@ -23,7 +28,15 @@ class Note:
 
 @dataclass
 class PassResult:
-    """Outcome of one pass over one graph: how often it matched, what it did, what it refused and why, and what is slow."""
+    """The outcome of one pass over one graph.
+
+    Attributes:
+        name: of the pass.
+        matches: number of rewrites.
+        done: the rewrites.
+        refused: near misses (graphs that almost match the pass), each with the reason.
+        warnings: what will be slow.
+    """
 
     name: str
     matches: int = 0
@@ -32,14 +45,16 @@ class PassResult:
     warnings: list[Note] = field(default_factory=list)
 
     def did(self, node: fx.Node, text: str) -> None:
-        """Count a rewrite of (or because of) `node`."""
+        """Count a rewrite of `node`, or because of it."""
         self.matches += 1
         self.done.append(Note(text, source_line(node)))
 
     def refuse(self, node: fx.Node, reason: str) -> None:
+        """Note why `node` was left as it is."""
         self.refused.append(Note(reason, source_line(node)))
 
     def warn(self, node: fx.Node, text: str) -> None:
+        """Note that `node` will be slow."""
         self.warnings.append(Note(text, source_line(node)))
 
 
@@ -48,7 +63,7 @@ class PassContext:
     """What a pass may depend on besides the graph.
 
     Attributes:
-        arch: compute capability to plan for (100 for sm_100) instead of the one of the tensors' device; None: the device's.
+        arch: compute capability to plan for (100 for sm_100); None for that of the tensors' device.
     """
 
     arch: int | None = None
@@ -56,16 +71,20 @@ class PassContext:
     def machine(self, device: torch.device) -> tuple[int | None, frozenset[str]]:
         """The architecture that calls on `device` are planned for, and the backends that are not installed there.
 
-        A plan for a stated architecture is a plan for a machine with every package; for this one only what is here counts.
+        A plan for a stated architecture assumes a machine with every package. On this machine, what is installed counts.
         """
         return (device_arch(device), missing_backends()) if self.arch is None else (self.arch, frozenset())
 
 
 class GraphPass(ABC):
-    """A rewrite of a functional post-grad graph. Stateless: all that varies comes in through the context."""
+    """A rewrite of a functional post-grad graph. It has no state: whatever varies comes with the context.
+
+    Attributes:
+        name: for switches, counters and reports.
+    """
 
     name: ClassVar[str]
 
     @abstractmethod
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
-        """Rewrite `graph` in place; leave dead nodes to the manager, which removes them after every pass."""
+        """Rewrite `graph` in place, and note in `result` what was done and refused. The manager removes dead nodes."""

@@ -64,19 +64,20 @@ def compile(
     dynamic: bool | None = False,
     options: Mapping[str, Any] | None = None,
 ) -> Callable:
-    """`torch.compile` with the graph passes, for this function or module alone; also a decorator, with or without arguments.
+    """`torch.compile` with the graph passes, for this function or module only. Also a decorator, with or without arguments.
 
     Args:
         fn: function or module; None returns a decorator.
         passes: pass name to on or off; all are on by default (`spec_ops.passes.pass_names()`).
-        mode: as in `torch.compile`; "reduce-overhead" makes CUDA graphs.
+        mode: as in `torch.compile`; "reduce-overhead" captures CUDA graphs.
         fullgraph, dynamic: as in `torch.compile`.
         options: further Inductor options. Passes in `post_grad_custom_pre_pass` run before ours.
 
     Returns:
-        A function; for a module a module as `torch.compile` gives it, with the parameters and attributes of `fn`.
+        A function; for a module, the module that `torch.compile` gives, with the parameters and attributes of `fn`.
 
     Raises:
+        TypeError: `fn` cannot be called.
         ValueError: an unknown pass name, or an option that Inductor does not have.
         RuntimeError: an unknown mode.
     """
@@ -106,7 +107,7 @@ class _InductorWithPasses(torch._TorchCompileInductorWrapper):
         with enabled(passes):  # an unknown name raises here, not at the first call
             pass
         self.passes = passes
-        # As a patch of the compilation it would replace our passes; as the setting around it, ours are added to it.
+        # As a patch of one compilation it would replace our passes. As the setting around it, they are appended to it.
         self.slot = {SLOT: self.config.pop(SLOT)} if SLOT in self.config else {}
 
     def __call__(self, model_: torch.fx.GraphModule, inputs_: list, **patches: Any) -> Any:  # torch 2.13 has `config_patches`
@@ -133,11 +134,11 @@ class _Compiler:
 
 
 def with_own_code(fn: Callable) -> Callable:
-    """`fn` inside a function whose code object is new, and what is compiled for it dies with it.
+    """`fn` inside a function with a code object of its own. When the function dies, so does what was compiled for it.
 
-    Dynamo keeps what it compiled, and counts towards its recompile limit (8), per code object. The rounds of all buckets share
-    one `forward`: without this the ninth fails. It never lets go of a code object (`orig_code_map` holds it by what was made of
-    it), so a round that is gone would leave its CUDA graphs and their memory pool until `torch._dynamo.reset()`.
+    Dynamo keeps compiled code per code object, and counts recompilations per code object (the limit is 8). The rounds of all
+    buckets share one `forward`, so that the ninth would fail. Dynamo also never releases a code object (`orig_code_map` refers
+    to it), so that a round which is gone would keep its CUDA graphs and their memory pool until `torch._dynamo.reset()`.
     """
     from torch._dynamo.eval_frame import reset_code
 

@@ -1,17 +1,17 @@
-"""Remove reads of the device that nothing needs: `.cpu()`, `.item()`, `.tolist()`, and what hangs off them.
+"""Remove reads of the device that nothing needs: `.cpu()`, `.item()`, `.tolist()`, and what is computed from them.
 
     longest = seq_lens.max().item()
     mha_draft_decode(q, ..., max_seq_len=longest)
 ->
     mha_draft_decode(q, ..., max_seq_len=block_tables.shape[1] * page_size)
 
-`max_seq_len` is a bound, and the width of the page table is one that the host knows. A read whose value reaches neither the
-graph's output nor an op with effects is then dead, together with its symbolic arithmetic. Runtime asserts would keep it alive
-(FX counts them as effects): those that tracing made by itself, because a read once sized a tensor, go with it; those that the
-user wrote stay, and so does the read. What stays is reported with what needs it.
+`max_seq_len` is a bound, and the width of the page table is a bound that the host knows. After this a read whose value reaches
+neither the graph's output nor an op with effects is dead, together with its symbolic arithmetic. Runtime asserts would keep it
+alive, because FX counts them as effects. Asserts that tracing made by itself, because a read once sized a tensor, are removed
+with the read. Asserts that the user wrote stay, and so does the read. A read that stays is reported with what needs it.
 
-Which asserts are whose: tracing places its own at the read. At the read stands also what it derives from a Python `assert`,
-hence only a condition goes that holds whenever the values read are not negative; a lone `assert n >= 0` cannot be told apart.
+Tracing places its own asserts at the read, and also those that it derives from a Python `assert`. Hence only conditions that
+hold whenever the values read are not negative are removed. A user's `assert n >= 0` alone looks the same, and is removed too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _page_table_width(node: fx.Node) -> int | None:
     if not isinstance(tables, torch.Tensor) or not isinstance(cache, torch.Tensor):
         return None
     pages, page_size = tables.shape[1], cache.shape[1]
-    # A width of 0 is no valid max_seq_len.
+    # 0 is not a valid max_seq_len.
     return pages * page_size or None if isinstance(pages, int) and isinstance(page_size, int) else None
 
 
@@ -118,7 +118,7 @@ def _from_tracing(node: fx.Node) -> bool:
     if not trace or not any(read.meta.get("stack_trace") == trace for read in reads):
         return False
     code = trace.rsplit('File "', 1)[-1].partition("\n")[2]
-    if "check" in code or "assert" in code:  # the read stands inside the user's own check
+    if "check" in code or "assert" in code:  # the read is part of the user's own check
         return False
     return _holds_unless_negative(value(condition))
 
@@ -145,7 +145,8 @@ def _effect(node: fx.Node) -> bool:
 
 
 def _live(graph: fx.Graph, removable: Iterable[fx.Node]) -> set[fx.Node]:
-    """What the graph's outputs and effects need. An assert in `removable` counts once one of its reads is needed anyway."""
+    """The nodes that the graph's outputs and effects need. An assert in `removable` counts only if one of its reads is needed
+    anyway."""
     pending = set(removable)
     live: set[fx.Node] = set()
     stack = [node for node in graph.nodes if node not in pending and _effect(node)]
@@ -167,7 +168,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _needs(sync: fx.Node, live: set[fx.Node]) -> str:
-    """The ops that use the value read, seen through scalar arithmetic and work on the host copy."""
+    """The ops that use the value that was read, directly or through scalar arithmetic and work on the host copy."""
     if _effect(sync):
         return "the tensor that it writes"
     needs: dict[str, None] = {}

@@ -1,13 +1,12 @@
-"""Drop the optional inputs that the chosen kernel never looks at (sglang#26241).
+"""Drop the optional inputs that the chosen kernel does not read (sglang#26241).
 
     indptr, indices = kv_indices(...); host = seq_lens.cpu()
     mha_draft_decode(q, ..., indptr, indices, host, ..., max_seq_len, backend="block_table_kernel")
 ->
     mha_draft_decode(q, ..., None, None, None, ..., None, backend="block_table_kernel")
 
-What only made those inputs (index generation, copies to the host) is then dead, and the manager removes it; an input that
-something else uses as well stays. What a kernel reads is its backend's declaration, so the call must have its backend: one that
-is still "auto" is left alone.
+Work that only made those inputs (index generation, copies to the host) is then dead, and the manager removes it. An input that
+something else uses stays. Each backend declares what its kernels read, so a call that is still "auto" is left alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One launch for what an unrolled draft loop computes once per step: page tables, kv-indices, lengths and slots.
+"""One launch for values that an unrolled draft loop computes in every step: page tables, kv-indices, lengths and slots.
 
     len1 = where(active, base + 1, 0); t1 = page_table(r, req, len1, ps, n)
     ip0, ix0 = draft_kv_indices(r, req, base, 0, 2, ...)
@@ -19,11 +19,11 @@ their lengths differ by constants (`lengths.py`).
 * Identical metadata calls become one. A value that is returned keeps its own call: two results of a graph must not share
   memory, since the caller may write one of them in place.
 * Page tables. An attention call never reads a table past its own `seq_lens`, so the table for the largest offset serves every
-  attention call whose `seq_lens` provably lies within the length its own table was built for, and every gather of the pages of
-  positions within it (`table_reads.py`). Past that length the old table held zeros and the new one does not, so a table with
-  any other reader stays. What a gather may read of an empty row is multiplied by 0 there.
-* kv-indices. One launch computes the steps up to the last live one. With top-k 1 the layout does not depend on `num_steps`, so
-  calls that differ in it fuse too.
+  attention call whose `seq_lens` provably lies within the length that its own table was built for. It also serves every gather
+  of the pages of positions within that length (`table_reads.py`). Past that length the old table held zeros and the new one
+  does not, so a table with any other reader stays. A gather that may read an entry of an empty row is multiplied by 0 there.
+* kv-indices. One launch computes all steps up to the last one that is used. With top-k 1 the layout does not depend on
+  `num_steps`, so calls that differ in it are fused too.
 * Lengths, slots, positions: every integer tensor that an op of ours takes (`stacking.py`). Positions that only feed RoPE need
   no launch: Inductor inlines them. Everything moves up only as far as its inputs allow.
 
@@ -85,7 +85,7 @@ class FuseDraftSteps(GraphPass):
 
 @dataclass
 class _Rewrite:
-    """One run over one graph."""
+    """One run of the pass over one graph."""
 
     graph: fx.Graph
     values: Values
@@ -235,11 +235,11 @@ class _Rewrite:
                     item.replace_all_uses_with(insert(self.graph, first, aten.select.int, row, source=call))
                     self.graph.erase_node(item)
                 self.result.did(call, f"draft_kv_indices: row {arg(call, 'step')} of one launch for {rows} steps")
-            for call in group:  # only now: rows are inserted before the first
+            for call in group:  # after the loop above, which inserts rows before the first call
                 self.graph.erase_node(call)
 
     def stack_steps(self) -> None:
-        values = Values(self.graph)  # anew: gathers that read several tables may now read one
+        values = Values(self.graph)  # again, since gathers that read several tables may now read one
         stacking = Stacking(self.graph, values)
         groups: dict[int, list[_Input]] = defaultdict(list)
         for call in self.graph.nodes:
@@ -249,18 +249,19 @@ class _Rewrite:
                     groups[kind].append(_Input(call, name, node, offsets))
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for group in groups.values():
-            # The first of all is a row: whatever the rows share is above it in the graph, or is itself.
+            # The first value in the graph is one of the rows: what the rows share comes before it, or is that value.
             distinct: dict[tuple[int, ...], fx.Node] = {}
             for member in sorted(group, key=lambda member: order[member.node]):
                 distinct.setdefault(member.offsets, member.node)
             anchor = next(iter(distinct.values()))
-            steps = sorted(distinct)
-            rows = [anchor] if len(steps) == 1 else stacking.rows([distinct[step] for step in steps], anchor)
+            order_of_rows = sorted(distinct)
+            count = len(order_of_rows)
+            rows = [anchor] if count == 1 else stacking.rows([distinct[offsets] for offsets in order_of_rows], anchor)
             for call, name, node, offsets in group:
-                row = steps.index(offsets)
+                row = order_of_rows.index(offsets)
                 if node is not rows[row]:
                     call.replace_input_with(node, rows[row])
-                    text = f"row {row} of one launch for {len(steps)}" if len(steps) > 1 else "as computed before"
+                    text = f"row {row} of one launch for {count}" if count > 1 else "as computed before"
                     self.result.did(call, f"{name}: {text}")
 
 
@@ -282,7 +283,7 @@ def _cache_page_size(call: fx.Node) -> int | None:
 
 
 def _is_returned(user: fx.Node) -> bool:
-    """Whether the graph returns `user` itself, what it takes out of a call, a view that it is, or what it writes to a base."""
+    """Whether the graph returns memory of `user`: a result taken out of a call, a view, or what it writes to a base."""
     if user.op == "output":
         return True
     shares = is_view(user) or user.target in (operator.getitem, AUTO_FUNCTIONALIZED)

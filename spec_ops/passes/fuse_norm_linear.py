@@ -6,13 +6,15 @@
     gate, up = mm(h, w2).chunk(2, -1)                         gate, up = mm(z, w2).chunk(2, -1)
     a = silu(gate) * up                                       a = scaled_silu_mul(gate, up, squares, n, eps)
 
-At few rows such a norm is a launch and little else, about 3 us. The product in front of it adds the residual and the squares,
-and what is behind scales its rows (`backends/triton/norm_linear.py`). The sum y stays what it was, bit for bit, for all its
-readers: the next residual, hidden states that a draft takes. The norm is computed from that rounded sum.
+At few rows such a norm costs little more than a launch, about 3 us. Here the product before it adds the residual and sums the
+squares, and the products after it scale their rows (`backends/triton/linear/norm.py`). The sum y stays the same, bit for
+bit, for all its readers, such as the next residual and the hidden states that a draft takes. The norm is computed from that
+rounded sum.
 
-The product in front must be a `skinny_mm` whose result only the residual sum reads. All readers of the normalized value must be
-products that can scale: `skinny_mm`, what it computes as fast as cuBLAS (`BEHIND`), or products of cuBLAS whose one reader is
-`silu(gate) * up`, packed in one product or apart. bfloat16 only: `z = y * g` is not normalized, and may not fit float16.
+The product before the norm must be a `skinny_mm` whose result only the residual sum reads. All readers of the normalized value
+must be products that can scale: `skinny_mm`, products that it computes as fast as cuBLAS (`AFTER_NORM`), or products of cuBLAS
+that only `silu(gate) * up` reads, packed in one product or apart. Only bfloat16 is fused, since `z = y * g` is not normalized
+and may be too large for float16.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from spec_ops.passes.lower_skinny_mm import Rule, Rules, operands, product_refus
 
 aten, prims = torch.ops.aten, torch.ops.prims
 DTYPE = torch.bfloat16
-# Rows, at most, by architecture. Measured without attention, us a layer: 4 rows 118.9 to 115.8, 8 119.2 to 116.0, 16 121.6 to
-# 119.0, 32 128.8 to 123.9.
+# Most rows, by architecture. Microseconds of a layer without attention, before and after: 118.9 and 115.8 at 4 rows, 119.2 and
+# 116.0 at 8, 121.6 and 119.0 at 16, 128.8 and 123.9 at 32.
 MAX_ROWS = {90: 32}
-# Where `skinny_mm` is as fast as cuBLAS, a norm in front of it is the gain: 6144 x 4096 and 6144 x 8192 at 32 rows. The first
-# is 4% behind alone since it is launched early; a chain of layers gains by that (`docs/notebook/passes.md`).
-BEHIND: Rules = {90: (Rule(max_m=32, max_n=48 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),)}
+# Products after a norm where `skinny_mm` is as fast as cuBLAS, so that saving the norm is the gain: 6144 x 4096 and 6144 x 8192
+# at 32 rows. Alone, the first is 4% slower since it is launched early. A chain of layers gains (`docs/notebook/passes.md`).
+AFTER_NORM: Rules = {90: (Rule(max_m=32, max_n=48 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),)}
 
 
 class NotFusedError(Exception):
-    """Why a norm keeps its kernel."""
+    """Why a norm keeps a kernel of its own."""
 
 
 class Norm(NamedTuple):
@@ -91,15 +93,15 @@ class FuseNormLinear(GraphPass):
             arch = context.arch if context.arch is not None else device_arch(value(norm.x).device)
             try:
                 front = _front(norm, arch)
-                skinny, others = _products_behind(norm.out, arch)
+                skinny, others = _products_after(norm.out, arch)
                 silu = _silu_mul(others) if others else None
             except NotFusedError as reason:
                 result.refuse(norm.out, f"{what}: {reason}")
                 continue
             _fuse(graph, norm, front, skinny, silu)
             k = value(front.product.args[0]).shape[1]
-            behind = [f"{len(skinny)} scaled_skinny_mm"] * bool(skinny) + ["SiLU"] * bool(others)
-            result.did(norm.out, f"{what} in the product of {n} x {k} before it and {' and '.join(behind)} behind it")
+            after = [f"{len(skinny)} scaled_skinny_mm"] * bool(skinny) + ["SiLU"] * bool(others)
+            result.did(norm.out, f"{what} in the product of {n} x {k} before it and {' and '.join(after)} after it")
 
 
 def _only_user(node: fx.Node, target: Any) -> fx.Node | None:
@@ -120,9 +122,9 @@ def _is_convert(node: Any, dtype: torch.dtype) -> bool:
 
 
 def _norm(rsqrt: fx.Node) -> Norm | None:
-    """The RMS norm over rows that takes `rsqrt`, of which nothing but the result is read elsewhere.
+    """The RMS norm over rows that `rsqrt` is part of, if nothing but its result is read elsewhere.
 
-    Both spellings: `(x * rstd * weight).to(dtype)` and `(x * rstd).to(dtype) * weight`.
+    Two forms are known: `(x * rstd * weight).to(dtype)` and `(x * rstd).to(dtype) * weight`.
     """
     plus = rsqrt.args[0]
     if not isinstance(plus, fx.Node) or plus.target not in (aten.add.Tensor, aten.add.Scalar) or plus.kwargs:
@@ -156,7 +158,7 @@ def _norm(rsqrt: fx.Node) -> Norm | None:
 
 
 def _unshaped(node: Any) -> Any:
-    """What `node` is a reshape of, with rows of the same length."""
+    """The value that `node` is a reshape of, with rows of the same length."""
     while isinstance(node, fx.Node) and node.target in RESHAPES and _width(node) == _width(node.args[0]):
         node = node.args[0]
     return node
@@ -179,7 +181,7 @@ def _front(norm: Norm, arch: int | None) -> Front:
         raise NotFusedError("no term of the sum before it is a product that skinny_mm computes")
     m, n = value(product).shape
     if value(product).dtype != DTYPE:
-        raise NotFusedError(f"it is of {value(product).dtype}, in which what is not normalized yet may overflow")
+        raise NotFusedError(f"it is {value(product).dtype}, in which values that are not normalized yet may overflow")
     if arch not in MAX_ROWS:
         raise NotFusedError(f"no figures for sm_{arch}")
     if m > MAX_ROWS[arch]:
@@ -191,22 +193,21 @@ def _front(norm: Norm, arch: int | None) -> Front:
             break
         term = term.args[0]
     if len(term.users) != 1:
-        raise NotFusedError("the product before it has other readers than the residual sum")
+        raise NotFusedError("the product before it is read by more than the residual sum")
     addend, whole = value(residual), value(total)
     alike = isinstance(addend, torch.Tensor) and addend.shape == whole.shape and addend.dtype == DTYPE
     if not alike or whole.numel() != m * n:
-        raise NotFusedError("the residual is not of the product's shape and dtype")
+        raise NotFusedError("the residual has another shape or dtype than the product")
     weight = value(norm.weight)
     if norm.weight.op != "placeholder" or weight.shape != (n,) or weight.dtype != DTYPE:
-        raise NotFusedError(f"its weight is no input of {n} bfloat16 values")
+        raise NotFusedError(f"its weight is not an input of {n} bfloat16 values")
     if _writes_between(product, total):
         raise NotFusedError("something is written in place between the product and the residual sum")
     return Front(product, residual, total)
 
 
 def _writes_between(first: fx.Node, last: fx.Node) -> bool:
-    """Whether the product, which moves from `first` to `last`, passes an op that writes: only graphs that are not functional
-    have such."""
+    """Whether the product, which moves from `first` to `last`, would pass an op that writes. Functional graphs have none."""
     node = first.next
     while node is not last:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
@@ -215,8 +216,8 @@ def _writes_between(first: fx.Node, last: fx.Node) -> bool:
     return False
 
 
-def _products_behind(out: fx.Node, arch: Any) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The products that read the normalized value: those that `scaled_skinny_mm` computes, and cuBLAS's."""
+def _products_after(out: fx.Node, arch: Any) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The products that read the normalized value: first those that `scaled_skinny_mm` computes, then those of cuBLAS."""
     skinny: list[fx.Node] = []
     others: list[fx.Node] = []
     for node, user in _readers(out):
@@ -225,19 +226,19 @@ def _products_behind(out: fx.Node, arch: Any) -> tuple[list[fx.Node], list[fx.No
         x, weight, bias = _parts(user)
         if x is not node or node in (weight, bias):
             raise NotFusedError(f"{user.target} reads its value, but not as rows")
-        if user.target is skinny_mm_op or product_refusal(user, arch, BEHIND) is None:
+        if user.target is skinny_mm_op or product_refusal(user, arch, AFTER_NORM) is None:
             skinny.append(user)
         elif bias is None:
             others.append(user)
         else:
-            raise NotFusedError("cuBLAS adds a bias to a product behind it")
+            raise NotFusedError("cuBLAS adds a bias to a product after it")
     if not skinny and not others:
         raise NotFusedError("no product reads its value")
     return skinny, others
 
 
 def _parts(product: fx.Node) -> tuple[Any, Any, Any]:
-    """Rows, weight (transposed where cuBLAS is called) and bias."""
+    """Rows, weight (transposed for cuBLAS) and bias of a product."""
     if product.target is skinny_mm_op:
         return product.args  # type: ignore[return-value]
     bias, x, right = operands(product)
@@ -245,7 +246,7 @@ def _parts(product: fx.Node) -> tuple[Any, Any, Any]:
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """What reads `node` or a reshape of it with rows of the same length, and which of those it reads."""
+    """Pairs of a value and its reader. The value is `node`, or a reshape of it with rows of the same length."""
     for user in node.users:
         if user.target in RESHAPES and _width(user) == _width(node):
             yield from _readers(user)
@@ -254,7 +255,7 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _pieces(node: fx.Node, columns: Columns) -> Iterator[tuple[fx.Node, Columns, fx.Node]]:
-    """Values that are columns of a product, which columns, and what reads them; `node` has all of `columns`."""
+    """Values that are some of `columns`, which `node` has all of: each value, its columns, and a reader."""
     last = value(node).dim() - 1
     for of, user in _readers(node):
         if user.target in (aten.split.Tensor, aten.split_with_sizes.default) and arg(user, "dim") in (-1, last):
@@ -273,12 +274,12 @@ def _pieces(node: fx.Node, columns: Columns) -> Iterator[tuple[fx.Node, Columns,
 
 
 def _silu_mul(products: Sequence[fx.Node]) -> SiluMul:
-    """The `silu(gate) * up` that is all that reads `products`."""
+    """The `silu(gate) * up` that is the only reader of `products`."""
     whole = [Columns(product, 0, _width(product)) for product in products]
     pieces = [piece for columns in whole for piece in _pieces(columns.product, columns)]
     found = [silu for node, columns, user in pieces if (silu := _silu_of(node, columns, user, pieces)) is not None]
     if not found or len(pieces) != 2 or {found[0].gate.product, found[0].up.product} != set(products):
-        raise NotFusedError("cuBLAS computes a product behind it that something else than silu(gate) * up reads")
+        raise NotFusedError("cuBLAS computes a product after it that something other than silu(gate) * up reads")
     return found[0]
 
 
@@ -296,7 +297,7 @@ def _silu_of(node: fx.Node, gate: Columns, exact: fx.Node, pieces: list[tuple[fx
 
 
 def _silu(x: fx.Node) -> fx.Node | None:
-    """`x / (1 + exp(-x))` or `x * sigmoid(x)`, of which nothing but the result is read elsewhere."""
+    """`x / (1 + exp(-x))` or `x * sigmoid(x)`, if nothing but its result is read elsewhere."""
     if len(gates := [user for user in x.users if user.target is aten.sigmoid.default]) == 1:
         product = _only_user(gates[0], aten.mul.Tensor)
         return product if product is not None and _other(product, gates[0]) is x and len(x.users) == 2 else None

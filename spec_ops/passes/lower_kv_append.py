@@ -3,16 +3,16 @@
     k = rope(k)                                     k = rope(k)
     append_kv(kc, vc, k, v, slots)          ->      append_kv_lowered(kc, vc, k, v, slots)
 
-A kernel of ours takes buffers: keys are rotated in one launch, written, read again and appended in the next. The op on the
-right is lowered to masked scatters in place (`row_scatter.py`), so rotation, norm, quantization and scatter are one kernel:
-a launch less per layer, and keys and values do not pass through memory in between.
+Our kernels take buffers: keys are rotated in one launch, written to memory, read again and appended in the next launch. The op
+on the right is lowered to masked scatters in place (`row_scatter.py`), so that rotation, norm, quantization and scatter are one
+kernel. That is a launch less per layer, and keys and values do not pass through memory in between.
 
-It is done where that is certain to be a launch less. Each row tensor must be computed by work that Inductor fuses, or have the
-shape of one that is, so that both scatters become one kernel; else its scatter is the launch that was to be saved. The cache is
-never copied for it: it is mutated in place exactly where `append_kv` would have mutated it.
+The op is replaced only where this is certain to save a launch. Each row tensor must be computed by work that Inductor fuses, or
+have the shape of one that is, so that both scatters become one kernel. Otherwise its scatter would be another launch. The cache
+is not copied for it: it is mutated in place exactly where `append_kv` would have mutated it.
 
-Up to `MAX_ROWS` rows a layer takes 1.0 to 1.6 us less (`benchmarks/results/h200-kv-append.json`, by `benchmarks/kv_append.py`).
-More were not measured, and keep the op.
+A layer of up to `MAX_ROWS` rows takes 1.0 to 1.6 us less (`benchmarks/results/h200-kv-append.json`, by
+`benchmarks/kv_append.py`). More rows were not measured, and keep the op.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _VIEWS = RESHAPES | {
 }  # fmt: skip
 _INLINED = {aten.index.Tensor, aten.embedding.default, aten.gather.default, aten.constant_pad_nd.default}
 
-MAX_ROWS = 128  # the most that was measured: 32 requests of 4 tokens
-E4M3_ARCH = 89  # the first whose Triton converts to e4m3
+MAX_ROWS = 128  # most rows measured: 32 requests of 4 tokens
+E4M3_ARCH = 89  # the first architecture for which Triton converts to e4m3
 
 
 class LowerKvAppend(GraphPass):
@@ -65,12 +65,12 @@ class LowerKvAppend(GraphPass):
 
 
 def _on_nvidia(node: fx.Node) -> bool:
-    """Only Triton code has masked stores; on CPU there is nothing to report."""
+    """Only Triton code has masked stores. On the CPU there is nothing to report."""
     return torch.version.hip is None and value(node.kwargs["slots"]).device.type == "cuda"
 
 
 def _obstacle(node: fx.Node, op: Any, context: PassContext) -> str | None:
-    """Why the append at `node` keeps its kernel; None if it does not."""
+    """Why the append at `node` keeps its kernel; None if it can be lowered."""
     call: dict[str, Any] = dict(node.kwargs)
     rows: dict[str, fx.Node] = {name: call[name] for name in _ROWS[op]}
     bases = [call[f"_{name}_base_index"] for name in _CACHES[op]]
@@ -102,8 +102,8 @@ def _obstacle(node: fx.Node, op: Any, context: PassContext) -> str | None:
 
 
 def _is_computed(node: Any) -> bool:
-    """Whether Inductor computes the rows in a kernel that it can extend by a scatter: views of pointwise work. The rest is a
-    buffer: an input, a product, what an op of ours returns."""
+    """Whether Inductor computes the rows in a kernel that it can extend by a scatter: views of pointwise work. Anything else is
+    a buffer: an input, a product, the result of an op of ours."""
     while node.op == "call_function" and node.target in _VIEWS:
         node = node.args[0]
     if node.target is aten.cat.default:

@@ -2,14 +2,14 @@
 
     mm(x [4, 4096], permute(weight [6144, 4096], [1, 0]))   ->   skinny_mm(x, weight, None)
 
-A product of few rows takes as long as its weight takes to arrive from memory. cuBLAS comes close to that while the weight has
-columns for every multiprocessor; with fewer it splits k, over too few blocks and with a second kernel for the sums. `RULES`
-says for each architecture where ours is used; `benchmarks/results/h200-skinny-mm.json` (`benchmarks/skinny_mm.py`) has the
-figures behind it.
+A product of few rows takes as long as its weight takes to arrive from memory. cuBLAS comes close to that as long as the weight
+has columns for every multiprocessor. With fewer columns it splits k, over too few blocks and with a second kernel for the sums.
+`RULES` says for each architecture which products our kernel computes, by the figures in
+`benchmarks/results/h200-skinny-mm.json` (`benchmarks/skinny_mm.py`).
 
-Nothing is replaced beyond the rows of the last rule, on an architecture without figures, where sizes are unknown while
-compiling, where the weight is computed in the graph (it may still be in cache), and where Inductor was asked to time products
-(`max_autotune`).
+cuBLAS keeps products of more rows than the last rule has, on architectures without figures, of sizes that are unknown while
+compiling, and of a weight that is computed in the graph (it may still be in cache). If Inductor was asked to time products
+(`max_autotune`), nothing is replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spec_ops.passes.analysis.graph import calls, insert, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten = torch.ops.aten
-BLOCK_K = 256  # what the kernel reads of a row of the weight at a time
+BLOCK_K = 256  # values of a row of the weight that the kernel reads at a time
 _VIEWS = {
     aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default, aten.slice.Tensor,
     aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default, aten.detach.default,
@@ -36,7 +36,14 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Where `skinny_mm` is used for up to `max_m` rows: n and the bytes of the weight at most, k and the bytes at least."""
+    """Which products `skinny_mm` computes.
+
+    Attributes:
+        max_m: most rows.
+        max_n: most columns.
+        min_k: least k.
+        min_bytes, max_bytes: least and most bytes of the weight.
+    """
 
     max_m: int
     max_n: int
@@ -45,7 +52,7 @@ class Rule:
     max_bytes: int
 
     def refusal(self, n: int, k: int) -> str | None:
-        """Why cuBLAS keeps the product of `[m, k]` and `[k, n]`; None if it does not."""
+        """Why cuBLAS keeps the product of `[m, k]` and `[k, n]`; None if `skinny_mm` computes it."""
         if n > self.max_n:
             return f"more than {self.max_n} columns"
         if k < self.min_k or k % BLOCK_K:
@@ -57,8 +64,8 @@ class Rule:
 
 Rules = dict[int, tuple[Rule, ...]]
 
-# For each architecture by growing `max_m`: the first that holds the rows applies.
-# 112 MiB is the largest weight that measured faster at every m; 7168 x 16384 (224 MiB) took up to 1.08 times as long as cuBLAS.
+# The rules of an architecture are in order of `max_m`; the first one that covers the rows applies.
+# 112 MiB is the largest weight that was faster at every m; 7168 x 16384 (224 MiB) took up to 1.08 times as long as cuBLAS.
 RULES: Rules = {
     90: (
         Rule(max_m=16, max_n=48 * 132, min_k=4096, min_bytes=20 << 20, max_bytes=112 << 20),
@@ -69,8 +76,8 @@ RULES: Rules = {
 
 
 def refusal(arch: int, m: int, n: int, k: int, rules: Rules | None = None) -> str | None:
-    """Why cuBLAS keeps the product of `[m, k]` and `[k, n]` on `arch`; None if the rule of so many rows gives it away. `rules`:
-    `RULES` by default."""
+    """Why cuBLAS keeps the product of `[m, k]` and `[k, n]` on `arch`; None if `skinny_mm` computes it. `rules` default to
+    `RULES`."""
     if (given := (RULES if rules is None else rules).get(arch)) is None:
         return f"no figures for sm_{arch}"
     rule = next((rule for rule in given if m <= rule.max_m), None)
@@ -101,24 +108,24 @@ class LowerSkinnyMm(GraphPass):
 
 
 def operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
-    """Of `mm` and `addmm`: what is added, the rows and the transposed weight."""
+    """The bias, the rows and the transposed weight of a `mm` or `addmm`."""
     bias, x, right = (None, *node.args) if node.target is aten.mm.default else node.args
     return bias, x, right  # type: ignore[return-value]
 
 
 def stored_weight(graph: fx.Graph, before: fx.Node, right: fx.Node) -> fx.Node:
-    """The weight `[n, k]` as it is stored; what was there to transpose it dies."""
+    """The weight `[n, k]` as it is stored. A node that only transposed it is dead afterwards."""
     transposed = right.target is aten.permute.default
     return right.args[0] if transposed else insert(graph, before, aten.permute.default, (right, [1, 0]))  # type: ignore[return-value]
 
 
 def _sizes(x: fx.Node, right: fx.Node) -> tuple[Any, Any, Any]:
-    """m, n, k"""
+    """m, n and k of a product."""
     return value(x).shape[0], value(right).shape[1], value(x).shape[1]
 
 
 def product_refusal(node: fx.Node, arch: int, rules: Rules | None = None) -> str | None:
-    """Why cuBLAS keeps the product at `node`; None if it does not. `rules`: `RULES` by default."""
+    """Why cuBLAS keeps the product at `node`; None if `skinny_mm` computes it. `rules` default to `RULES`."""
     bias, x, right = operands(node)
     m, n, k = _sizes(x, right)
     if arch not in (RULES if rules is None else rules):
@@ -135,7 +142,7 @@ def product_refusal(node: fx.Node, arch: int, rules: Rules | None = None) -> str
     if not _is_stored(right):
         return "the weight is computed here"
     if bias is not None and (node.kwargs or value(bias).shape != (n,) or value(bias).dtype != weight.dtype):
-        return "what is added is no bias of the weight's dtype"
+        return "what is added is not a bias of the weight's dtype"
     return None
 
 

@@ -1,12 +1,12 @@
 """Runs the passes inside Inductor: order, switches, counters, cache key.
 
-Inductor calls `PassManager` on every post-grad graph (`post_grad_custom_pre_pass`). Whatever the user installed there runs
-first and stays; of ours there is one.
+Inductor calls `PassManager` on every post-grad graph (`post_grad_custom_pre_pass`). Whatever the user installed there stays and
+runs first. There is one manager at most.
 
-Where our passes run, Inductor does not pad the sizes of matrix products (`shape_padding`): it would decide before us by timing
-each product, also the memory-bound ones of a round on GPUs that its table of peak rates lacks (H200; before torch 2.15 B200),
-whose peak it then takes for a thousandth. Compilations side by side decide differently, and padded products are no longer
-recognized: a round of 289 kernels became one of 350 (`docs/notebook/passes.md`).
+Where our passes run, Inductor does not pad the sizes of matrix products (`shape_padding`). It would decide before us, by timing
+each product. It times even a round's memory-bound products on GPUs that its table of peak rates lacks (H200; B200 before torch
+2.15), because it takes their peak for a thousandth of what it is. Compilations that run side by side then decide differently,
+and no pass recognizes padded products (`docs/notebook/passes.md`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ logger = logging.getLogger("spec_ops.passes")
 
 SLOT = "post_grad_custom_pre_pass"
 
-# The order matters: a ragged extend becomes a draft extend before kernels are chosen, inputs are dropped by what the chosen
-# kernel reads, fusion sees only what is still needed, and rows are selected when no index input ties an attention call to all
-# its rows. After the last one the graph is no longer functional.
+# The order matters. A ragged extend becomes a draft extend before kernels are chosen, and the chosen kernels say which inputs
+# can be dropped. Steps are fused when only what is needed is left, and rows are selected when no index input ties an attention
+# call to all its rows. After the last pass the graph is no longer functional.
 PASSES: tuple[GraphPass, ...] = (
     UseDecodeForExtend(),
     SelectBackends(),
@@ -68,7 +68,7 @@ PASSES: tuple[GraphPass, ...] = (
 
 
 def pass_names() -> tuple[str, ...]:
-    """The passes in the order they run."""
+    """The names of the passes, in the order in which they run."""
     return tuple(p.name for p in PASSES)
 
 
@@ -93,7 +93,7 @@ class PassManager(CustomGraphPass):
         self.passes = tuple(p for p in PASSES if switches.get(p.name, True))
         self.context = PassContext(arch)
         self.listener = listener
-        # What was installed when this one took its place, and Inductor's setting without any of ours.
+        # The manager that this one replaces, and Inductor's setting without any manager.
         self.below = next((part for part in _installed() if isinstance(part, PassManager)), None)
         self.shape_padding: bool = self.below.shape_padding if self.below else inductor_config.shape_padding
         self.uninstalled = False
@@ -119,8 +119,10 @@ class PassManager(CustomGraphPass):
             self.listener(report)
 
     def uuid(self) -> str | None:
-        """Part of Inductor's cache key: our sources, the enabled passes, the target and the registered backends. None, which
-        turns the cache off, if a listener waits for reports: a graph from the cache would make none."""
+        """Part of Inductor's cache key: our sources, the enabled passes, the target and the registered backends.
+
+        None switches the cache off. That is needed for a listener, because a graph from the cache gives no report.
+        """
         if self.listener is not None:
             return None
         state = (_sources_hash(), [p.name for p in self.passes], self.context, declarations())
@@ -128,7 +130,7 @@ class PassManager(CustomGraphPass):
 
 
 def _sources_hash() -> str:
-    """Over every file a rewrite depends on: passes, backend declarations and measured times, op schemas."""
+    """A hash over all files that a rewrite depends on: passes, backend declarations and measured times, op schemas."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for folder in ("passes", "backends", "ops"):
@@ -137,7 +139,7 @@ def _sources_hash() -> str:
     return digest.hexdigest()
 
 
-# Passes that are told whether the graph is one of inference; a torch that has none calls every pass with the graph alone.
+# Passes that are told whether the graph is for inference. Releases of torch without them call every pass with the graph only.
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
@@ -153,12 +155,12 @@ class _Chain(_InferenceAware):
 
     def uuid(self) -> Any | None:
         ids = [part.uuid() if isinstance(part, CustomGraphPass) else None for part in self.parts]
-        # A plain function has no id: Inductor then does not cache, as it would not have without us.
+        # A plain function has no id: Inductor then does not cache, as it would not without us.
         return None if None in ids else tuple(ids)
 
 
 def _installed(slot: Any = None) -> list[Any]:
-    """The passes in `slot`, by default Inductor's, which holds None, one, or a list (torch 2.13)."""
+    """The passes in `slot`, by default Inductor's. It holds None, one pass, or a list of them (torch 2.13)."""
     slot = getattr(inductor_config, SLOT) if slot is None else slot
     if slot is None:
         return []
@@ -167,7 +169,7 @@ def _installed(slot: Any = None) -> list[Any]:
 
 
 def _slot(manager: PassManager | None) -> Any:
-    """What the slot holds with `manager` as the last of its passes, and no other of ours; None: with none of ours."""
+    """The slot's contents with `manager` as its last pass and no other manager; with None, without any manager."""
     parts = [part for part in _installed() if not isinstance(part, PassManager)] + ([manager] if manager else [])
     return None if not parts else parts[0] if len(parts) == 1 else _Chain(parts)
 
@@ -179,7 +181,16 @@ def enabled(
     arch: int | None = None,
     listener: Callable[[GraphReport], None] | None = None,
 ) -> Iterator[PassManager]:
-    """Run our passes, after those the user installed, in every graph that Inductor compiles inside the block."""
+    """Run our passes in every graph that Inductor compiles inside the `with` block, after passes that the user installed.
+
+    Args:
+        switches: pass name to on or off; passes that are not named are on.
+        arch: compute capability to plan for (100 for sm_100); default: that of the tensors' device.
+        listener: called with the `GraphReport` of every graph that calls our ops.
+
+    Raises:
+        ValueError: an unknown pass name.
+    """
     _assemble_as_inductor_does()
     manager = PassManager(switches, arch, listener)
     with inductor_config.patch({SLOT: _slot(manager), "shape_padding": False}):
@@ -187,11 +198,19 @@ def enabled(
 
 
 def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
-    """Run our passes in every later Inductor compilation of this process; returns the function that undoes it.
+    """Run our passes in all later Inductor compilations of this process, also those of plain `torch.compile`.
 
-    Plain `torch.compile(model, mode="reduce-overhead")` then has them. Passes that the user installed stay, before ours; a pass
-    added to the slot afterwards stays too, also when ours is taken out. Inductor's `shape_padding` is off meanwhile. Installed
-    twice they run once, with the later switches until those are undone.
+    Passes that the user installed run before ours, and passes that are installed afterwards stay too. Inductor's
+    `shape_padding` is off meanwhile. If ours are installed twice they run once, with the later switches until these are undone.
+
+    Args:
+        switches: pass name to on or off; passes that are not named are on.
+
+    Returns:
+        The function that undoes it.
+
+    Raises:
+        ValueError: an unknown pass name.
     """
     _assemble_as_inductor_does()
     manager = PassManager(switches)
@@ -213,11 +232,11 @@ def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
 
 
 def _assemble_as_inductor_does() -> None:
-    """Set TRITON_PTXAS_PATH to torch's own ptxas (where it has one and the user has set none), as Inductor does.
+    """Set TRITON_PTXAS_PATH to torch's own ptxas, as Inductor does, if torch has one and the user has set none.
 
-    Inductor does it when it compiles a kernel in this process, so not where its caches have all of them. The ops' kernels are
-    compiled by Triton when they first run, and the version of ptxas is part of its cache key: they would be found by no second
-    process, which would spend 8 s on the round of an 8B model to compile them again.
+    Inductor sets it when it compiles a kernel in this process, hence not if its caches have all kernels. Triton compiles the
+    ops' kernels when they first run, and the version of ptxas is part of its cache key. A process whose kernels came from
+    Inductor's caches would thus compile the ops' kernels again (8 s for the round of an 8B model).
     """
     from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 

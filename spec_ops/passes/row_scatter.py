@@ -1,9 +1,9 @@
 """How Inductor computes a lowered KV append: scatters that fuse with whatever computes their rows.
 
-`append_kv_lowered` and `append_mla_kv_lowered` do what the append ops do. For those Inductor calls a kernel, for these it
-generates code: a scatter per row tensor, in place, whose store is masked where the slot is negative. Inductor's IR has no
-masked store, but Triton's code generator adds the mask of an `ops.masked` region to every access inside, stores included; so
-the store stands in such a region. C++ code has no masked stores: these ops are lowered for CUDA alone.
+`append_kv_lowered` and `append_mla_kv_lowered` compute the same as the append ops. For the append ops Inductor calls a kernel.
+For these two it generates code: a scatter in place for each row tensor, whose store is masked where the slot is negative.
+Inductor's IR has no masked store, but Triton's code generator adds the mask of an `ops.masked` region to every access inside,
+stores included. So the store is put into such a region. C++ code has no masked stores, so these ops are lowered for CUDA only.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _scatter(cache: Any, rows: Any, slots: Any, scale: float, column: int = 0) -
 
     cache.realize()
     rows = _stored(rows, scale, cache.get_dtype())
-    # A buffer of its own, which the scatter's kernel then computes: its loads need not wait for the slot, and rows that are
-    # computed from this very cache are computed before it changes (pytorch#138908).
+    # The rows get a buffer of their own, which the scatter's kernel computes: its loads need not wait for the slot, and rows
+    # that are computed from the same cache are computed before it changes (pytorch#138908).
     rows = ir.TensorBox(ir.ExternKernel.copy_input(rows)) if _is_buffer(rows) else rows
     rows.realize()
     pages, page_size = cache.get_size()[:2]
@@ -85,7 +85,7 @@ def _is_buffer(rows: Any) -> bool:
 
 
 def _stored(rows: Any, scale: float, dtype: torch.dtype) -> Any:
-    """`rows` as the cache holds them, by the arithmetic of the append kernels."""
+    """`rows` in the dtype of the cache, by the arithmetic of the append kernels."""
     from torch._inductor import ir
     from torch._inductor.virtualized import ops
 
@@ -94,12 +94,12 @@ def _stored(rows: Any, scale: float, dtype: torch.dtype) -> Any:
     load, row_dtype, limit = rows.make_loader(), rows.get_dtype(), torch.finfo(dtype).max
 
     def quantized(index: Sequence[Any]) -> Any:
-        # Fused code keeps float32; the kernels quantize what was rounded to the rows' dtype.
+        # Fused code keeps float32, but the append kernels quantize values that were rounded to the rows' dtype.
         row = ops.to_dtype(load(index), row_dtype, use_compute_types=False)
         row = ops.to_dtype(row, torch.float32)
         if math.frexp(scale)[0] == 0.5:  # a power of two
             row = ops.mul(row, ops.constant(1 / scale, torch.float32))
-        else:  # Triton's `/` is approximate and can tip a tie between two e4m3 values
+        else:  # Triton's `/` is approximate, and can decide a tie between two e4m3 values
             divide = "div.rn.f32 $0, $1, $2;"
             row = ops.inline_asm_elementwise(row, ops.constant(scale, torch.float32), asm=divide, constraints="=f,f,f")
         row = ops.minimum(ops.maximum(row, ops.constant(-limit, torch.float32)), ops.constant(limit, torch.float32))

@@ -2,9 +2,9 @@
 
     mha_target_verify(q, ..., backend="auto")   ->   mha_target_verify(q, ..., backend="reference")
 
-Selection is `backends.select_backend` on the call's fake tensors, for the tensors' device or a stated architecture. A call
-that no backend can run is left as it is: it raises at run time, with the reasons, which also stand in the report. So is one
-whose sizes are dynamic: its kernel is chosen when it runs.
+`backends.select_backend` selects by the call's fake tensors, for the tensors' device or for a stated architecture. A call that
+no backend can run is left as it is: it raises when it runs, with the reasons, which the report has too. A call of dynamic sizes
+is left as it is too: its kernel is chosen when it runs.
 """
 
 from __future__ import annotations

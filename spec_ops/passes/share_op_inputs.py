@@ -1,12 +1,11 @@
-"""Compute a value once that several of our ops take.
+"""Compute a value that several of our ops take only once.
 
     cos = angle.cos()                                   cos = force_stride_order(angle.cos())
     rope_append_kv(q0, k0, v0, cos, ...)        ->      rope_append_kv(q0, k0, v0, cos, ...)
     rope_append_kv(q1, k1, v1, cos, ...)                rope_append_kv(q1, k1, v1, cos, ...)
 
-An op of ours takes buffers, and Inductor makes a pointwise value's buffer where it is needed: once for each op that takes it,
-so that 32 layers computed the same sines 32 times, in 32 launches. Here the value becomes a buffer once, before its first
-reader.
+Our ops take buffers, and Inductor makes the buffer of a pointwise value where it is needed, once for each op that takes it. 32
+layers would compute the same sines 32 times, in 32 launches. Here the value becomes a buffer once, before its first reader.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class ShareOpInputs(GraphPass):
                 result.refuse(node, f"an input of {count} ops has sizes that are not known while compiling")
                 continue
             target = torch.ops.prims.inductor_force_stride_order.default
-            # The fake value is given, since the op's eager form would copy.
-            # Views of the value that are returned share memory: all are views of the buffer, or none.
+            # The fake value is passed, since the op's eager form would copy. Returned views of the value share memory: all of
+            # them become views of the buffer, or none.
             users = list(node.users) if is_returned(node) else [user for user, _ in paths]
             buffer = insert(graph, node.next, target, (node, list(fake.stride())), source=node, result=fake)
             for user in users:
@@ -54,7 +53,7 @@ class ShareOpInputs(GraphPass):
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    """Whether Inductor has no buffer for the node's value unless something asks for one."""
+    """Whether Inductor makes no buffer of the node's value unless something asks for one."""
     return (
         node.op == "call_function"
         and isinstance(node.target, torch._ops.OpOverload)
@@ -64,7 +63,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _readers(user: fx.Node) -> set[fx.Node]:
-    """The calls of our ops that `user` is, or that read it through views of a buffer, which cost nothing."""
+    """The calls of our ops that read a value through `user`: `user` itself, or readers of a view, which costs nothing."""
     if op_of(user) is not None:
         return {user}
     if user.op == "call_function" and user.target in _VIEWS:

@@ -1,4 +1,4 @@
-"""The argmax over a vocabulary of a few rows is computed in parts, so that all multiprocessors read.
+"""Compute the argmax of a few rows over a vocabulary in parts, so that all multiprocessors read.
 
     argmax(logits [4, 128256], -1)
 
@@ -6,11 +6,11 @@
         best = argmax(amax(parts, -1), -1)                                    the part of the largest value
         gather(argmax(parts, -1), -1, best) + best * 2672
 
-Inductor splits sums and maxima of few rows, but no argmax: each row is read by one program (torch 2.11 to 2.15). The two
-reductions over the parts read the logits together, in one kernel. The result is the same, ties and NaN included: the first of
-the largest values is in the first part that has one.
+Inductor splits sums and maxima of few rows, but not argmax: one program reads each row (torch 2.11 to 2.15). Here the two
+reductions over the parts read the logits in one kernel. The result is the same, also for ties and NaN: the first of the largest
+values is in the first part that has one.
 
-Rows are left whole where there are enough of them, and where no part of `PART` values divides the row evenly.
+Rows stay whole where there are many of them, and where no part of `PART` values divides them evenly.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from spec_ops.passes.analysis.graph import calls, insert, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten = torch.ops.aten
-PROGRAMS = 512  # to read with: enough for every multiprocessor of a large GPU to have three or four
-PART = (1024, 16384)  # values of a row that one program reads: fewer do not pay for a program
+PROGRAMS = 512  # programs to read with: three or four for every multiprocessor of a large GPU
+PART = (1024, 16384)  # least and most values that one program reads: fewer are not worth a program
 ALIGNED = 8  # values: 16 bytes of a 2-byte dtype
 MIN_WIDTH = 16384  # 32000 values: 8.4 us whole, 4.0 us split; 128256: 31.6 and 5.0 (4 rows, H200)
 
@@ -54,13 +54,14 @@ class SplitArgmax(GraphPass):
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, Any, bool]:
-    """The values, the dimension (None: all) and whether it stays."""
+    """The values, the dimension (None: all of them) and `keepdim`."""
     x, dim, keepdim = (*node.args, None, False)[:3] if len(node.args) < 3 else node.args
     return x, dim, bool(keepdim)  # type: ignore[return-value]
 
 
 def _parts(rows: int, width: int) -> int | None:
-    """Parts per row, as close to `PROGRAMS` in all as aligned parts of one size allow; None if there are none."""
+    """Parts per row, so that their number is as close to `PROGRAMS` as aligned parts of equal size allow; None if there are no
+    such parts."""
     sizes = range(PART[0], min(PART[1], width // 2) + 1, ALIGNED)
     return min((width // size for size in sizes if width % size == 0), key=lambda n: abs(n * rows - PROGRAMS), default=None)
 

@@ -5,11 +5,11 @@
 ->
     out = view(mha_draft_extend(view(q, [bs, n, heads, dim]), ..., None, 0, ...), [bs * n, heads, dim])
 
-The lengths must be provably `n`, so `q_indptr` must be a constant of the graph. It is evaluated, not pattern-matched: whatever
-integer ops made it (arange, full, cumsum behind a zero, slice assignment, a literal), equal entries are equal entries.
+The lengths must provably be `n`, so `q_indptr` must be a constant of the graph. It is evaluated, not matched by a pattern: only
+its entries count, not the integer ops that made them (arange, full, cumsum after a zero, slice assignment, a literal).
 
-Both ops align queries to the end of `seq_lens` and give zeros to a query that sees nothing, so results agree for any
-`seq_lens`, 0 and less than `n` included.
+Both ops align queries to the end of `seq_lens`, and give zeros to a query that sees nothing. So the results agree for any
+`seq_lens`, also 0 and less than `n`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from spec_ops.ops.tree import MAX_TREE_TOKENS
 from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, call_like, calls, insert, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
-# Decode kernels hold all queries of a request in one tile next to the KV they stream. They are built for drafts, which have at
-# most 64 tokens (the width of a tree mask); a longer extend is a prefill, and faster on the kernel made for that.
+# Decode kernels hold all queries of a request in one tile and stream the KV. They are made for drafts of at most 64 tokens, the
+# width of a tree mask. A longer extend is a prefill, and faster on the kernel made for that.
 MAX_DECODE_QUERIES = MAX_TREE_TOKENS
 
-# No q_indptr is near this; it keeps a big constant that leads to one from being materialized at compile time.
+# No q_indptr is nearly as long. The limit keeps large constants that a q_indptr is made of from being computed while compiling.
 MAX_CONSTANT_ELEMENTS = 1 << 16
 
-# Constants of the program itself. Other attributes (AOTInductor's buffers) may be replaced between calls.
+# Constants of the program. Other attributes (AOTInductor's buffers) may be replaced between calls.
 CONSTANT_ATTRIBUTES = ("_tensor_constant", "lifted_tensor", "_lifted_tensor", "_frozen_param")
 
 DRAFT_EXTEND: dict[Any, Any] = {
@@ -43,7 +43,7 @@ DRAFT_EXTEND: dict[Any, Any] = {
 }
 
 aten, prims = torch.ops.aten, torch.ops.prims
-# Exact on every device for integers: what they give on the CPU now is what the graph would compute.
+# For integers these are exact on every device: the graph would compute what they give on the CPU now.
 CONSTANT_OPS = frozenset(
     {
         prims.iota, prims.convert_element_type, prims.device_put, aten.arange, aten.full, aten.zeros, aten.ones,
@@ -53,7 +53,7 @@ CONSTANT_OPS = frozenset(
         aten._to_copy,
     }
 )  # fmt: skip
-# Of their tensor they use the shape and dtype alone.
+# These use only the shape and dtype of their tensor.
 SHAPE_OPS = frozenset({aten.full_like, aten.zeros_like, aten.ones_like, aten.new_full, aten.new_zeros, aten.new_ones})
 
 
@@ -62,7 +62,7 @@ class NotConstant(Exception):
 
 
 class Constants:
-    """Values of small integer tensors that depend on nothing but the program."""
+    """Values of small integer tensors that depend only on the program."""
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, torch.Tensor] = {}
@@ -159,7 +159,7 @@ class UseDecodeForExtend(GraphPass):
 
 
 def _uniform_shape(node: fx.Node, constants: Constants) -> tuple[int, int] | str:
-    """`(bs, n)` if every request has exactly `n` queries, else why that is not known or not wanted."""
+    """`(bs, n)` if every request has exactly `n` queries; else why this is not known, or why a decode kernel is not wanted."""
     q, seq_lens, max_q_len = value(arg(node, "q")), value(arg(node, "seq_lens")), arg(node, "max_q_len")
     if not isinstance(q, torch.Tensor) or not isinstance(seq_lens, torch.Tensor):
         return "an input has no fake value"
@@ -191,7 +191,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _kernel_refusal(node: fx.Node, n: int, context: PassContext) -> str | None:
-    """Why no kernel, or only a lesser one, would run the draft extend."""
+    """Why no kernel would run the draft extend, or only one that ranks lower; None if one would."""
     arguments = _arguments(node)
     fakes = fx.node.map_arg(tuple(arguments.values()), value)
     if any(fake is None for fake, given in zip(fakes, arguments.values(), strict=True) if given is not None):
@@ -209,8 +209,8 @@ def _kernel_refusal(node: fx.Node, n: int, context: PassContext) -> str | None:
         extend = select_backend(meta, arch, arguments["backend"], missing).backend
     except BackendError:
         return None
-    # Where both can run the draft extend, the selection has compared them, by measured times if there are any. A backend that
-    # cannot was measured on no call like it: ranks are all that compares it with the other.
+    # Where both can run the draft extend, selection has compared them, by measured times if there are any. For a backend that
+    # cannot there are no times of such a call, so only the ranks compare it with the other.
     if decode.backend.rank > extend.rank and extend.refuse(decode_meta, arch) is not None:
         return f"{decode.backend.name} would run {decode_meta.step}, but ranks after {extend.name}, which runs this"
     return None
@@ -218,7 +218,7 @@ def _kernel_refusal(node: fx.Node, n: int, context: PassContext) -> str | None:
 
 def _rewrite(graph: fx.Graph, node: fx.Node, bs: int, n: int) -> None:
     heads, dim = value(arg(node, "q")).shape[1:]
-    # Views, not copies, whatever the strides: one splits a dimension, the other joins two of a contiguous result.
+    # Views for any strides: one splits a dimension, the other joins two dimensions of a contiguous result.
     queries = insert(graph, node, aten.view.default, (arg(node, "q"), [bs, n, heads, dim]))
     changes = {"q": queries, "tree_mask": None, "mask_len": 0}
     call = call_like(graph, node, node, changes, DRAFT_EXTEND[node.target])

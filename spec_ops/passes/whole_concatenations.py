@@ -1,11 +1,10 @@
-"""Keep a concatenation in one CUDA graph, where a graph is partitioned.
+"""Compute a concatenation as a whole where a graph is partitioned.
 
     tokens = cat([last, first, second])        ->        tokens = spec_ops.concatenate([last, first, second])
 
-Inductor computes the pieces of a `cat` in place, in slices of one buffer. Where a call that no CUDA graph can record (a host
-plan, a copy to the host) lies between them, the pieces are computed in different partitions, and each partition allocates a
-buffer of its own (torch 2.11 to 2.13, read off the generated code): the pieces of the other partitions are lost. A whole
-concatenation is one kernel that reads its pieces.
+Inductor computes the pieces of a `cat` in slices of one buffer. If a call that no CUDA graph can record (a host plan, a copy to
+the host) lies between them, the pieces are computed in different partitions. Each partition allocates a buffer of its own, and
+the pieces of the other partitions are lost (torch 2.11 to 2.13). A whole concatenation is one kernel that reads its pieces.
 """
 
 from __future__ import annotations

@@ -2,17 +2,17 @@
 
     _, k1, v1 = auto_functionalized_v2(append_kv, bases=[k, v])        ->        append_kv(k, v, ...)
 
-A pool `[2, num_pages, page_size, heads, dim]`, or one for all layers, whose views a compiled function takes is several inputs
-of one storage. Where one op writes two of them Inductor writes the first in place; the others it clones, writes and copies
-back, a whole cache each (torch 2.11 to 2.15: `reinplace.py` asks for the storage, not whether they overlap). Here the op is
-called on the inputs themselves if nothing could tell the difference: they do not overlap, and nobody reads the old contents
-afterwards. It is the last pass, since the others rely on values that never change.
+A compiled function that takes views of a pool `[2, num_pages, page_size, heads, dim]`, or of a pool for all layers, has several
+inputs of one storage. Where one op writes two of them, Inductor writes the first in place. It clones, writes and copies back
+the others, a whole cache each (torch 2.11 to 2.15: `reinplace.py` asks whether they have one storage, not whether they
+overlap). Here the op is called on the inputs themselves, if they do not overlap and the old contents are not read afterwards.
+This is the last pass, since the others rely on values that never change.
 
-Interleaved views (`[num_pages, 2, ...]`, as vLLM and FlashInfer have it) never get here: AOTAutograd cannot tell that they do
-not overlap and makes one input of them. That is written in place, but then no input counts as static, parameters neither, and
-the report says so.
+Interleaved views (`[num_pages, 2, ...]`, as in vLLM and FlashInfer) do not get here: AOTAutograd cannot tell that they do not
+overlap, and merges them into one input. That input is written in place, but then no input counts as static, not even
+parameters. The report says so.
 
-`refuse_misplaced_views` is no pass: what torch gets wrong about such inputs is an error, whichever passes are on.
+`refuse_misplaced_views` is not a pass: where torch would write at a wrong address, it raises, whichever passes are on.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class WriteInPlace(GraphPass):
 
 
 def refuse_misplaced_views(graph: fx.Graph) -> None:
-    """Raise where torch would have one of our ops write at a wrong address: into a view that is taken in the compiled function.
+    """Raise where torch would let one of our ops write at a wrong address: into a view that is taken in the compiled function.
 
-    Torch notes where the view lies in the storage, for `as_strided`. Before 2.13 Inductor counts that from the input, which
-    need not begin where its storage does. A slice is counted so in every release up to 2.15 (`try_use_slice` in
-    auto_functionalize.py). Symbolic places, wrong as well, are refused by the ops' fakes.
+    For `as_strided` torch notes where the view begins in the storage. Before 2.13 Inductor counts that from the input, which
+    need not begin where its storage does. Slices are counted like this in every release up to 2.15 (`try_use_slice` in
+    auto_functionalize.py). The ops' fakes refuse symbolic offsets, which are wrong as well.
 
     Raises:
         ValueError: naming op, argument and line.
@@ -84,7 +84,7 @@ def refuse_misplaced_views(graph: fx.Graph) -> None:
 
 
 def _misplaced(base: fx.Node, view: Any) -> str | None:
-    """Why a view of `base` is put at a wrong address, and the cure; None if it is not."""
+    """Why torch places a view of `base` at a wrong address, with the remedy; None if it does not."""
     given = mutated_input(base)
     offset = 0 if given is None else value(given).storage_offset()
     if (view is aten.as_strided.default and STORAGE_OFFSETS_ARE_RIGHT) or statically_known_true(offset == 0):
@@ -93,8 +93,8 @@ def _misplaced(base: fx.Node, view: Any) -> str | None:
 
 
 def _views(node: fx.Node) -> Iterator[tuple[str, int, tuple[Any, tuple] | None]]:
-    """Of every tensor that the op writes: the argument, the place of its base, and the call that makes it of the base (None if
-    it is the base)."""
+    """For every tensor that the op writes: the argument, the index of its base, and the call that makes the tensor of the base
+    (None if it is the base)."""
     from torch._higher_order_ops import auto_functionalize as torch_side
 
     names, types = torch_side.get_mutable_args(op_of(node))
@@ -120,12 +120,12 @@ def _overlap(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _epilogue(base: fx.Node) -> fx.Node | None:
-    """The copy at the graph's end that says that an input is mutated."""
+    """The copy at the graph's end by which an input is mutated."""
     return next((user for user in base.users if user.target is aten.copy_.default and user.args[0] is base), None)
 
 
 def _is_merged(base: fx.Node) -> bool:
-    """Whether `base` is an input that AOTAutograd made of several that may overlap."""
+    """Whether AOTAutograd made the input `base` of several inputs that may overlap."""
     from torch._functorch._aot_autograd.descriptors import SyntheticBaseAOTInput, ViewBaseAOTInput
 
     given = mutated_input(base)
@@ -145,7 +145,7 @@ def _obstacle(graph: fx.Graph, node: fx.Node, bases: list[fx.Node]) -> str | Non
         end = _epilogue(base)
         assert end is not None
         for view in views:
-            # What comes after the epilogue reads the new contents anyway.
+            # Readers after the epilogue read the new contents anyway.
             after = (user for user in _readers(view) if order[node] < order[user] < order[end])
             if (reader := next(after, None)) is not None and _overlap(base, view):
                 return f"what its caches held is read afterwards ({source_line(reader)})"
@@ -153,8 +153,8 @@ def _obstacle(graph: fx.Graph, node: fx.Node, bases: list[fx.Node]) -> str | Non
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads the contents of `node`, or of a copy: Inductor drops copies that differ from their source in nothing
-    (`remove_noop_ops`), whatever is written between a copy and what reads it."""
+    """What reads the contents of `node`, or of a copy of it. Inductor removes copies that do not differ from their source
+    (`remove_noop_ops`), whatever is written between the copy and its reader."""
     from torch._inductor.fx_passes.post_grad import noop_registry
 
     seen, queue = {node}, [node]

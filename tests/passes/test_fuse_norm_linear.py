@@ -199,8 +199,8 @@ def test_report_and_order():
     module, _ = lowered(layer, tensors())
     result = run_pass(FuseNormLinear(), module, 90)
     assert texts(result.done).splitlines() == [
-        "RMSNorm of 4 x 256 in the product of 256 x 256 before it and SiLU behind it",
-        "RMSNorm of 4 x 256 in the product of 256 x 768 before it and 1 scaled_skinny_mm behind it",
+        "RMSNorm of 4 x 256 in the product of 256 x 256 before it and SiLU after it",
+        "RMSNorm of 4 x 256 in the product of 256 x 768 before it and 1 scaled_skinny_mm after it",
     ]
     assert "test_fuse_norm_linear.py" in result.done[0].where
     names = pass_names()
@@ -343,7 +343,7 @@ def not_as_rows(att, r, o, g, *_):
     return (o[:, :M] @ rms_norm(r + F.linear(att, o), g),)
 
 
-SILU = "something else than silu(gate) * up reads"
+SILU = "something other than silu(gate) * up reads"
 NO_SUM = "what it normalizes is not the sum of a residual and a product"
 
 
@@ -353,19 +353,19 @@ NO_SUM = "what it normalizes is not the sum of a residual and a product"
         (norm_read, "output reads its value too"),
         (transposed, "aten.permute.default reads its value too"),
         (part_read, "aten.slice.Tensor reads its value too"),
-        (product_read, "the product before it has other readers than the residual sum"),
-        (view_read, "the product before it has other readers than the residual sum"),
+        (product_read, "the product before it is read by more than the residual sum"),
+        (view_read, "the product before it is read by more than the residual sum"),
         (written_between, "no term of the sum before it is a product"),
         (scaled_residual, NO_SUM),
-        (number_added, "the residual is not of the product's shape and dtype"),
-        (broadcast_residual, "the residual is not of the product's shape and dtype"),
-        (broadcast_product, "the residual is not of the product's shape and dtype"),
+        (number_added, "the residual has another shape or dtype than the product"),
+        (broadcast_residual, "the residual has another shape or dtype than the product"),
+        (broadcast_product, "the residual has another shape or dtype than the product"),
         (no_residual, NO_SUM),
         (sum_of_inputs, "no term of the sum before it is a product"),
         (bias_before, "the product before it has a bias"),
         (heads, NO_SUM),
         (over_rows, ""),
-        (computed_weight, "its weight is no input of 256 bfloat16 values"),
+        (computed_weight, "its weight is not an input of 256 bfloat16 values"),
         (eps_of_rows, ""),
         (scale_read, ""),
         (fourth_power, ""),
@@ -375,7 +375,7 @@ NO_SUM = "what it normalizes is not the sum of a residual and a product"
         (silu_alone, SILU),
         (other_up, SILU),
         (narrow_product, SILU),
-        (bias_behind, "cuBLAS adds a bias to a product behind it"),
+        (bias_behind, "cuBLAS adds a bias to a product after it"),
         (not_as_rows, "aten.mm.default reads its value, but not as rows"),
     ],
 )
@@ -394,10 +394,10 @@ def stays(module, reason: str, arch: int = 90) -> None:
 
 def test_rows_dtype_and_architecture(monkeypatch):
     stays(lowered(front, tensors(33))[0], "RMSNorm of 33 x 256: more than 32 rows")
-    stays(lowered(front, tensors(dtype=torch.float16))[0], "it is of torch.float16")
+    stays(lowered(front, tensors(dtype=torch.float16))[0], "it is torch.float16")
     args = tensors()
     args[3] = args[3].float()  # the norm's weight
-    stays(lowered(exact_front, args)[0], "its weight is no input of 256 bfloat16 values")
+    stays(lowered(exact_front, args)[0], "its weight is not an input of 256 bfloat16 values")
     monkeypatch.setattr(lower_skinny_mm, "RULES", {100: (RULE,)})
     stays(lowered(front, tensors(), 100)[0], "no figures for sm_100", 100)
 

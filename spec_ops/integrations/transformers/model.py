@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spec_ops.integrations.transformers.attention import NAME, attending
-from spec_ops.integrations.transformers.parts import Given, as_decoder, replaced, watched, with_fixed_rope
+from spec_ops.integrations.transformers.parts import GivenHiddenStates, as_decoder, replaced, watched, with_fixed_rope
 from spec_ops.integrations.transformers.probe import Argument, CacheSpec, StepCache, check_logits, extend_from_start, probe
 from spec_ops.models.config import KVRows
 from spec_ops.models.paged import PagedKVCache
@@ -70,8 +70,8 @@ class TransformersModel(Target):
         if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
             raise ValueError(f"{argument} must be on one device, got a device map over several")
         _check_experts(model, argument)
-        self._passed: list[tuple[str, nn.Module, bool]] = [("", model, True)]
-        self._check_passed()
+        self._bypassed: list[tuple[str, nn.Module, bool]] = [("", model, True)]
+        self._check_bypassed()
         self._restore: Callable[[], None] | None = _switch(model)
         try:
             self._adopt(model, aux_layers)
@@ -92,15 +92,15 @@ class TransformersModel(Target):
         self._inputs: dict[int, torch.Tensor] | None = None  # hidden states a forward is to collect
         # Modules that are not called themselves. The decoder runs its hooks, but not a `forward` of its instance.
         parents = [found.decoder.rsplit(".", cut)[0] for cut in range(1, found.decoder.count(".") + 1)]
-        self._passed = [(name, model.get_submodule(name), name != found.decoder) for name in ("", *parents, found.decoder)]
-        self._check_passed()
+        self._bypassed = [(name, model.get_submodule(name), name != found.decoder) for name in ("", *parents, found.decoder)]
+        self._check_bypassed()
 
         decoder, self.position_limit = with_fixed_rope(model.get_submodule(found.decoder))
         if found.table is not None and (self.position_limit is None or found.table < self.position_limit.count):
             self.position_limit = PositionLimit(found.table, "its table of position embeddings ends there")
         self.decoder = as_decoder(cast(PreTrainedModel, self._watch_layers(decoder, layers) if aux_layers else decoder))
         # The model's own LM head, and what its source does to logits after it (soft cap, scale).
-        self.head = replaced(model, found.decoder, Given(found.output))
+        self.head = replaced(model, found.decoder, GivenHiddenStates(found.output))
         with torch.no_grad():
             pages = PagedKVCache(self.config, 1, len(found.tokens), dtype=self.embed.weight.dtype, device=found.tokens.device)
             step = extend_from_start(pages, len(found.tokens), backend="reference")
@@ -119,7 +119,7 @@ class TransformersModel(Target):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
         if not torch.compiler.is_compiling():  # the prompts' forward comes first, and is never compiled
-            self._check_passed()
+            self._check_bypassed()
             self._check_attention()
         flat = tokens.dim() == 1  # a ragged extend: transformers wants a batch dimension
         if flat:
@@ -152,9 +152,9 @@ class TransformersModel(Target):
                 f'{found!r}; call `model.set_attn_implementation("{NAME}")`, or make a new generator after `close()`'
             )
 
-    def _check_passed(self) -> None:
+    def _check_bypassed(self) -> None:
         """Refuse hooks and patched forwards that would never run. Those of all other modules do run."""
-        for name, module, hooks in self._passed:
+        for name, module, hooks in self._bypassed:
             where = f"{self._argument.part(name)} ({type(module).__name__})"
             if "forward" in vars(module):
                 raise ValueError(

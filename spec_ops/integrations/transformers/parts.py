@@ -41,7 +41,7 @@ def as_decoder(module: PreTrainedModel) -> PreTrainedModel:
     return twin  # type: ignore[return-value]
 
 
-class Given(nn.Module):
+class GivenHiddenStates(nn.Module):
     """Stands in for a decoder: returns hidden states that were computed before, passed as `inputs_embeds`."""
 
     def __init__(self, output: Callable[..., Any]) -> None:

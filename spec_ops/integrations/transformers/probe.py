@@ -1,7 +1,7 @@
 """What a transformers model caches, and whether it can run on these ops: a few tokens are run through it to find out.
 
 Configurations name sizes in many ways, and do not say what a forward does with its cache, so the model itself is asked. The
-tokens go through it twice: with eager attention and no cache, and in two steps with a paged cache. What a layer hands to its
+tokens go through it twice: with eager attention and no cache, and in two chunks with a paged cache. What a layer hands to its
 attention gives the shapes. Logits that differ show that the model does something that the attention interface does not express.
 """
 
@@ -27,8 +27,8 @@ from spec_ops.integrations.transformers.attention import (
 from spec_ops.models.checkpoint import MACHINE_ERRORS
 from spec_ops.models.paged import PagedAttention, PagedKVCache, refuse_autocast
 
-_STEPS = (5, 3)  # tokens of the two steps
-_LENGTH = sum(_STEPS)
+_CHUNKS = (5, 3)  # tokens of the two forwards with a cache
+_LENGTH = sum(_CHUNKS)
 # Largest share of the logits' spread that rounding may move: experts may also be chosen differently in 16 bits.
 _TOLERANCE = {torch.float32: 0.01, torch.float64: 1e-6}
 _TOLERANCE_16 = 0.25
@@ -229,12 +229,12 @@ def _tokens(model: PreTrainedModel, argument: Argument) -> torch.Tensor:
 
 
 def _run(model: PreTrainedModel, tokens: torch.Tensor, argument: Argument) -> tuple[_Recorder, torch.Tensor, int | None]:
-    """Run `tokens` in two steps with a paged cache. Returns what was recorded, the logits, and the rows of the table of
+    """Run `tokens` in two chunks with a paged cache. Returns what was recorded, the logits, and the rows of the table of
     positions."""
     name, record = type(model).__name__, _Recorder()
     positions = torch.arange(_LENGTH, device=tokens.device)
     logits, reads = [], []
-    for length in _STEPS:
+    for length in _CHUNKS:
         part = slice(record.start, record.start + length)
         reads.append(_TableReads(positions[part], record))
         try:
@@ -262,7 +262,7 @@ def check_logits(name: str, got: torch.Tensor, want: torch.Tensor, argument: Arg
     got, want = got.double(), want.double()
     spread = (want - want.mean(-1, keepdim=True)).norm(dim=-1)
     error = (got - want).norm(dim=-1)
-    for rows in torch.arange(len(want), device=want.device).split(_STEPS):
+    for rows in torch.arange(len(want), device=want.device).split(_CHUNKS):
         worst = float((error[rows] - tolerance * spread[rows]).median())
         if not worst <= 0:
             share = float((error[rows] / spread[rows]).median())

@@ -1,7 +1,7 @@
 """Reading and rewriting post-grad graphs: arguments by schema name, fake values, user source lines.
 
-At this point of Inductor the graph is functional: a mutating op is an `auto_functionalized_v2` node, and a node's value never
-changes. Two uses of one node see the same contents, so value identity is node identity.
+At this point of Inductor the graph is functional: a mutating op is an `auto_functionalized_v2` node, and the value of a node
+never changes. All uses of a node see the same contents, so the same node means the same value.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ INDEX_OPS: dict[Any, str] = {
 
 AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 
-# Where tracing notes the arguments of a custom op as eager mode would pass them. Inductor keeps the inputs' strides to those;
-# a call without the note may get inputs of any strides.
+# Where tracing notes the arguments of a custom op as eager mode would pass them. Inductor gives inputs these strides; a call
+# without the note may get inputs of any strides.
 EAGER = "eager_input_vals"
 
 
 def op_of(node: fx.Node) -> Any:
-    """The operator of ours that `node` calls, also inside `auto_functionalized_v2`; None if it calls none."""
+    """The op of ours that `node` calls, also through `auto_functionalized_v2`; None if it calls none."""
     if node.op != "call_function":
         return None
     target = node.args[0] if node.target is AUTO_FUNCTIONALIZED else node.target
@@ -44,7 +44,7 @@ def op_of(node: fx.Node) -> Any:
 
 
 def mutated_input(node: Any) -> fx.Node | None:
-    """The input of the graph that `node` is, as it is or after earlier mutations; None if it is made in the graph."""
+    """The input of the graph that `node` is, unchanged or after earlier mutations; None if `node` is made in the graph."""
     while node.target is operator.getitem and op_of(node.args[0]) is not None and node.args[0].target is AUTO_FUNCTIONALIZED:
         call, place = node.args
         bases = call.kwargs["_all_bases"]
@@ -53,7 +53,7 @@ def mutated_input(node: Any) -> fx.Node | None:
 
 
 def calls(graph: fx.Graph, *targets: Any) -> Iterator[fx.Node]:
-    """Nodes that call one of `targets`, in order; safe while the graph is edited."""
+    """The nodes that call one of `targets`, in order. The graph may be edited meanwhile."""
     wanted = set(targets)
     return iter([node for node in graph.nodes if node.op == "call_function" and node.target in wanted])
 
@@ -74,7 +74,7 @@ def has_arg(node: fx.Node, name: str) -> bool:
 
 
 def arg(node: fx.Node, name: str) -> Any:
-    """Argument of an op call by its schema name, wherever it was passed; the schema's default if it was not."""
+    """The argument of an op call by its name in the schema; the schema's default if it was not passed."""
     index = _position(node, name)
     if index < len(node.args):
         return node.args[index]
@@ -82,7 +82,7 @@ def arg(node: fx.Node, name: str) -> Any:
 
 
 def value(node: Any) -> Any:
-    """Fake value of a node (what it is otherwise: itself)."""
+    """The fake value of a node; anything else is returned unchanged."""
     return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
@@ -110,10 +110,13 @@ def insert(
     source: fx.Node | None = None,
     result: Any = None,
 ) -> fx.Node:
-    """A new call before `before`, of fake value `result` (default: computed); it inherits the source line of `source` (default
-    `before`).
+    """Insert a call. A call of our ops gets its inputs with the strides that they have here.
 
-    A call of our ops gets its inputs with the strides that they have here.
+    Args:
+        graph, target, args, kwargs: of the call.
+        before: the node that it is inserted before.
+        source: the node whose source line it gets; default `before`.
+        result: its fake value; default: computed.
     """
     kwargs = kwargs or {}
     with graph.inserting_before(before):
@@ -132,9 +135,15 @@ def insert(
 
 
 def call_like(graph: fx.Graph, before: fx.Node, node: fx.Node, changes: dict[str, Any], target: Any = None) -> fx.Node:
-    """The call `node` of one of our ops, made anew before `before`: `changes` by argument name, `target` in place of its op.
+    """Insert a copy of a call of one of our ops. Arguments that do not change keep the strides that they had in the user's
+    call.
 
-    What is not changed keeps the strides that it had when the user called the op.
+    Args:
+        graph: that both calls are in.
+        before: the node that the copy is inserted before.
+        node: the call.
+        changes: new arguments by name.
+        target: another op; default: that of `node`.
     """
     target = target or node.target
     names = [argument.name for argument in target._schema.arguments]
@@ -152,7 +161,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
 
 
 def source_line(node: fx.Node) -> str:
-    """`file:line` of the user's code that made `node`: the innermost frame outside this package, or else inside it."""
+    """`file:line` of the user's code that made `node`: the innermost frame outside this package, else the innermost inside."""
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "") if "/torch/" not in m["file"]]
     own = [frame for frame in frames if not frame[0].startswith(_PACKAGE)]
     ours = [frame for frame in frames if not frame[0].startswith(_PACKAGE + "ops/")]

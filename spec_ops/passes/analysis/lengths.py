@@ -1,14 +1,14 @@
-"""Canonical form of integer length and position tensors: which ones are `base + constant`, and of which base.
+"""Canonical form of integer tensors of lengths and positions: which ones are `base + constant`, and of which base.
 
     position = committed + step;  seq_lens = where(active, position + 1, 0).to(int32)
     canonical(seq_lens)  ->  Length(base=committed, offset=step + 1, keep=active)
 
-Seen through: adding and subtracting integer constants (Python numbers, `full`), conversions between int32 and int64, copies,
-views that keep the elements and their order, and `where(mask, x, 0)`. Everything else ends the walk and is itself a base, so
-two lengths compare only if they are provably the same tensor plus constants.
+The walk goes through additions and subtractions of integer constants (Python numbers, `full`), conversions between int32 and
+int64, copies, views that keep the elements and their order, and `where(mask, x, 0)`. It ends at anything else, which is a base.
+So two lengths compare only if they are provably the same tensor plus constants.
 
-Integers wrap around, so a form holds modulo the dtype of its node, and narrowing the base before the addition changes nothing.
-Widening a sum does: `canonical` ends there. `length` goes on, since no length comes near 2 ** 31, where the ops check it.
+Integers wrap around, so a form holds modulo the dtype of its node, and the base may be narrowed before the addition. Widening a
+sum is different: `canonical` ends there. `length` goes on, since no length comes near 2 ** 31, where the ops check it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ _FULL = {aten.full.default: "fill_value", aten.full_like.default: "fill_value", 
 
 @dataclass(frozen=True)
 class Length:
-    """`base + offset` where `keep`, else 0 (`keep` None: everywhere).
+    """`base + offset` where `keep`, else 0.
 
-    `base` None: the constant `offset` itself, in a tensor of `shape` (None for the others, which have their base's elements).
+    Attributes:
+        base: the tensor; None for the constant `offset`.
+        offset: what is added.
+        keep: bool flags; None for everywhere.
+        shape: of a constant; None for others, which have the elements of their base.
     """
 
     base: fx.Node | None
@@ -73,10 +77,10 @@ class Length:
 
 
 class Values:
-    """Which nodes of one graph hold equal values, and what lengths they are.
+    """Which nodes of a graph hold equal values, and which lengths they are.
 
-    Inference graphs reach the passes without common-subexpression elimination: `~finished` written in two steps is two nodes.
-    `leader` maps a node to the first one that computes the same thing. Nodes made later are their own leaders.
+    Inference graphs reach the passes without common-subexpression elimination: `~finished` in two draft steps is two nodes.
+    `leader` maps a node to the first one that computes the same value. Nodes that are made later are their own leaders.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -92,7 +96,7 @@ class Values:
         return self._leaders.get(node, node)
 
     def key(self, argument: Any) -> Hashable:
-        """Equal for arguments of equal value; 1, 1.0 and True differ."""
+        """A key that is equal for arguments of equal value; 1, 1.0 and True differ."""
         if isinstance(argument, fx.Node):
             return self.leader(argument)
         if isinstance(argument, (list, tuple)):
@@ -104,15 +108,15 @@ class Values:
         return (type(argument), argument)
 
     def canonical(self, node: fx.Node) -> Length:
-        """What `node` is, to the last bit: `base + constant` in its own dtype; at worst itself plus 0."""
+        """The exact value of `node` as `base + constant` in its own dtype; at worst itself plus 0."""
         return self._walk(node, widened=False)
 
     def length(self, node: fx.Node) -> Length:
-        """What `node` is if it is a number of tokens, a position or a row: small wherever it is used."""
+        """The value of `node` if it is a number of tokens, a position or a row, which are small wherever they are used."""
         return self._walk(node, widened=True)
 
     def _walk(self, node: fx.Node, widened: bool) -> Length:
-        """`widened`: see through a widening, of which there is one at most: below a narrowing, all holds modulo 2 ** 32."""
+        """`widened`: go through a widening. There is one at most: after a narrowing, everything holds modulo 2 ** 32."""
         if not _is_integer_tensor(node):
             return Length(self.leader(node), 0)
         dtype, whole = value(node).dtype, static_shape(node)
@@ -161,13 +165,13 @@ class Values:
 
 
 def _wrap(number: int, dtype: torch.dtype) -> int:
-    """What an integer tensor of `dtype` holds for `number`."""
+    """`number` as an integer tensor of `dtype` holds it."""
     half = 2 ** (torch.iinfo(dtype).bits - 1)
     return (number + half) % (2 * half) - half
 
 
 def constant(node: Any) -> int | None:
-    """The integer that every element of `node` is, if that is plain from the graph."""
+    """The integer that every element of `node` equals, if the graph shows it."""
     if isinstance(node, int) and not isinstance(node, bool):
         return node
     if not isinstance(node, fx.Node) or node.op != "call_function" or not _is_integer_tensor(node):
@@ -182,7 +186,7 @@ def constant(node: Any) -> int | None:
 
 
 def same_shape(a: Any, b: Any) -> bool:
-    """Without guarding on symbolic sizes."""
+    """Whether two shapes are equal, without guards on symbolic sizes."""
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
@@ -206,7 +210,7 @@ def masked(graph: fx.Graph, before: fx.Node, node: fx.Node, keep: fx.Node, shape
 
 
 def as_row(graph: fx.Graph, before: fx.Node, node: fx.Node, shape: Any) -> fx.Node:
-    """`node` flattened, unless it has `shape` (that of a `[bs]` tensor) already."""
+    """`node` flattened, unless it already has the `shape` of a `[bs]` tensor."""
     return node if same_shape(value(node).shape, shape) else insert(graph, before, aten.reshape.default, (node, [-1]))
 
 
@@ -231,7 +235,7 @@ def _is_repeatable(node: fx.Node) -> bool:
 
 
 def _same_elements(inner: fx.Node, outer: fx.Node) -> bool:
-    """Neither broadcast nor moved to another device."""
+    """Whether `outer` has the elements of `inner`, neither broadcast nor moved to another device."""
     a, b = value(inner), value(outer)
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.device != b.device:
         return False

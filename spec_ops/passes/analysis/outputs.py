@@ -1,8 +1,8 @@
-"""What users see of a graph's results, which no pass may change: shapes, dtypes, strides, and which share memory.
+"""Properties of a graph's results that no pass may change: shapes, dtypes, strides, and which results share memory.
 
-A defect of a pass would otherwise show as a wrong value far away: one output changes when a caller writes another in place.
-So the manager compares after every pass, and raises. It does not take the pass back: the graph is changed by then, a defect
-that repairs itself is never found, and a user can switch off the pass that the error names.
+A defect of a pass would otherwise show as a wrong value somewhere else: one output changes when a caller writes another in
+place. So the manager compares after every pass, and raises. It does not undo the pass: the graph has changed by then, a defect
+that is repaired silently is never found, and a user can switch off the pass that the error names.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Watch:
         self._outputs = _outputs(graph)
 
     def check(self, result: PassResult) -> None:
-        """Compare after a pass; bring fake values up to date with what it replaced, if it rewrote anything.
+        """Compare after a pass. If the pass rewrote anything, update the fake values that depend on what it replaced.
 
         Raises:
-            PassError: an output has another shape, dtype, device or strides than before, or it came to share memory with an
-                input or another output, or ceased to.
+            PassError: an output has another shape, dtype, device or strides than before, or shares memory with another input or
+                output than before.
         """
         name = result.name
         if result.matches:
@@ -56,7 +56,14 @@ class Watch:
 
 @dataclass(frozen=True)
 class _Output:
-    """One result: its fake value (None if it is no tensor), and its memory as an input or as the first output that has it."""
+    """One result.
+
+    Attributes:
+        node: what is returned.
+        fake: its fake value; None if it is not a tensor.
+        memory: an input's storage, or the number of the first output with the same storage.
+        owner: the same in words.
+    """
 
     node: Any
     fake: torch.Tensor | None = None
@@ -107,21 +114,21 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 class _FakeValues:
-    """Fake values of a graph while passes rewrite it: what reads a node that was replaced gets a new one if it needs one, views
-    above all. Inductor's own passes take two tensors with fake values of one storage for tensors that share memory."""
+    """The fake values of a graph while passes rewrite it. A reader of a node that was replaced gets a new fake value if it
+    needs one, as views do: Inductor's own passes assume that tensors share memory if their fake values have one storage."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._read = {node: _read_values(node) for node in graph.nodes}
 
     def update(self) -> None:
-        """After a pass."""
+        """Compute the fake values that a pass made stale."""
         read: dict[fx.Node, list[Any]] = {}
         computed: set[fx.Node] = set()
         for node in self._graph.nodes:
             read[node] = now = _read_values(node)
             before = self._read.get(node)
-            if before is None:  # whoever inserted it computed it, of the values of then
+            if before is None:  # inserted by the pass, its fake value computed from the values at that time
                 stale = not computed.isdisjoint(node.all_input_nodes)
             elif len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True)):
                 continue
@@ -140,15 +147,15 @@ def _read_values(node: fx.Node) -> list[Any]:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two fake values describe the same tensor, but for its memory."""
+    """Whether two fake values describe the same tensor, apart from its memory."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return a is b
     return all(not _differ(_fact(a, what), _fact(b, what)) for what in ("dtype", "device", "shape", "strides"))
 
 
 def _computed(node: fx.Node) -> Any:
-    """The fake value of `node` anew; None where it stays as it is: what an op of ours returns, whose strides depend on no
-    input's, a write, a call whose sizes depend on data."""
+    """The fake value of `node`, computed again. None where it stays as it is: for a call of our ops, whose strides do not
+    depend on the inputs' strides, for a write, and for a call whose sizes depend on data."""
     if node.target is operator.getitem:
         return value(node.args[0])[node.args[1]]
     # Inductor takes both for `reshape`.

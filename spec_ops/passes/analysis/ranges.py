@@ -1,8 +1,8 @@
-"""What values an integer tensor can hold, as far as the graph says: from its dtype, constants, `arange`, clamps, remainders.
+"""Ranges of the values of integer tensors, from dtypes, constants, `arange`, clamps and remainders in the graph.
 
     (arange(4) * -2).clamp(min=-3)   ->   (-3, 0)
 
-Anything unknown may hold whatever its dtype can. A result that may leave its dtype wraps around, so it may hold anything too.
+Unknown values have the range of their dtype. So has a result that may exceed its dtype, because it wraps around.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 Range = tuple[float, float]
 ANYTHING: Range = (-math.inf, math.inf)
 
-# Each makes its result of elements of its first argument, without changing them.
+# The elements of the result are elements of the first argument.
 _PARTS = frozenset((
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.select.int, aten.slice.Tensor, aten.permute.default,
@@ -30,7 +30,7 @@ _PARTS = frozenset((
     prims.convert_element_type.default, aten._to_copy.default,
 ))  # fmt: skip
 
-# What bounds a value is near. The limit keeps shared subexpressions from multiplying.
+# Bounds are found nearby. The limit keeps shared subexpressions from being visited exponentially often.
 MAX_DEPTH = 8
 
 
@@ -43,7 +43,7 @@ def static_shape(node: Any) -> tuple[int, ...] | None:
 
 
 def bounds_of_dtype(dtype: torch.dtype) -> Range:
-    """The least and the greatest value; `ANYTHING` for dtypes that are not integer."""
+    """The least and the greatest value of an integer dtype; `ANYTHING` for others."""
     if dtype is torch.bool:
         return 0, 1
     if dtype.is_floating_point or dtype.is_complex:
@@ -53,7 +53,7 @@ def bounds_of_dtype(dtype: torch.dtype) -> Range:
 
 
 def fits(bounds: Range, dtype: torch.dtype) -> bool:
-    """Whether every value within `bounds` is one of `dtype`."""
+    """Whether `dtype` can hold every value within `bounds`."""
     low, high = bounds_of_dtype(dtype)
     return low <= bounds[0] and bounds[1] <= high
 

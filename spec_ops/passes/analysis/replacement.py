@@ -1,10 +1,10 @@
-"""Putting one node in the place of another, so that what a graph returns keeps its strides and shares no more memory.
+"""Replacing a node, so that the graph's outputs keep their strides, and share memory only where they did before.
 
     return logits[i, row], logits[i, row]        ->        rows = mm(...); return rows, rows.clone()
 
-Users may write one output in place, so it must not share memory with another, or with an input, unless it did in eager mode.
-They may call `view` on it, so its strides must be eager's. Inductor keeps the strides of outputs that it computes, but of a
-view only their order.
+Users may write an output in place, so it must not share memory with another output or an input, unless it does in eager mode.
+They may call `view` on it, so its strides must be those of eager mode. Inductor keeps the strides of outputs that it computes,
+but only the order of the strides of a view.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ aten = torch.ops.aten
 
 
 def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether elements of two tensors of one shape lie the same way; strides of dimensions of size 1 say nothing."""
+    """Whether two tensors of one shape have the same strides. Those of dimensions of size 1 do not count."""
     return all(x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True) if size != 1)
 
 
 def in_place_of(node: fx.Node, new: fx.Node) -> fx.Node:
-    """`new`, or a copy of it, to replace all uses of `node`: a tensor of the same values, shape and dtype.
+    """`new`, or a copy of it, to replace all uses of `node`. Both have the same values, shape and dtype.
 
-    It is a copy where the graph returns memory of `node`, and `new` has other strides or memory that users see elsewhere; and
-    where the strides of `new` would change what is made of it.
+    A copy is needed where the graph returns memory of `node`, and `new` has other strides, or memory that users see elsewhere.
+    It is also needed where the strides of `new` would change what is computed from it.
     """
     if escapes(node):
         memory = storage_of(new, written=True)
@@ -51,7 +51,7 @@ def in_place_of(node: fx.Node, new: fx.Node) -> fx.Node:
 
 
 def escapes(node: fx.Node) -> bool:
-    """Whether the graph returns `node` or a view of it, not only something that `node` is a view of."""
+    """Whether the graph returns `node` or a view of it. Returning something that `node` is a view of does not count."""
     returned = set(returned_tensors(node.graph))
     views = list(views_of(node))
     written = any(user.target is AUTO_FUNCTIONALIZED for view in views for user in view.users)
@@ -59,7 +59,7 @@ def escapes(node: fx.Node) -> bool:
 
 
 def _seen(graph: fx.Graph) -> set[Storage]:
-    """The memory that users see: of inputs and of what the graph returns."""
+    """The memory that users see: of the graph's inputs and outputs."""
     inputs = (node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
     tensors = (node for node in (*inputs, *returned_tensors(graph)) if isinstance(value(node), torch.Tensor))
     return {storage_of(node, written=True) for node in tensors}

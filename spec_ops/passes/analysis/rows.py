@@ -1,9 +1,9 @@
-"""Which operands of an op hold the rows of its result: the analysis under `hoist_row_select`.
+"""Which operands of an op hold the rows of its result.
 
-A *row* is one (request, query) pair. `Layout` says where the two axes lie in a tensor's shape; each may be one factor of a
-dimension, so that `[bs, D, H]`, the flattened `[bs * D, H]` and the permuted `[heads, bs * D, H]` of a batched product are all
-followed, through any reshape that keeps both axes whole. For each op that computes a row of its result from the same row of
-its operands, `plan` names those operands, and the call that computes fewer rows.
+A *row* is a pair of request and query. `Layout` says where the two axes lie in a tensor's shape. Each may be a factor of a
+dimension, so that `[bs, D, H]`, the flattened `[bs * D, H]` and the permuted `[heads, bs * D, H]` of a batched product can be
+followed, through any reshape that keeps both axes whole. For an op that computes a row of its result from the same row of its
+operands, `plan` names these operands and the call that computes fewer rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ class Axis(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where requests and rows lie. `batch` is None if it does not matter: one request, or the same rows of each."""
+    """Where requests and rows lie in a shape.
+
+    Attributes:
+        batch: the axis of requests; None if it does not matter, with one request or with the same rows of each.
+        rows: the axis of rows.
+    """
 
     batch: Axis | None
     rows: Axis
@@ -52,14 +57,19 @@ class Layout(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Rows of an operand, which is first expanded to `expanded` if it does not vary over requests."""
+    """The rows of an operand that are needed.
+
+    Attributes:
+        layout: where they lie.
+        expanded: the shape to expand the operand to first, if it is the same for all requests; else None.
+    """
 
     layout: Layout
     expanded: tuple[int, ...] | None = None
 
 
 class RowSpace(NamedTuple):
-    """`requests` x `length` rows, of which `wanted` per request are used."""
+    """`requests` times `length` rows, of which `wanted` are used per request."""
 
     requests: int
     length: int
@@ -73,7 +83,13 @@ class RowSpace(NamedTuple):
 
 @dataclass
 class Plan:
-    """`target(*args, **kwargs)`, with the nodes of `demands` replaced by their selected rows, gives the selected rows."""
+    """How an op computes the selected rows only.
+
+    Attributes:
+        demands: operands of which only some rows are needed.
+        target, args, kwargs: the call, in which the nodes of `demands` are to be replaced by their selected rows.
+        product: whether it is a matrix product or an attention call.
+    """
 
     demands: dict[fx.Node, Demand]
     target: Any
@@ -120,7 +136,7 @@ def reshaped(source: Sequence[int], layout: Layout, shape: Sequence[int], space:
 
 
 def _operand(node: fx.Node, shape: Sequence[int], layout: Layout) -> Demand | None:
-    """What an operand that broadcasts to `shape` owes to rows of `layout`; None if it does not vary over rows."""
+    """The rows that are needed of an operand that is broadcast to `shape`; None if it is the same for all rows."""
     own = shape_of(node)
     shift = len(shape) - len(own)
 
@@ -187,7 +203,7 @@ def _full(node: fx.Node, layout: Layout, space: RowSpace) -> Plan:
 
 
 def _off_axis(node: fx.Node, layout: Layout, dims: Any, rank: int) -> set[int]:
-    """`dims` as a set, none of them one that holds rows (`layout` being that of the tensor which has these dims)."""
+    """`dims` as a set. Raises if one of them holds rows, by the `layout` of the tensor that has these dimensions."""
     listed = list(dims) if isinstance(dims, (list, tuple)) else range(rank) if dims is None else [dims]
     found = {dim % rank for dim in (listed or range(rank))} if rank else set()
     if found & layout.dims():
@@ -297,7 +313,7 @@ def _getitem(node: fx.Node, layout: Layout, space: RowSpace) -> Plan:
 
 
 def _attention(node: fx.Node, layout: Layout, space: RowSpace) -> Plan:
-    """Output row (b, j) reads query (b, j) and its mask word; keys and values stay. `HoistRowSelect` adapts the lengths."""
+    """Output row (b, j) reads query (b, j) and its mask word. Keys and values stay, and the rewrite adapts the lengths."""
     if layout.rows != Axis(1, 1) or layout.batch not in (None, Axis(0, 1)) or shape_of(node)[1] != space.length:
         raise NotRowwiseError("rows are not the queries of this attention call")
     for name in ("kv_indptr", "kv_indices", "seq_lens_cpu"):

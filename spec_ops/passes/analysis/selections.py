@@ -1,4 +1,4 @@
-"""Recognizes selections of `r` rows of each request out of `D`."""
+"""Recognizes selections of some of the rows of each request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from spec_ops.passes.analysis.graph import arg, insert, value
+from spec_ops.passes.analysis.graph import arg, value
 from spec_ops.passes.analysis.lengths import INTEGERS, Values
 from spec_ops.passes.analysis.rows import RESHAPES, Axis, Layout, NotRowwiseError, RowSpace, is_pointwise, shape_of
 
@@ -21,11 +21,17 @@ _FULL_STOP = 2**63 - 1
 
 @dataclass
 class Selection:
-    """`node` is the rows of `source` (whose axes lie as in `layout`) that `index` names, or the rows from `start` on.
+    """Some rows of each request.
 
     Attributes:
+        node: the selected rows.
+        source: the value that they are selected from.
+        space: how many rows there are, and how many are selected.
+        layout: where requests and rows lie in `source`.
         key: equal for selections of the same rows.
-        wraps: negative indices count from the end.
+        start: the first row, if the same block of rows is selected of every request; else None.
+        index: the node that holds the rows' numbers, if they are not a block; else None.
+        wraps: whether negative indices count from the end.
     """
 
     node: fx.Node
@@ -42,29 +48,9 @@ class Selection:
             return f"{self.start} to {self.start + self.space.wanted - 1} of {self.space.length}"
         return f"by {self.index.name} of {self.space.length}" if self.index is not None else ""
 
-    def row_index(self, graph: fx.Graph, before: fx.Node) -> fx.Node:
-        """The index as `[requests, count]` int64."""
-        assert self.index is not None
-        index, requests, count = self.index, self.space.requests, self.space.wanted
-
-        def make(target: Any, *args: Any) -> fx.Node:
-            return insert(graph, before, target, args, source=self.node)
-
-        if math.prod(shape_of(index)) > requests * count:  # equal along the trailing dimensions
-            for _ in shape_of(index)[2:]:
-                index = make(aten.select.int, index, 2, 0)
-        if value(index).dtype is not torch.int64:
-            index = make(prims.convert_element_type.default, index, torch.int64)
-        if self.wraps:
-            wrapped = make(aten.add.Tensor, index, self.space.length)
-            index = make(aten.where.self, make(aten.lt.Scalar, index, 0), wrapped, index)
-        if math.prod(shape_of(index)) < requests * count:  # the same rows of every request
-            return make(aten.expand.default, make(aten.reshape.default, index, [1, count]), [requests, count])
-        return index if shape_of(index) == (requests, count) else make(aten.reshape.default, index, [requests, count])
-
 
 def selection_of(node: fx.Node, values: Values) -> Selection | None:
-    """`node` as a selection; None if it is none.
+    """`node` as a selection of rows; None if it is not a selection.
 
     Raises:
         NotRowwiseError: it selects, but not rows of each request.
@@ -167,8 +153,8 @@ def _index_select(node: fx.Node, source: fx.Node, values: Values) -> Selection |
 
 
 def _flat(node: fx.Node, source: fx.Node, index: fx.Node, values: Values) -> Selection | None:
-    """Rows `b * D + j` of a flattened `[bs * D, ...]`, where `j` is provably in `[0, D)`: another request's row is another
-    row."""
+    """Rows `b * D + j` of a flattened `[bs * D, ...]`, where `j` is provably in `[0, D)`: other values would be rows of another
+    request."""
     parts = index.args if index.target is aten.add.Tensor and arg(index, "alpha") == 1 else ()
     for first, row in (parts, tuple(reversed(parts))) if len(parts) == 2 else ():
         if not isinstance(first, fx.Node) or not isinstance(row, fx.Node) or (found := iota(first)) is None:
@@ -212,8 +198,8 @@ def _constant_along(node: fx.Node, dim: int) -> bool:
 
 
 def _root(index: fx.Node, count: int) -> fx.Node:
-    """The node that holds the `count` entries of `index` in order, without the expansion along trailing dimensions. Of the
-    conversions only widening ones are seen through: others may change values."""
+    """The node that holds the `count` entries of `index` in order, before they are expanded along trailing dimensions. Widening
+    conversions are seen through, others are not, since they may change values."""
     lead = shape_of(index)[: 2 if len(shape_of(index)) > 1 else 1]
     node, found = index, index
     while node.op == "call_function":
@@ -268,7 +254,7 @@ def _bounds(node: Any, length: int) -> tuple[float, float]:
             maximum = arg(node, "max") if node.target is not aten.clamp_min.default else None
             if isinstance(maximum, fx.Node):  # it may lie below all that is known further in
                 break
-            # From the outermost in, the maximum first, as `clamp` does: a limit holds unless one further out overrules it.
+            # From the outside in, and the maximum first as `clamp` does: a limit holds unless one further out overrides it.
             if maximum is not None and high == math.inf:
                 high = max(maximum, low)
             if isinstance(minimum, fx.Node):

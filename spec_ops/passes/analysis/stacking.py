@@ -1,4 +1,4 @@
-"""Integer values that differ by constants, such as one per draft step, computed as rows of one value.
+"""Computing integer values that differ by constants, such as one per draft step, as rows of one value.
 
     s1 = gather(table, (base + 1) // 16) * 16 + (base + 1) % 16
     s2 = gather(table, (base + 2) // 16) * 16 + (base + 2) % 16
@@ -6,13 +6,13 @@
     place = base.unsqueeze(0) + [[1], [2]]
     s = gather(table.expand(2, ...), place // 16) * 16 + place % 16;  s1, s2 = s[0], s[1]
 
-No pattern is matched. Values belong together if the same integer ops compute them from the same values and only the constants
-of lengths (`lengths.py`) differ: the `kind` of their forms is equal, the `offsets` are not. What does not differ is computed
-once and broadcast.
+No pattern is matched. Values belong together if the same integer ops compute them from the same values, and only the constants
+of lengths (`lengths.py`) differ: their forms have equal `kind` and different `offsets`. What does not differ is computed once
+and broadcast.
 
-Why not leave it to Inductor, which fuses pointwise work horizontally: it makes a buffer where an op of ours reads it, and fuses
-no two buffers that are more than 64 scheduler nodes apart (`are_long_distant_nodes`) or share less than 10 bytes of input. A
-target model lies between the drafts and the extend.
+Inductor fuses pointwise work horizontally, but that is not enough here. It makes a buffer where an op of ours reads it, and
+does not fuse buffers that are more than 64 scheduler nodes apart (`are_long_distant_nodes`) or share less than 10 bytes of
+input. A target model lies between the draft steps and the draft extend.
 """
 
 from __future__ import annotations
@@ -36,13 +36,18 @@ _GATHERS = {aten.gather.default, aten.index.Tensor}
 _PARTS = {aten.select.int, aten.slice.Tensor}
 _FOLLOWED = RESHAPES | _SAME_SHAPE | _UNTAGGED_POINTWISE | _GATHERS | _PARTS | {aten.expand.default}
 
-# Slot and position arithmetic is a dozen ops deep. The bounds keep shared subexpressions, which the walk meets again at every
-# reader, from multiplying.
+# Slot and position arithmetic is a dozen ops deep. The walk meets a shared subexpression again at every reader; the limits keep
+# that from growing exponentially.
 MAX_DEPTH, MAX_OFFSETS = 24, 64
 
 
 class Form(NamedTuple):
-    """How a value is computed: equal `kind` means equal ops on equal values but for constants, whose values are `offsets`."""
+    """How a value is computed.
+
+    Attributes:
+        kind: equal for equal ops on equal values, whatever the constants are.
+        offsets: the constants.
+    """
 
     kind: int
     offsets: tuple[int, ...]
@@ -71,11 +76,12 @@ class Stacking:
         return changed or self._is_followed(length.base)
 
     def rows(self, nodes: Sequence[fx.Node], first: fx.Node) -> list[fx.Node]:
-        """`nodes`, of one form and of different offsets, as rows of one value that is computed behind `first` of them."""
+        """`nodes`, which are of one kind with different offsets, as rows of one value. It is computed right after `first`, the
+        first of them in the graph."""
         emitter = _Emitter(self, first, len(nodes))
         stacked, _ = emitter.stack(tuple(nodes))
-        # As a buffer: of a value that has none yet, Inductor would compute each row that an op of ours takes by itself. The
-        # fake value is given, since the op's eager form would copy.
+        # The value becomes a buffer. Without one, Inductor would compute each row that an op of ours takes by itself. The fake
+        # value is passed, since the op's eager form would copy.
         strides = list(value(stacked).stride())
         stacked = emitter.make(prims.inductor_force_stride_order.default, stacked, strides, result=value(stacked))
         return [emitter.make(aten.select.int, stacked, 0, i) for i in range(len(nodes))]
@@ -132,7 +138,8 @@ class Stacking:
 
 
 class _Emitter:
-    """Computes `count` values of one form at once, behind `first`; a result is one value for all (False) or `[count, ...]`."""
+    """Computes `count` values of one kind at once, after `first`. A result is a pair: the node, and whether it is stacked,
+    `[count, ...]`, or one value for all."""
 
     def __init__(self, stacking: Stacking, first: fx.Node, count: int) -> None:
         self.values, self.graph, self.first, self.before, self.count = stacking.values, stacking.graph, first, first.next, count
@@ -178,7 +185,7 @@ class _Emitter:
         first, shape = nodes[0], list(value(nodes[0]).shape)
         if len(set(nodes)) == 1:
             return first, False
-        # By place, not by node: where one reads a value twice, another may read two.
+        # By position, not by node: where one of them reads a value twice, another may read two values.
         operands = [self.stack(same) for same in zip(*map(_inputs, nodes), strict=True)]
         stacked = any(flag for _, flag in operands)
         if stacked and first.target in RESHAPES:
@@ -205,17 +212,17 @@ class _Emitter:
         return self.make(first.target, *args, **kwargs), stacked
 
     def _aligned(self, stacked: fx.Node, rank: int) -> fx.Node:
-        """`[count, ...]` with as many dimensions after the first as what it is broadcast against."""
+        """`stacked` with `rank` dimensions after the first, to be broadcast."""
         count, *rest = value(stacked).shape
         missing = rank - len(rest)
         return self.make(aten.reshape.default, stacked, [count] + [1] * missing + rest) if missing > 0 else stacked
 
     def _whole(self, node: fx.Node, stacked: bool, like: torch.Tensor) -> fx.Node:
-        """`[count, *shape of like]`, a view if it is one value for all."""
+        """`[count, *like.shape]`, as a view if it is one value for all."""
         return node if stacked else self.make(aten.expand.default, node, [self.count, *like.shape])
 
     def _column(self, offsets: Sequence[int], like: torch.Tensor) -> fx.Node:
-        """`[count]` of offsets from pointwise ops: a tensor made on the host would be a copy in every round."""
+        """`[count]` offsets, computed by pointwise ops: a tensor made on the host would be copied in every round."""
         offsets = list(offsets)
         steps = {b - a for a, b in itertools.pairwise(offsets)}
         step = steps.pop() if len(steps) == 1 else 0
@@ -244,7 +251,7 @@ def _sorted(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:
-    """Nodes among the arguments, place by place, in the order of `map_arg`."""
+    """The nodes among the arguments, in the order of `map_arg`; one that is passed twice is there twice."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, _sorted(node.kwargs)), found.append)
     return found

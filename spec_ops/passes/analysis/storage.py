@@ -2,12 +2,12 @@
 
     rows = hidden[:, -1]; parts = rows.view(bs, 2, -1)          storage_of(parts) == storage_of(rows) == storage_of(hidden)
 
-It is read off the graph: a view has the storage of what it is a view of, everything else has its own. The fake values of a
-graph that is being rewritten do not tell, since a view whose source was replaced still has the fake value of before. They are
-asked where the graph does not say: which inputs share a storage, and whether a reshape copies.
+The graph shows it: a view has the storage of its source, everything else has its own. Fake values of a graph that is being
+rewritten do not show it, since a view whose source was replaced still has its old fake value. They are used only for what the
+graph does not show: which inputs share a storage, and whether a reshape copies.
 
 A functional graph has no writes, only new values. What `auto_functionalized_v2` returns for a base is a new value too, but it
-ends up in the memory of the base. `written=True` asks for that memory: what users see of the inputs and outputs of a graph.
+ends up in the memory of the base. `written=True` asks for that memory, which is what users see of a graph's inputs and outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Storage = Hashable
 
 
 def storage_of(node: fx.Node, *, written: bool = False) -> Storage:
-    """What is equal for two tensors that share memory, and differs for others.
+    """A value that is equal for two tensors that share memory, and different for others.
 
     Args:
         node: a tensor of the graph.
@@ -54,7 +54,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def views_of(node: fx.Node) -> Iterator[fx.Node]:
-    """`node` and all views of it, those of views among them, and the calls that make several."""
+    """`node` and all views of it, including views of views and the calls that return several views."""
     yield node
     for user in node.users:
         if is_view(user) and base_of(user) is base_of(node):
@@ -62,22 +62,22 @@ def views_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def may_copy(node: fx.Node) -> bool:
-    """Whether `node` is a view or a copy, according to the strides of its source: so are `reshape`, `contiguous` and `to`."""
+    """Whether the strides of its source decide if `node` is a view or a copy, as for `reshape`, `contiguous` and `to`."""
     return (
         isinstance(node.target, torch._ops.OpOverload) and _viewed_argument(node.target) is not None and _composite(node.target)
     )
 
 
 def returned_tensors(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The tensors that the graph returns, in order, each as often as it is returned."""
+    """The tensors that the graph returns, in order. One that is returned twice comes twice."""
     for node in torch.utils._pytree.tree_leaves(graph.output_node().args):
         if isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor):
             yield node
 
 
 def is_returned(node: fx.Node) -> bool:
-    """Whether the graph returns memory of `node`, a tensor or a call of several: the tensor itself, a view of it, or what an op
-    makes by writing to it. The caller may write to that memory."""
+    """Whether the graph returns memory of `node`, a tensor or a call that gives several: the tensor, a view of it, or what an
+    op makes of it by writing to it. The caller may write to that memory."""
     several = isinstance(value(node), (tuple, list))
     results = [user for user in node.users if user.target is operator.getitem] if several else [node]
     returned = {storage_of(tensor, written=True) for tensor in returned_tensors(node.graph)}
@@ -130,7 +130,7 @@ def _copies(node: fx.Node, source: fx.Node) -> bool:
     """Whether `node`, a call that may copy `source`, does."""
     old, given = value(node), value(source)
     if not isinstance(given, FakeTensor) or not isinstance(old, torch.Tensor):
-        return False  # nothing is known of them: they may share memory
+        return False  # nothing is known: they may share memory
     if old.untyped_storage()._cdata == given.untyped_storage()._cdata:
         return False
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)  # `source` may have been replaced since

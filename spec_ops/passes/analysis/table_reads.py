@@ -1,14 +1,14 @@
-"""Proof that what reads a page table sees the same in the table of a longer length.
+"""Proof that a reader of a page table sees the same in a table that was built for a longer length.
 
     table = page_table(r, req, base + 4, 16);  pages = gather(table, 1, (base[:, None] + arange(3)) // 16)
 
-Token `p` of a request lies in the live prefix of a table built for length `n` if `0 <= p < n`; a table built for a longer
-length holds the same page there. Positions are followed through what `lengths.py` sees through, and through adding values
-whose range is known. A call of attention reads as many entries as the pages of its cache need.
+Token `p` of a request lies in the live prefix of a table built for length `n` if `0 <= p < n`. A table built for a longer
+length holds the same page there. Positions are followed through the ops that `lengths.py` goes through, and through additions
+of values whose range is known. An attention call reads as many entries as the pages of its cache need.
 
-A position is not known to be 0 or more: a base may be -1 where a request is finished, so that its length of `base + 1` is 0. A
-`gather` takes no negative index, and `index` wraps it around to an entry that no length reaches. Where the index is clamped it
-may read the first entry of an empty row, which a longer table fills: `Read.may_be_empty`.
+Positions may be negative: the base may be -1 where a request is finished, so that its length of `base + 1` is 0. A `gather`
+takes no negative index, and `index` wraps it around to an entry that no length reaches. A clamped index may read the first
+entry of an empty row, which a longer table fills: `Read.may_be_empty`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CLAMPS = {aten.clamp.default: ("min", "max"), aten.clamp_min.default: ("min",),
 
 
 class Table(NamedTuple):
-    """A page table: `node` holds one entry for each `page_size` tokens of `length`, then zeros up to its width."""
+    """A page table: one entry for each `page_size` tokens of `length`, then zeros up to the width of `node`."""
 
     node: fx.Node
     length: Length
@@ -38,7 +38,11 @@ class Table(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A read of live entries. `may_be_empty`: where the table's own length is 0, it may read the first entry instead."""
+    """A read of live entries.
+
+    Attributes:
+        may_be_empty: whether it may read the first entry where the table's own length is 0.
+    """
 
     may_be_empty: bool
 
@@ -51,8 +55,8 @@ class _Columns(NamedTuple):
 
 
 def read_of(node: fx.Node, table: Table, longer: Length, values: Values) -> Read | None:
-    """What the gather or index `node` reads of `table`, if it reads the same of one built for `longer`: entries of live tokens,
-    each from the row of its own request. None if that is not proven."""
+    """How the gather or index `node` reads `table`, if it provably reads the same in a table built for `longer`: entries of
+    live tokens, each from the row of its own request. None if there is no proof."""
     if node.args[0] is not table.node or node.all_input_nodes.count(table.node) != 1:
         return None
     if any(static_shape(operand) is None for operand in node.all_input_nodes):
@@ -84,7 +88,7 @@ def _row_by_row(requests: fx.Node, columns: fx.Node) -> bool:
 
 
 def _columns(node: fx.Node, table: Table) -> _Columns | None:
-    """The positions whose page numbers `node` holds, clamped at most to the width of the table."""
+    """The positions whose page indices `node` holds, if these are at most clamped to the table's width."""
     clamped = False
     while node.op == "call_function":
         if node.target in _CONVERT or node.target in _VIEWS:

@@ -46,13 +46,13 @@ def first_drafts(draft: Draft, state: RoundState, hidden: torch.Tensor, topk: in
         state.draft_scores.copy_(scores)
         state.draft_tokens.copy_(draft.to_target(tokens))
     else:
-        tokens, probs = next_draft(draft, state, logits, 0, sampled)
+        tokens, probs = _next_draft(draft, state, logits, 0, sampled)
         state.draft_tokens.copy_(tokens[:, None])
         if probs is not None:
             state.draft_probs.copy_(probs)
 
 
-def next_draft(
+def _next_draft(
     draft: Draft, state: RoundState, logits: torch.Tensor, step: int, sampled: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The draft tokens (target ids, `[bs]`) for `logits [bs, Vd]`, and the distribution that they were sampled from."""
@@ -82,7 +82,7 @@ def draft_chain(
             backend=backend,
         )
         hidden = draft(tokens[-1][:, None], hidden[:, None], position[:, None], attention)[:, 0]
-        token, prob = next_draft(draft, state, draft.logits(hidden), step + 1, sampled)
+        token, prob = _next_draft(draft, state, draft.logits(hidden), step + 1, sampled)
         tokens.append(token)
         if prob is not None:
             probs.append(prob)

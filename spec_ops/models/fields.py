@@ -11,7 +11,7 @@ from typing import Any
 
 from spec_ops._numbers import is_integer, is_number
 
-REQUIRED: Any = object()
+_REQUIRED: Any = object()
 
 
 class FieldError(ValueError):
@@ -44,25 +44,25 @@ class Fields:
 
     def _read(self, name: str, default: Any, expected: str, fits: Callable[[Any], bool]) -> Any:
         value = self.values.get(name)
-        if value is None and default is not REQUIRED:
+        if value is None and default is not _REQUIRED:
             return default
         if value is None or not fits(value):
             raise self.error(name, f"must be {expected}, got {'nothing' if name not in self.values else repr(value)}")
         return value
 
-    def integer(self, name: str, least: int | None = 1, default: Any = REQUIRED) -> Any:
+    def integer(self, name: str, least: int | None = 1, default: Any = _REQUIRED) -> Any:
         """An integer of at least `least`; of any sign if that is None."""
         wanted = "an integer" if least is None else f"an integer of at least {least}"
         return self._read(name, default, wanted, lambda v: is_integer(v) and (least is None or v >= least))
 
-    def integers(self, name: str, default: Any = REQUIRED) -> Any:
+    def integers(self, name: str, default: Any = _REQUIRED) -> Any:
         def fits(value: Any) -> bool:
             return isinstance(value, list | tuple) and all(map(is_integer, value))
 
         found = self._read(name, default, "a list of integers", fits)
         return found if found is default else tuple(found)
 
-    def positive(self, name: str, default: Any = REQUIRED) -> Any:
+    def positive(self, name: str, default: Any = _REQUIRED) -> Any:
         """A finite number above 0, as a float."""
         found = self._read(name, default, "a positive number", lambda v: is_number(v) and 0 < v < math.inf)
         return found if found is default else float(found)
@@ -70,16 +70,16 @@ class Fields:
     def flag(self, name: str, default: Any = False) -> Any:
         return self._read(name, default, "true or false", lambda value: isinstance(value, bool))
 
-    def text(self, name: str, default: Any = REQUIRED) -> Any:
+    def text(self, name: str, default: Any = _REQUIRED) -> Any:
         return self._read(name, default, "a string", lambda value: isinstance(value, str))
 
-    def texts(self, name: str, default: Any = REQUIRED) -> Any:
+    def texts(self, name: str, default: Any = _REQUIRED) -> Any:
         def fits(value: Any) -> bool:
             return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
 
         return self._read(name, default, "a list of strings", fits)
 
-    def inner(self, name: str, default: Any = REQUIRED) -> Fields:
+    def inner(self, name: str, default: Any = _REQUIRED) -> Fields:
         """The object `name`; `default`, such as `{}`, stands in for a missing one."""
         found = self._read(name, default, "an object", lambda value: isinstance(value, Mapping))
         return Fields(found, self.fail, f"{self.section}.{name}" if self.section else name)

@@ -29,9 +29,9 @@ from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.report import is_host_copy
 
 ITEM = torch.ops.aten._local_scalar_dense.default
-ASSERT = torch.ops.aten._assert_scalar.default
-RANGES = (torch.ops.aten.sym_constrain_range.default, torch.ops.aten.sym_constrain_range_for_size.default)
-SCALARS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+_ASSERT = torch.ops.aten._assert_scalar.default
+_RANGES = (torch.ops.aten.sym_constrain_range.default, torch.ops.aten.sym_constrain_range_for_size.default)
+_SCALARS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def is_sync(node: fx.Node) -> bool:
@@ -94,7 +94,7 @@ def _reads(node: fx.Node) -> list[fx.Node]:
         current = stack.pop()
         if is_sync(current):
             found[current] = None
-        elif isinstance(value(current), SCALARS):
+        elif isinstance(value(current), _SCALARS):
             stack += (fresh := [n for n in current.all_input_nodes if n not in seen])
             seen.update(fresh)
     return list(found)
@@ -102,17 +102,17 @@ def _reads(node: fx.Node) -> list[fx.Node]:
 
 def _from_tracing(node: fx.Node) -> bool:
     """Whether `node` is an assert on a read that tracing made by itself; False if in doubt."""
-    if node.op != "call_function" or node.target not in (ASSERT, *RANGES):
+    if node.op != "call_function" or node.target not in (_ASSERT, *_RANGES):
         return False
     condition = node.args[0]
     if not isinstance(condition, fx.Node):
-        return node.target is ASSERT and condition is True
+        return node.target is _ASSERT and condition is True
     reads = _reads(condition)
     if not reads:
         return False
-    if node.target in RANGES:
+    if node.target in _RANGES:
         low, high = arg(node, "min"), arg(node, "max")
-        sized = node.target is RANGES[1]
+        sized = node.target is _RANGES[1]
         return high is None and (low is None or (sized and isinstance(low, int) and low <= 0))
     trace = node.meta.get("stack_trace")
     if not trace or not any(read.meta.get("stack_trace") == trace for read in reads):
@@ -188,7 +188,7 @@ def _needs(sync: fx.Node, live: set[fx.Node]) -> str:
 def _passes_on(node: fx.Node, on_host: bool) -> bool:
     if node.op != "call_function" or _effect(node):
         return False
-    if is_sync(node) or isinstance(value(node), SCALARS):
+    if is_sync(node) or isinstance(value(node), _SCALARS):
         return True
     out = value(node)
     parts = out if isinstance(out, (list, tuple)) else [out]
@@ -199,7 +199,7 @@ def _passes_on(node: fx.Node, on_host: bool) -> bool:
 def _describe(node: fx.Node, read: fx.Node) -> str:
     if node.op == "output":
         return "the graph's output"
-    if node.target in (ASSERT, *RANGES):
+    if node.target in (_ASSERT, *_RANGES):
         return f"the check at {source_line(node)}"
     if node.target in ATTENTION_OPS:
         inputs = [a.name for a in node.target._schema.arguments if arg(node, a.name) is read]  # type: ignore[union-attr]

@@ -44,11 +44,11 @@ MAX_ROWS = {90: 32}
 AFTER_NORM: Rules = {90: (Rule(max_m=32, max_n=48 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),)}
 
 
-class NotFusedError(Exception):
+class _NotFusedError(Exception):
     """Why a norm keeps a kernel of its own."""
 
 
-class Norm(NamedTuple):
+class _Norm(NamedTuple):
     """`out = x * rsqrt(mean(x ** 2, -1) + eps) * weight`, in float32, of the dtype of `x`."""
 
     x: fx.Node
@@ -57,7 +57,7 @@ class Norm(NamedTuple):
     out: fx.Node
 
 
-class Front(NamedTuple):
+class _Front(NamedTuple):
     """The sum of `residual` and the result of `product`."""
 
     product: fx.Node
@@ -65,7 +65,7 @@ class Front(NamedTuple):
     total: fx.Node
 
 
-class Columns(NamedTuple):
+class _Columns(NamedTuple):
     """Some columns of a product."""
 
     product: fx.Node
@@ -73,9 +73,9 @@ class Columns(NamedTuple):
     width: int
 
 
-class SiluMul(NamedTuple):
-    gate: Columns
-    up: Columns
+class _SiluMul(NamedTuple):
+    gate: _Columns
+    up: _Columns
     out: fx.Node
 
 
@@ -95,7 +95,7 @@ class FuseNormLinear(GraphPass):
                 front = _front(norm, arch)
                 skinny, others = _products_after(norm.out, arch)
                 silu = _silu_mul(others) if others else None
-            except NotFusedError as reason:
+            except _NotFusedError as reason:
                 result.refuse(norm.out, f"{what}: {reason}")
                 continue
             _fuse(graph, norm, front, skinny, silu)
@@ -121,7 +121,7 @@ def _is_convert(node: Any, dtype: torch.dtype) -> bool:
     return isinstance(node, fx.Node) and node.target is prims.convert_element_type.default and node.args[1] == dtype
 
 
-def _norm(rsqrt: fx.Node) -> Norm | None:
+def _norm(rsqrt: fx.Node) -> _Norm | None:
     """The RMS norm over rows that `rsqrt` is part of, if nothing but its result is read elsewhere.
 
     Two forms are known: `(x * rstd * weight).to(dtype)` and `(x * rstd).to(dtype) * weight`.
@@ -154,7 +154,7 @@ def _norm(rsqrt: fx.Node) -> Norm | None:
         weight = None if out is None else _other(out, rounded)
     if out is None or value(out).dtype != value(x).dtype or not isinstance(weight, fx.Node):
         return None
-    return Norm(x, float(eps), weight, out)
+    return _Norm(x, float(eps), weight, out)
 
 
 def _unshaped(node: Any) -> Any:
@@ -169,41 +169,41 @@ def _width(node: Any) -> int:
     return shape[-1] if shape else 1
 
 
-def _front(norm: Norm, arch: int | None) -> Front:
+def _front(norm: _Norm, arch: int | None) -> _Front:
     total = _unshaped(norm.x)
     if total.target is not aten.add.Tensor or len(total.args) != 2 or total.kwargs:
-        raise NotFusedError("what it normalizes is not the sum of a residual and a product")
+        raise _NotFusedError("what it normalizes is not the sum of a residual and a product")
     for term, residual in (total.args, reversed(total.args)):
         product = _unshaped(term)
         if isinstance(product, fx.Node) and product.target is skinny_mm_op and residual is not term:
             break
     else:
-        raise NotFusedError("no term of the sum before it is a product that skinny_mm computes")
+        raise _NotFusedError("no term of the sum before it is a product that skinny_mm computes")
     m, n = value(product).shape
     if value(product).dtype != DTYPE:
-        raise NotFusedError(f"it is {value(product).dtype}, in which values that are not normalized yet may overflow")
+        raise _NotFusedError(f"it is {value(product).dtype}, in which values that are not normalized yet may overflow")
     if arch not in MAX_ROWS:
-        raise NotFusedError(f"no figures for sm_{arch}")
+        raise _NotFusedError(f"no figures for sm_{arch}")
     if m > MAX_ROWS[arch]:
-        raise NotFusedError(f"more than {MAX_ROWS[arch]} rows")
+        raise _NotFusedError(f"more than {MAX_ROWS[arch]} rows")
     if product.args[2] is not None:
-        raise NotFusedError("the product before it has a bias")
+        raise _NotFusedError("the product before it has a bias")
     while term is not product:
         if len(term.users) != 1:
             break
         term = term.args[0]
     if len(term.users) != 1:
-        raise NotFusedError("the product before it is read by more than the residual sum")
+        raise _NotFusedError("the product before it is read by more than the residual sum")
     addend, whole = value(residual), value(total)
     alike = isinstance(addend, torch.Tensor) and addend.shape == whole.shape and addend.dtype == DTYPE
     if not alike or whole.numel() != m * n:
-        raise NotFusedError("the residual has another shape or dtype than the product")
+        raise _NotFusedError("the residual has another shape or dtype than the product")
     weight = value(norm.weight)
     if norm.weight.op != "placeholder" or weight.shape != (n,) or weight.dtype != DTYPE:
-        raise NotFusedError(f"its weight is not an input of {n} bfloat16 values")
+        raise _NotFusedError(f"its weight is not an input of {n} bfloat16 values")
     if _writes_between(product, total):
-        raise NotFusedError("something is written in place between the product and the residual sum")
-    return Front(product, residual, total)
+        raise _NotFusedError("something is written in place between the product and the residual sum")
+    return _Front(product, residual, total)
 
 
 def _writes_between(first: fx.Node, last: fx.Node) -> bool:
@@ -222,18 +222,18 @@ def _products_after(out: fx.Node, arch: Any) -> tuple[list[fx.Node], list[fx.Nod
     others: list[fx.Node] = []
     for node, user in _readers(out):
         if user.target not in (skinny_mm_op, aten.mm.default, aten.addmm.default):
-            raise NotFusedError(f"{user.target} reads its value too")
+            raise _NotFusedError(f"{user.target} reads its value too")
         x, weight, bias = _parts(user)
         if x is not node or node in (weight, bias):
-            raise NotFusedError(f"{user.target} reads its value, but not as rows")
+            raise _NotFusedError(f"{user.target} reads its value, but not as rows")
         if user.target is skinny_mm_op or product_refusal(user, arch, AFTER_NORM) is None:
             skinny.append(user)
         elif bias is None:
             others.append(user)
         else:
-            raise NotFusedError("cuBLAS adds a bias to a product after it")
+            raise _NotFusedError("cuBLAS adds a bias to a product after it")
     if not skinny and not others:
-        raise NotFusedError("no product reads its value")
+        raise _NotFusedError("no product reads its value")
     return skinny, others
 
 
@@ -254,7 +254,7 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield node, user
 
 
-def _pieces(node: fx.Node, columns: Columns) -> Iterator[tuple[fx.Node, Columns, fx.Node]]:
+def _pieces(node: fx.Node, columns: _Columns) -> Iterator[tuple[fx.Node, _Columns, fx.Node]]:
     """Values that are some of `columns`, which `node` has all of: each value, its columns, and a reader."""
     last = value(node).dim() - 1
     for of, user in _readers(node):
@@ -265,25 +265,25 @@ def _pieces(node: fx.Node, columns: Columns) -> Iterator[tuple[fx.Node, Columns,
             for part in user.users:
                 index = part.args[1]
                 start, end = starts[index], starts[index + 1]  # type: ignore[index, operator]
-                yield from _pieces(part, Columns(columns.product, columns.start + start, end - start))
+                yield from _pieces(part, _Columns(columns.product, columns.start + start, end - start))
         elif user.target is aten.slice.Tensor and arg(user, "dim") in (-1, last) and arg(user, "step") == 1:
             start = slice(arg(user, "start"), arg(user, "end")).indices(columns.width)[0]
-            yield from _pieces(user, Columns(columns.product, columns.start + start, _width(user)))
+            yield from _pieces(user, _Columns(columns.product, columns.start + start, _width(user)))
         else:
             yield of, columns, user
 
 
-def _silu_mul(products: Sequence[fx.Node]) -> SiluMul:
+def _silu_mul(products: Sequence[fx.Node]) -> _SiluMul:
     """The `silu(gate) * up` that is the only reader of `products`."""
-    whole = [Columns(product, 0, _width(product)) for product in products]
+    whole = [_Columns(product, 0, _width(product)) for product in products]
     pieces = [piece for columns in whole for piece in _pieces(columns.product, columns)]
     found = [silu for node, columns, user in pieces if (silu := _silu_of(node, columns, user, pieces)) is not None]
     if not found or len(pieces) != 2 or {found[0].gate.product, found[0].up.product} != set(products):
-        raise NotFusedError("cuBLAS computes a product after it that something other than silu(gate) * up reads")
+        raise _NotFusedError("cuBLAS computes a product after it that something other than silu(gate) * up reads")
     return found[0]
 
 
-def _silu_of(node: fx.Node, gate: Columns, exact: fx.Node, pieces: list[tuple[fx.Node, Columns, fx.Node]]) -> SiluMul | None:
+def _silu_of(node: fx.Node, gate: _Columns, exact: fx.Node, pieces: list[tuple[fx.Node, _Columns, fx.Node]]) -> _SiluMul | None:
     """The `silu(gate) * up` that begins with `exact`, the gate `node` in float32; `up` is among `pieces`."""
     if not _is_convert(exact, torch.float32) or (activated := _silu(exact)) is None:
         return None
@@ -293,7 +293,7 @@ def _silu_of(node: fx.Node, gate: Columns, exact: fx.Node, pieces: list[tuple[fx
         return None
     other = _other(out, rounded)
     ups = [up for part, up, user in pieces if part is other and user is out and up.width == gate.width]
-    return SiluMul(gate, ups[0], out) if ups and value(other).shape == value(node).shape else None
+    return _SiluMul(gate, ups[0], out) if ups and value(other).shape == value(node).shape else None
 
 
 def _silu(x: fx.Node) -> fx.Node | None:
@@ -313,7 +313,7 @@ def _silu(x: fx.Node) -> fx.Node | None:
     return quotient if right and all(len(node.users) == 1 and not node.kwargs for node in chain[1:-1]) else None
 
 
-def _fuse(graph: fx.Graph, norm: Norm, front: Front, skinny: list[fx.Node], silu: SiluMul | None) -> None:
+def _fuse(graph: fx.Graph, norm: _Norm, front: _Front, skinny: list[fx.Node], silu: _SiluMul | None) -> None:
     product, residual, total = front
     x, weight, _ = product.args
     m, n = value(product).shape
@@ -339,7 +339,7 @@ def _shaped(graph: fx.Graph, before: fx.Node, node: fx.Node, shape: Sequence[int
     return node if value(node).shape == shape else insert(graph, before, aten.reshape.default, (node, list(shape)))
 
 
-def _columns(graph: fx.Graph, before: fx.Node, columns: Columns) -> fx.Node:
+def _columns(graph: fx.Graph, before: fx.Node, columns: _Columns) -> fx.Node:
     product, start, width = columns
     if width == _width(product):
         return product

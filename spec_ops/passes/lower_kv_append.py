@@ -34,7 +34,7 @@ from spec_ops.passes.row_scatter import register_lowerings
 
 aten = torch.ops.aten
 
-LOWERED = {append_kv_op: append_kv_lowered, append_mla_kv_op: append_mla_kv_lowered}
+_LOWERED = {append_kv_op: append_kv_lowered, append_mla_kv_op: append_mla_kv_lowered}
 _ROWS = {append_kv_op: ("k", "v"), append_mla_kv_op: ("c_kv", "k_rope")}
 _CACHES = {append_kv_op: ("k_cache", "v_cache"), append_mla_kv_op: ("kv_cache",)}
 _VIEWS = RESHAPES | {
@@ -54,13 +54,13 @@ class LowerKvAppend(GraphPass):
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
         for node in calls(graph, AUTO_FUNCTIONALIZED):
             op: Any = node.args[0]
-            if op not in LOWERED or not _on_nvidia(node):
+            if op not in _LOWERED or not _on_nvidia(node):
                 continue
             if (reason := _obstacle(node, op, context)) is not None:
                 result.refuse(node, f"{op._schema.name.removeprefix('spec_ops::')}: {reason}")
                 continue
             register_lowerings()
-            node.update_arg(0, LOWERED[op])
+            node.update_arg(0, _LOWERED[op])
             result.did(node, f"{' and '.join(_ROWS[op])} are computed and appended in one go")
 
 

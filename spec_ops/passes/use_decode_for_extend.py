@@ -36,15 +36,15 @@ MAX_DECODE_QUERIES = MAX_TREE_TOKENS
 MAX_CONSTANT_ELEMENTS = 1 << 16
 
 # Constants of the program. Other attributes (AOTInductor's buffers) may be replaced between calls.
-CONSTANT_ATTRIBUTES = ("_tensor_constant", "lifted_tensor", "_lifted_tensor", "_frozen_param")
+_CONSTANT_ATTRIBUTES = ("_tensor_constant", "lifted_tensor", "_lifted_tensor", "_frozen_param")
 
-DRAFT_EXTEND: dict[Any, Any] = {
+_DRAFT_EXTEND: dict[Any, Any] = {
     table[f"{kind}_extend"]: table[f"{kind}_draft_extend"] for table in (OPS, HOST_PLAN_OPS) for kind in ("mha", "mla")
 }
 
 aten, prims = torch.ops.aten, torch.ops.prims
 # For integers these are exact on every device: the graph would compute what they give on the CPU now.
-CONSTANT_OPS = frozenset(
+_CONSTANT_OPS = frozenset(
     {
         prims.iota, prims.convert_element_type, prims.device_put, aten.arange, aten.full, aten.zeros, aten.ones,
         aten.scalar_tensor, aten.add, aten.sub, aten.rsub, aten.mul, aten.neg, aten.cumsum, aten.cat, aten.constant_pad_nd,
@@ -54,7 +54,7 @@ CONSTANT_OPS = frozenset(
     }
 )  # fmt: skip
 # These use only the shape and dtype of their tensor.
-SHAPE_OPS = frozenset({aten.full_like, aten.zeros_like, aten.ones_like, aten.new_full, aten.new_zeros, aten.new_ones})
+_SHAPE_OPS = frozenset({aten.full_like, aten.zeros_like, aten.ones_like, aten.new_full, aten.new_zeros, aten.new_ones})
 
 
 class NotConstant(Exception):
@@ -92,8 +92,8 @@ class Constants:
     def _call(self, node: fx.Node, depth: int) -> torch.Tensor:
         target = node.target
         packet = getattr(target, "overloadpacket", None)
-        shape_only = packet in SHAPE_OPS
-        if not (shape_only or packet in CONSTANT_OPS) or target._schema.is_mutable:  # type: ignore[union-attr]
+        shape_only = packet in _SHAPE_OPS
+        if not (shape_only or packet in _CONSTANT_OPS) or target._schema.is_mutable:  # type: ignore[union-attr]
             raise NotConstant(f"depends on {target}")
 
         def known(argument: Any) -> Any:
@@ -131,7 +131,7 @@ def _blank(node: fx.Node) -> torch.Tensor:
 def _attribute(node: fx.Node) -> torch.Tensor:
     name, module = str(node.target), node.graph.owning_module
     tensor = getattr(module, name, None)
-    if not name.startswith(CONSTANT_ATTRIBUTES) or isinstance(tensor, torch.nn.Parameter):
+    if not name.startswith(_CONSTANT_ATTRIBUTES) or isinstance(tensor, torch.nn.Parameter):
         raise NotConstant(f"depends on the attribute {name}, which may change between calls")
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta:
         raise NotConstant(f"depends on the constant {name}, whose contents cannot be reached")
@@ -146,7 +146,7 @@ class UseDecodeForExtend(GraphPass):
 
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
         constants = Constants()
-        for node in calls(graph, *DRAFT_EXTEND):
+        for node in calls(graph, *_DRAFT_EXTEND):
             op = ATTENTION_OPS[node.target]
             shape = _uniform_shape(node, constants)
             if isinstance(shape, str):
@@ -155,7 +155,7 @@ class UseDecodeForExtend(GraphPass):
                 result.refuse(node, f"{op}: {why}")
             else:
                 _rewrite(graph, node, *shape)
-                result.did(node, f"{op} of {shape[1]} queries per request becomes {ATTENTION_OPS[DRAFT_EXTEND[node.target]]}")
+                result.did(node, f"{op} of {shape[1]} queries per request becomes {ATTENTION_OPS[_DRAFT_EXTEND[node.target]]}")
 
 
 def _uniform_shape(node: fx.Node, constants: Constants) -> tuple[int, int] | str:
@@ -200,7 +200,7 @@ def _kernel_refusal(node: fx.Node, n: int, context: PassContext) -> str | None:
     if isinstance(meta, str):
         return meta
     arch, missing = context.machine(fakes[0].device)
-    decode_meta = dataclasses.replace(meta, step=ATTENTION_OPS[DRAFT_EXTEND[node.target]], q_len=n)
+    decode_meta = dataclasses.replace(meta, step=ATTENTION_OPS[_DRAFT_EXTEND[node.target]], q_len=n)
     try:
         decode = select_backend(decode_meta, arch, arguments["backend"], missing)
     except BackendError as error:
@@ -221,5 +221,5 @@ def _rewrite(graph: fx.Graph, node: fx.Node, bs: int, n: int) -> None:
     # Views for any strides: one splits a dimension, the other joins two dimensions of a contiguous result.
     queries = insert(graph, node, aten.view.default, (arg(node, "q"), [bs, n, heads, dim]))
     changes = {"q": queries, "tree_mask": None, "mask_len": 0}
-    call = call_like(graph, node, node, changes, DRAFT_EXTEND[node.target])
+    call = call_like(graph, node, node, changes, _DRAFT_EXTEND[node.target])
     node.replace_all_uses_with(insert(graph, node, aten.view.default, (call, list(value(node).shape))))

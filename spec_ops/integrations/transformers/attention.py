@@ -215,7 +215,7 @@ def append_and_attend(attention: PagedAttention, call: LayerCall, latent: bool) 
         q, k, v = (x.flatten(0, 1) for x in rows) if ragged else rows
         out = attention.mha(call.layer, q, k, v, **call.options)
         return out.view(*query.shape[:3], -1)
-    w_uk, w_uv = absorbed_weights(call)
+    w_uk, w_uv = _absorbed_weights(call)
     nope = w_uk.shape[1]
     q = torch.cat([torch.einsum("bqhn,hnr->bqhr", query[..., :nope], w_uk), query[..., nope:]], -1)
     c_kv, k_rope = (states[:, 0] for states in call.states)
@@ -225,7 +225,7 @@ def append_and_attend(attention: PagedAttention, call: LayerCall, latent: bool) 
     return torch.einsum("bqhr,hvr->bqhv", out.view(*query.shape[:3], -1), w_uv)
 
 
-def absorbed_weights(call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _absorbed_weights(call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`W_UK [heads, nope, rank]` and `W_UV [heads, v_dim, rank]` of an MLA layer (DeepSeek-V2, arXiv:2405.04434)."""
     rank, v_dim = call.states[0].shape[-1], call.value.shape[-1]
     weight = call.module.get_parameter("kv_b_proj.weight").view(call.query.shape[1], -1, rank)
@@ -242,7 +242,7 @@ def is_latent(call: LayerCall) -> bool:
     nope = projection.out_features // heads - call.value.shape[-1]
     if projection.in_features != rank or nope < 1 or nope + rope.shape[-1] != call.query.shape[-1]:
         return False
-    w_uk, w_uv = absorbed_weights(call)
+    w_uk, w_uv = _absorbed_weights(call)
     key = torch.cat([torch.einsum("btr,hnr->bhtn", latent[:, 0], w_uk), rope.expand(-1, heads, -1, -1)], -1)
     value = torch.einsum("btr,hvr->bhtv", latent[:, 0], w_uv)
     tolerance = 16 * torch.finfo(key.dtype).eps * max(float(key.abs().max()), float(value.abs().max()))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from spec_ops.models.target import PositionLimit
 
 
-def shallow(module: nn.Module) -> nn.Module:
+def _shallow(module: nn.Module) -> nn.Module:
     """A copy of `module` whose children and buffers can be replaced."""
     twin = copy.copy(module)
     twin._modules, twin._buffers = dict(module._modules), dict(module._buffers)
@@ -28,7 +28,7 @@ def shallow(module: nn.Module) -> nn.Module:
 def replaced(module: nn.Module, name: str, part: nn.Module) -> nn.Module:
     """`module` with `part` in the place of its submodule `name`."""
     child, _, rest = name.partition(".")
-    twin = shallow(module)
+    twin = _shallow(module)
     twin._modules[child] = replaced(module.get_submodule(child), rest, part) if rest else part
     return twin
 
@@ -36,7 +36,7 @@ def replaced(module: nn.Module, name: str, part: nn.Module) -> nn.Module:
 def as_decoder(module: PreTrainedModel) -> PreTrainedModel:
     """`module` with its undecorated `forward`: transformers' decorators read a registry of all models, and Dynamo would guard
     on its size."""
-    twin = shallow(module)
+    twin = _shallow(module)
     twin.forward = MethodType(inspect.unwrap(type(module).forward), twin)  # type: ignore[method-assign]
     return twin  # type: ignore[return-value]
 
@@ -54,7 +54,7 @@ class GivenHiddenStates(nn.Module):
 
 def watched(layer: nn.Module, before: Callable[[Any], None], after: Callable[[Any], None]) -> nn.Module:
     """`layer`, with its input passed to `before` and its output to `after`."""
-    twin = shallow(layer)
+    twin = _shallow(layer)
     for hooks in [name for name in vars(layer) if name.startswith("_forward_") and "hooks" in name]:
         setattr(twin, hooks, type(getattr(layer, hooks))())  # the original layer runs them
 
@@ -81,7 +81,7 @@ def with_fixed_rope(decoder: nn.Module) -> tuple[nn.Module, PositionLimit | None
         moving = {layer: k for layer, k in kinds.items() if k is not None and (k == "longrope" or "dynamic" in k)}
         if not moving:
             continue
-        twin = shallow(module)
+        twin = _shallow(module)
         for layer, k in moving.items():
             prefix = "" if layer is None else f"{layer}_"
             twin._buffers[f"{prefix}inv_freq"] = getattr(module, f"{prefix}original_inv_freq")

@@ -250,7 +250,7 @@ def set_values(config: GenerationConfig) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if not name.startswith("_") and value is not None}
 
 
-def token_ids(ids: Any, name: str = "eos_token_id") -> list[int]:
+def _token_ids(ids: Any, name: str = "eos_token_id") -> list[int]:
     """One id, or a list, 1-d array or 1-d tensor of ids, as a list; None gives an empty one.
 
     Raises:
@@ -271,7 +271,7 @@ def end_tokens(ids: Any, vocab_size: int, name: str = "eos_token_id") -> list[in
     Raises:
         ValueError: naming the argument `name`: no ids, or more than `MAX_STOP_TOKENS`.
     """
-    ends = token_ids(ids, name)
+    ends = _token_ids(ids, name)
     if unknown := [token for token in ends if not 0 <= token < vocab_size]:
         warnings.warn(
             f"generate: `{name}` holds {unknown}, which ends nothing: the model knows tokens 0 to {vocab_size - 1}",
@@ -320,7 +320,7 @@ def _is_off(value: Any, neutral: tuple[Any, ...]) -> bool:
 
 
 def _read(values: dict[str, Any], vocab: int, seed: int | None) -> GenerationSettings:
-    pads = token_ids(values["pad_token_id"], "pad_token_id")
+    pads = _token_ids(values["pad_token_id"], "pad_token_id")
     if len(pads) > 1:
         raise ValueError(f"generate: `pad_token_id` must be one token id, got {values['pad_token_id']!r}")
     return GenerationSettings(

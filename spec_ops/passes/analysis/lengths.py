@@ -155,7 +155,7 @@ class Values:
         flags = value(mask)
         if not isinstance(flags, torch.Tensor) or flags.dtype is not torch.bool:
             return None
-        if not same_shape(flags.shape, value(node).shape):
+        if not _same_shape(flags.shape, value(node).shape):
             single = flags.dim() == 0 or (flags.dim() == 1 and statically_known_true(flags.shape[0] == 1))
             return self.leader(mask) if single else None
         mask = self.leader(mask)
@@ -185,7 +185,7 @@ def constant(node: Any) -> int | None:
     return None
 
 
-def same_shape(a: Any, b: Any) -> bool:
+def _same_shape(a: Any, b: Any) -> bool:
     """Whether two shapes are equal, without guards on symbolic sizes."""
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
@@ -194,7 +194,7 @@ def materialize(graph: fx.Graph, before: fx.Node, length: Length, like: fx.Node)
     """`length` as a new node before `before`, with dtype and shape of `like`."""
     assert length.base is not None
     dtype, shape = value(like).dtype, value(like).shape
-    out = as_dtype(graph, before, as_row(graph, before, length.base, shape), dtype)
+    out = as_dtype(graph, before, _as_row(graph, before, length.base, shape), dtype)
     if length.offset:
         out = insert(graph, before, aten.add.Tensor, (out, length.offset), source=like)
     return masked(graph, before, out, length.keep, shape, like) if length.keep is not None else out
@@ -205,13 +205,13 @@ def masked(graph: fx.Graph, before: fx.Node, node: fx.Node, keep: fx.Node, shape
     like = value(node)
     zero = insert(graph, before, aten.full.default, ([], 0), {"dtype": like.dtype, "device": like.device}, source)
     if value(keep).dim() > 1:
-        keep = as_row(graph, before, keep, shape)
+        keep = _as_row(graph, before, keep, shape)
     return insert(graph, before, aten.where.self, (keep, node, zero), source=source)
 
 
-def as_row(graph: fx.Graph, before: fx.Node, node: fx.Node, shape: Any) -> fx.Node:
+def _as_row(graph: fx.Graph, before: fx.Node, node: fx.Node, shape: Any) -> fx.Node:
     """`node` flattened, unless it already has the `shape` of a `[bs]` tensor."""
-    return node if same_shape(value(node).shape, shape) else insert(graph, before, aten.reshape.default, (node, [-1]))
+    return node if _same_shape(value(node).shape, shape) else insert(graph, before, aten.reshape.default, (node, [-1]))
 
 
 def as_dtype(graph: fx.Graph, before: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -241,7 +241,7 @@ def _same_elements(inner: fx.Node, outer: fx.Node) -> bool:
         return False
     if outer.target in _VIEW:
         return statically_known_true(a.numel() == b.numel())
-    return same_shape(a.shape, b.shape)
+    return _same_shape(a.shape, b.shape)
 
 
 def _strip(node: fx.Node) -> tuple[Any, int, fx.Node | None] | None:

@@ -18,8 +18,8 @@ from spec_ops.passes.analysis.graph import arg, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-Range = tuple[float, float]
-ANYTHING: Range = (-math.inf, math.inf)
+_Range = tuple[float, float]
+ANYTHING: _Range = (-math.inf, math.inf)
 
 # The elements of the result are elements of the first argument.
 _PARTS = frozenset((
@@ -42,7 +42,7 @@ def static_shape(node: Any) -> tuple[int, ...] | None:
     return tuple(tensor.shape)
 
 
-def bounds_of_dtype(dtype: torch.dtype) -> Range:
+def _bounds_of_dtype(dtype: torch.dtype) -> _Range:
     """The least and the greatest value of an integer dtype; `ANYTHING` for others."""
     if dtype is torch.bool:
         return 0, 1
@@ -52,39 +52,39 @@ def bounds_of_dtype(dtype: torch.dtype) -> Range:
     return info.min, info.max
 
 
-def fits(bounds: Range, dtype: torch.dtype) -> bool:
+def fits(bounds: _Range, dtype: torch.dtype) -> bool:
     """Whether `dtype` can hold every value within `bounds`."""
-    low, high = bounds_of_dtype(dtype)
+    low, high = _bounds_of_dtype(dtype)
     return low <= bounds[0] and bounds[1] <= high
 
 
-def bounds(node: Any, depth: int = 0) -> Range:
+def bounds(node: Any, depth: int = 0) -> _Range:
     """The least and the greatest value that `node` may hold: a number, or a node whose value is an integer tensor."""
     if isinstance(node, int):
         return int(node), int(node)
     tensor = value(node) if isinstance(node, fx.Node) else None
     if not isinstance(tensor, torch.Tensor):
         return ANYTHING
-    whole = bounds_of_dtype(tensor.dtype)
+    whole = _bounds_of_dtype(tensor.dtype)
     if whole == ANYTHING or depth > MAX_DEPTH or node.op != "call_function" or (rule := _RULES.get(node.target)) is None:
         return whole
     found = rule(node, lambda operand: bounds(operand, depth + 1))
     return found if fits(found, tensor.dtype) else whole
 
 
-_Ask = Callable[[Any], Range]
+_Ask = Callable[[Any], _Range]
 
 
-def _part(node: fx.Node, ask: _Ask) -> Range:
+def _part(node: fx.Node, ask: _Ask) -> _Range:
     return ask(node.args[0])
 
 
-def _full(node: fx.Node, ask: _Ask) -> Range:
+def _full(node: fx.Node, ask: _Ask) -> _Range:
     fill = arg(node, "s" if node.target is aten.scalar_tensor.default else "fill_value")
     return ask(fill) if isinstance(fill, int) else ANYTHING
 
 
-def _counted(node: fx.Node, ask: _Ask) -> Range:
+def _counted(node: fx.Node, ask: _Ask) -> _Range:
     """`prims.iota` and `arange`, whose entries go evenly from the first to the last."""
     shape = static_shape(node)
     if node.target is prims.iota.default:
@@ -99,7 +99,7 @@ def _counted(node: fx.Node, ask: _Ask) -> Range:
     return min(start, last), max(start, last)
 
 
-def _clamp(node: fx.Node, ask: _Ask) -> Range:
+def _clamp(node: fx.Node, ask: _Ask) -> _Range:
     low, high = ask(node.args[0])
     minimum = arg(node, "min") if node.target is not aten.clamp_max.default else None
     maximum = arg(node, "max") if node.target is not aten.clamp_min.default else None
@@ -112,12 +112,12 @@ def _clamp(node: fx.Node, ask: _Ask) -> Range:
     return low, high
 
 
-def _either(node: fx.Node, ask: _Ask) -> Range:
+def _either(node: fx.Node, ask: _Ask) -> _Range:
     ranges = [ask(arg(node, name)) for name in ("self", "other")]
     return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
-def _add(node: fx.Node, ask: _Ask) -> Range:
+def _add(node: fx.Node, ask: _Ask) -> _Range:
     left, right = ask(arg(node, "self")), ask(arg(node, "other"))
     if type(arg(node, "alpha")) is not int or arg(node, "alpha") != 1:
         return ANYTHING
@@ -126,7 +126,7 @@ def _add(node: fx.Node, ask: _Ask) -> Range:
     return left[0] + right[0], left[1] + right[1]
 
 
-def _mul(node: fx.Node, ask: _Ask) -> Range:
+def _mul(node: fx.Node, ask: _Ask) -> _Range:
     left, right = ask(arg(node, "self")), ask(arg(node, "other"))
     if ANYTHING in (left, right):
         return ANYTHING
@@ -134,12 +134,12 @@ def _mul(node: fx.Node, ask: _Ask) -> Range:
     return min(products), max(products)
 
 
-def _remainder(node: fx.Node, ask: _Ask) -> Range:
+def _remainder(node: fx.Node, ask: _Ask) -> _Range:
     divisor = arg(node, "other")
     return (0, divisor - 1) if type(divisor) is int and divisor > 0 else ANYTHING
 
 
-_RULES: dict[Any, Callable[[fx.Node, _Ask], Range]] = {
+_RULES: dict[Any, Callable[[fx.Node, _Ask], _Range]] = {
     **dict.fromkeys(_PARTS, _part),
     **dict.fromkeys((aten.full.default, aten.full_like.default, aten.scalar_tensor.default), _full),
     **dict.fromkeys((prims.iota.default, aten.arange.default, aten.arange.start, aten.arange.start_step), _counted),

@@ -27,7 +27,7 @@ from spec_ops.passes.analysis.storage import (
 aten = torch.ops.aten
 
 
-def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape have the same strides. Those of dimensions of size 1 do not count."""
     return all(x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True) if size != 1)
 
@@ -40,11 +40,11 @@ def in_place_of(node: fx.Node, new: fx.Node) -> fx.Node:
     """
     if escapes(node):
         memory = storage_of(new, written=True)
-        keeps = same_strides(value(node), value(new))
+        keeps = _same_strides(value(node), value(new))
         return (
             new if keeps and (memory == storage_of(node, written=True) or memory not in _seen(node.graph)) else _copy(node, new)
         )
-    if same_strides(value(node), value(new)):
+    if _same_strides(value(node), value(new)):
         return new
     alike = compute_elementwise_output_strides(value(node)) == compute_elementwise_output_strides(value(new))
     return new if alike and not _copied_for_its_strides(node) else _copy(node, new)

@@ -65,7 +65,7 @@ def find_selections(graph: fx.Graph, without: set[fx.Node]) -> Selections:
             if node not in without and (selection := selection_of(node, values)) is not None:
                 found.groups[selection.key].append(selection)
         except NotRowwiseError as error:
-            if has_product(node):
+            if _has_product(node):
                 found.unclear.append((node, str(error)))
     return found
 
@@ -141,7 +141,7 @@ class Region:
         """Why a part without products has none: the reason for each near miss. Where nothing could be gained there is none."""
         edge = {n for node in part.nodes for n in self.plans[node].demands} | {s.source for s in part.selections}
         for node in sorted(edge & self.stops.keys(), key=lambda n: -order[n]):
-            if not has_product(node) or not value(node).is_floating_point():
+            if not _has_product(node) or not value(node).is_floating_point():
                 continue
             if value(node).dim() == 2 and part.selections[0].layout.rows == Axis(1, 1):
                 continue  # columns of one row per request
@@ -251,7 +251,7 @@ class _Search:
             raise NotRowwiseError(f"{why}{error}") from None
 
 
-def has_product(node: fx.Node, limit: int = 64) -> bool:
+def _has_product(node: fx.Node, limit: int = 64) -> bool:
     """Whether a matrix product or attention call is near above `node`: something to gain."""
     seen, queue = {node}, [node]
     for current in queue:

@@ -22,7 +22,7 @@ from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-UNIFORM_ATTENTION = frozenset(op for op, name in ATTENTION_OPS.items() if name not in ("mha_extend", "mla_extend"))
+_UNIFORM_ATTENTION = frozenset(op for op, name in ATTENTION_OPS.items() if name not in ("mha_extend", "mla_extend"))
 
 
 class NotRowwiseError(Exception):
@@ -110,7 +110,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(val.shape)
 
 
-def axis_at(shape: Sequence[int], stride: int, size: int) -> Axis:
+def _axis_at(shape: Sequence[int], stride: int, size: int) -> Axis:
     """The axis of `size` whose logical row-major stride is `stride`."""
     after = 1
     found = None
@@ -123,13 +123,13 @@ def axis_at(shape: Sequence[int], stride: int, size: int) -> Axis:
     return found
 
 
-def reshaped(source: Sequence[int], layout: Layout, shape: Sequence[int], space: RowSpace) -> Layout:
+def _reshaped(source: Sequence[int], layout: Layout, shape: Sequence[int], space: RowSpace) -> Layout:
     """Where the axes of `layout` in `source` lie after a reshape to `shape`."""
     if math.prod(source) == 0:
         raise NotRowwiseError("it is empty")
 
     def move(axis: Axis, size: int) -> Axis:
-        return axis_at(shape, axis.post * math.prod(source[axis.dim + 1 :]), size)
+        return _axis_at(shape, axis.post * math.prod(source[axis.dim + 1 :]), size)
 
     batch = None if layout.batch is None else move(layout.batch, space.requests)
     return Layout(batch, move(layout.rows, space.length))
@@ -171,7 +171,7 @@ def _pointwise(node: fx.Node, layout: Layout, space: RowSpace) -> Plan:
 
 def _reshape(node: fx.Node, layout: Layout, space: RowSpace) -> Plan:
     source, shape = node.all_input_nodes[0], shape_of(node)
-    moved = reshaped(shape, layout, shape_of(source), space)
+    moved = _reshaped(shape, layout, shape_of(source), space)
     plan = _plan(node, [(source, Demand(moved))], target=aten.reshape.default, args=(source, space.shrink(shape, layout)))
     plan.kwargs = {}
     return plan
@@ -355,7 +355,7 @@ _RULES: dict[Any, Callable[[fx.Node, Layout, RowSpace], Plan]] = {
     **{target: _along(name) for target, name in _ALONG.items()},
     **dict.fromkeys(_NORMS, _norm),
     **dict.fromkeys((aten.mm.default, aten.addmm.default), _mm),
-    **dict.fromkeys(UNIFORM_ATTENTION, _attention),
+    **dict.fromkeys(_UNIFORM_ATTENTION, _attention),
     aten.bmm.default: _bmm,
     aten.cat.default: _cat,
     aten.expand.default: _expand,

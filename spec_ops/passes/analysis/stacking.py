@@ -41,7 +41,7 @@ _FOLLOWED = RESHAPES | _SAME_SHAPE | _UNTAGGED_POINTWISE | _GATHERS | _PARTS | {
 MAX_DEPTH, MAX_OFFSETS = 24, 64
 
 
-class Form(NamedTuple):
+class _Form(NamedTuple):
     """How a value is computed.
 
     Attributes:
@@ -59,9 +59,9 @@ class Stacking:
     def __init__(self, graph: fx.Graph, values: Values) -> None:
         self.graph, self.values = graph, values
         self._numbers: dict[Hashable, int] = {}
-        self._forms: dict[fx.Node, Form] = {}
+        self._forms: dict[fx.Node, _Form] = {}
 
-    def form(self, node: fx.Node, depth: int = 0) -> Form:
+    def form(self, node: fx.Node, depth: int = 0) -> _Form:
         node = self.values.leader(node)
         if node not in self._forms:
             self._forms[node] = self._form(node, depth)
@@ -89,22 +89,22 @@ class Stacking:
     def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _form(self, node: fx.Node, depth: int) -> Form:
-        leaf = Form(self._number(("leaf", node)), ())
+    def _form(self, node: fx.Node, depth: int) -> _Form:
+        leaf = _Form(self._number(("leaf", node)), ())
         if not _is_static(node, (*INTEGERS, torch.bool)) or depth > MAX_DEPTH:
             return leaf
         facts = (tuple(value(node).shape), value(node).dtype)
         if value(node).dtype is torch.bool:
             return self._structure(node, depth) if self._is_followed(node) else leaf
         length = self.values.canonical(node)
-        inner = Form(-1, ()) if length.base is None else self._structure(length.base, depth)
+        inner = _Form(-1, ()) if length.base is None else self._structure(length.base, depth)
         kind = self._number(("length", inner.kind, length.keep, facts))
         offsets = (*inner.offsets, length.offset)
-        return Form(kind, offsets) if len(offsets) <= MAX_OFFSETS else leaf
+        return _Form(kind, offsets) if len(offsets) <= MAX_OFFSETS else leaf
 
-    def _structure(self, node: fx.Node, depth: int) -> Form:
+    def _structure(self, node: fx.Node, depth: int) -> _Form:
         if not self._is_followed(node):
-            return Form(self._number(("leaf", node)), ())
+            return _Form(self._number(("leaf", node)), ())
         offsets: list[int] = []
 
         def key(argument: Any) -> Hashable:
@@ -118,8 +118,8 @@ class Stacking:
 
         parts = (key(node.args), tuple((name, key(item)) for name, item in _sorted(node.kwargs).items()))
         if len(offsets) > MAX_OFFSETS:
-            return Form(self._number(("leaf", node)), ())
-        return Form(self._number((node.target, parts, tuple(value(node).shape), value(node).dtype)), tuple(offsets))
+            return _Form(self._number(("leaf", node)), ())
+        return _Form(self._number((node.target, parts, tuple(value(node).shape), value(node).dtype)), tuple(offsets))
 
     def _is_followed(self, node: fx.Node) -> bool:
         """Whether `stack` knows how to compute several of `node` at once."""

@@ -1,4 +1,4 @@
-"""Hugging Face transformers (5.17 or newer): its models on paged KV, and decoded speculatively in one compiled round.
+"""Hugging Face transformers (5.17 or newer): its models on paged KV, decoded speculatively in compiled rounds.
 
 from spec_ops.integrations.transformers import SpecCache, speculative_generate
 

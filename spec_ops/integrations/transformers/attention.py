@@ -22,32 +22,41 @@ from transformers.masking_utils import causal_mask_function, or_masks
 from spec_ops.models.paged import PagedAttention
 
 NAME = "spec_ops"
-# Tensors that reach every attention function through `**kwargs` and that no attention kernel needs.
+# Tensors that every attention function gets through `**kwargs`, and that no attention kernel needs.
 _HARMLESS_TENSORS = {"position_ids", "cache_position"}
 
 
 class LayerCall(NamedTuple):
-    """One layer's attention, as transformers describes it. Shapes: `[bs, heads, q_len, dim]`."""
+    """One layer's attention, as transformers describes it.
+
+    Attributes:
+        module: the attention module.
+        layer: its index.
+        query, key, value: `[bs, heads, q_len, dim]` of the new tokens.
+        states: what the cache's `update` was given: keys and values, or in an MLA layer latent rows and rotated keys.
+        columns: `[bs, q_len]` int32, the KV position of each new token, -1 for padding; None if there is no padding.
+        options: `scale`, `window_left`, `sinks`, `softcap` of the attention ops.
+    """
 
     module: nn.Module
     layer: int
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    states: tuple[torch.Tensor, torch.Tensor]  # what `update` was given: latent rows in an MLA layer
-    columns: torch.Tensor | None  # `[bs, q_len]` int: KV position of each new token, -1 for padding; None: no padding
-    options: dict[str, Any]  # scale, window_left, sinks, softcap of the attention ops
+    states: tuple[torch.Tensor, torch.Tensor]
+    columns: torch.Tensor | None
+    options: dict[str, Any]
 
 
 class Attends(Protocol):
-    """A cache that the attention function can hand a layer to."""
+    """A cache that the attention function can hand a layer's call to."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """Append, attend, and return `[bs, q_len, heads, v_dim]`."""
 
 
 class _Note(threading.local):
-    """From `update` to the attention call that follows it, on the same thread."""
+    """What `update` leaves for the attention call that follows it on the same thread."""
 
     content: tuple[Attends, int, torch.Tensor, torch.Tensor] | None = None
 
@@ -77,9 +86,9 @@ def leave_note(cache: Attends, layer: int, key: torch.Tensor, value: torch.Tenso
 
 
 def register() -> None:
-    """Make `attn_implementation="spec_ops"` known to transformers. Idempotent; importing this package calls it.
+    """Make `attn_implementation="spec_ops"` known to transformers. Importing this package calls it; again does no harm.
 
-    Models loaded with it (or switched by `model.set_attn_implementation("spec_ops")`) need
+    Models that are loaded with it, or switched by `model.set_attn_implementation("spec_ops")`, need
     `past_key_values=SpecCache(model, ...)` in `model(...)` and `model.generate(...)`.
     """
     AttentionInterface.register(NAME, attention_forward)
@@ -88,7 +97,7 @@ def register() -> None:
 
 @contextmanager
 def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """`model` with another attention implementation, of its parts too; afterwards everything is as before."""
+    """Let `model` and its parts attend with the implementation `name`; afterwards everything is as before."""
     nested = {key: getattr(model.config, key) for key in model.config.sub_configs}
     before = {"": model.config._attn_implementation}
     before |= {key: config._attn_implementation for key, config in nested.items() if config is not None}
@@ -113,19 +122,25 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function behind `attn_implementation="spec_ops"`; transformers' attention interface.
+    """The attention function of `attn_implementation="spec_ops"`, with the signature of transformers' attention interface.
 
     Args:
+        module: the attention module.
         query, key, value: `[bs, heads, q_len, dim]` of the new tokens only.
         attention_mask: what `key_positions` made.
-        scaling, sliding_window, s_aux, softcap: softmax scale, keys visible (the query's own included), sinks, soft cap.
+        dropout: must be 0.
+        scaling: softmax scale.
+        sliding_window: keys that a query sees, its own included; None for all.
+        s_aux: `[heads]`, attention sinks.
+        softcap: soft cap of the scores.
+        is_causal: must not be False.
 
     Returns:
-        `[bs, q_len, heads, v_dim]`, and None for the weights, which are never formed.
+        `[bs, q_len, heads, v_dim]`, and None for the attention weights, which are never computed.
 
     Raises:
-        ValueError: anything these ops do not compute (dropout, attention weights, a bias, a bidirectional or user-made mask).
-        RuntimeError: no `SpecCache` was passed.
+        ValueError: what these ops do not compute (dropout, attention weights, a bias, a bidirectional or ready-made mask).
+        NoUpdate: no `SpecCache` was passed.
     """
     note, _NOTE.content = _NOTE.content, None
     index = getattr(module, "layer_idx", None)  # not every attention module has one
@@ -136,7 +151,7 @@ def attention_forward(
     if is_causal is False or not getattr(module, "is_causal", True):
         raise ValueError(f"spec_ops attention: {type(module).__name__} is not causal")
     if kwargs.get("output_attentions"):
-        raise ValueError("spec_ops attention: `output_attentions` must be False: the weights are never formed")
+        raise ValueError("spec_ops attention: `output_attentions` must be False: the weights are never computed")
     for name, unknown in kwargs.items():
         if isinstance(unknown, torch.Tensor) and name not in _HARMLESS_TENSORS:
             raise ValueError(f"spec_ops attention: `{name}` is not understood, got a tensor of shape {tuple(unknown.shape)}")
@@ -173,7 +188,7 @@ def key_positions(
     use_vmap: bool = False,
     **_unused: Any,
 ) -> torch.Tensor | None:
-    """The mask function behind `attn_implementation="spec_ops"`; transformers' mask interface.
+    """The mask function of `attn_implementation="spec_ops"`, with the signature of transformers' mask interface.
 
     Args:
         attention_mask: `[bs, past + q_length]`, non-zero for real tokens, or None.
@@ -185,7 +200,7 @@ def key_positions(
     Raises:
         ValueError: a mask that is neither causal nor a causal sliding window, or `attention_mask` is too short.
     """
-    # Of a local mask that it is a sliding one, `probe` has made sure: the configuration names the layers' types.
+    # `probe` has made sure that a local mask is a sliding window: the configuration names the layers' types.
     custom = use_vmap or mask_function.__code__ is _OR_CODE
     if custom or (local_size is None and mask_function is not causal_mask_function):
         raise ValueError(
@@ -207,7 +222,11 @@ _OR_CODE = or_masks(causal_mask_function, causal_mask_function).__code__
 
 
 def append_and_attend(attention: PagedAttention, call: LayerCall, latent: bool) -> torch.Tensor:
-    """Run `call` as `attention`'s step; `latent`: the layer's cache holds MLA latents. Returns `[bs, q_len, heads, v_dim]`."""
+    """Run `call` as a layer of the step `attention`. `latent` says that its cache holds MLA latents.
+
+    Returns:
+        `[bs, q_len, heads, v_dim]`.
+    """
     query = call.query.transpose(1, 2)
     ragged = attention.step == "extend"  # the ops want ragged tokens flat: [total, heads, dim]
     if not latent:
@@ -233,7 +252,7 @@ def _absorbed_weights(call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def is_latent(call: LayerCall) -> bool:
-    """Whether the layer is MLA that caches latents, and the absorbed form gives its keys and values."""
+    """Whether the layer is MLA, caches latents, and has the keys and values that the absorbed form gives."""
     projection = getattr(call.module, "kv_b_proj", None)
     latent, rope = call.states
     if type(projection) is not nn.Linear or latent.shape[1] != 1 or rope.shape[1] != 1:

@@ -101,7 +101,7 @@ class SpecCache(Cache):
         return out
 
     def _begin(self, call: LayerCall) -> None:
-        """Slots and lengths of this forward's tokens, the same for every layer."""
+        """Compute the slots and lengths of a forward's tokens, which are the same for every layer."""
         bs, _, q_len, _ = call.query.shape
         if bs != self._rows:
             raise ValueError(f"SpecCache: made for batch size {self._rows}, got {bs}")
@@ -136,10 +136,17 @@ class SpecCache(Cache):
         self._step = PagedAttention(self.pool, block_tables=self.block_tables, seq_lens=seq_lens, slots=slots, **step)
 
     def rollback(self, count: torch.Tensor) -> None:
-        """Forget the last `count[b]` tokens of each row: `[bs]` integers on the device. Nothing is read on the host; on CUDA, a
-        count out of range is a device-side assertion.
+        """Forget the last tokens of each row, without a sync with the host.
 
-        The columns of forgotten tokens stay: with an `attention_mask`, mark them as padding from then on.
+        The columns of forgotten tokens stay: an `attention_mask` has to mark them as padding from then on.
+
+        Args:
+            count: `[bs]` integers on the device, how many tokens of each row, in [0, length]. On CUDA, a count out of range is
+            a
+                device-side assertion.
+
+        Raises:
+            ValueError: `count` has another shape or dtype, or on the CPU is out of range.
         """
         if count.shape != self.lengths.shape or count.is_floating_point():
             got = f"{count.dtype} of shape {tuple(count.shape)}"
@@ -149,14 +156,14 @@ class SpecCache(Cache):
         self.lengths -= count.to(self.lengths)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last columns of every row: transformers' host-side rollback, a negative number of tokens."""
+        """Forget the last columns of every row. As in transformers, the number of tokens is negative."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop: `tokens_to_remove` must be negative or 0, got {tokens_to_remove}")
         self.rollback(torch.full_like(self.lengths, -tokens_to_remove))
         self.columns += tokens_to_remove
 
     def reset(self) -> None:
-        """Empty the cache; its memory is kept."""
+        """Empty the cache. Its memory is kept."""
         self.lengths.zero_()
         self.columns.zero_()
         self._step = self._new = None
@@ -172,7 +179,7 @@ class SpecCache(Cache):
 
 
 def _require(condition: torch.Tensor, message: str, sync: bool = True) -> None:
-    """Raise a ValueError; inside a compiled graph, or on CUDA without a `sync`, assert on the device."""
+    """Raise a ValueError unless `condition` holds. In a compiled graph, or on CUDA without `sync`, assert on the device."""
     if torch.compiler.is_compiling() or (condition.is_cuda and not sync):
         torch._assert_async(condition, message)
     elif not bool(condition):

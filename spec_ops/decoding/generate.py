@@ -1,4 +1,4 @@
-"""Generation around the round: prefill, batch buckets, stop tokens, streaming, statistics."""
+"""Generation: prefill, rounds in batch buckets, stop tokens, streaming, statistics."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ class GenerationResult:
 
 
 class Generator:
-    """Decodes batches of prompts, speculatively if a draft is given.
+    """Decodes batches of prompts, speculatively if there is a draft.
 
-    KV pools, state and compiled rounds are made once and reused: batches are padded to the next bucket, so a new batch inside a
-    bucket compiles and records nothing. One call of `generate` at a time: threads need a `Generator` each.
+    KV pools, state and compiled rounds are made once and reused. Batches are padded to the next bucket, so that another batch
+    of a bucket neither compiles nor records anything. A `Generator` serves one call at a time: every thread needs its own.
 
     Args:
         target: the model whose output is wanted, on any device.
@@ -149,19 +149,19 @@ class Generator:
                 f"got {self.config.topk}"
             )
         target = {id(parameter) for parameter in self.target.parameters()}
-        sizes: Counter[torch.dtype] = Counter()  # of what the draft has of its own and computes in: not of quantized weights
+        sizes: Counter[torch.dtype] = Counter()  # of the draft's own parameters, without quantized weights
         for parameter in draft.parameters():
             if parameter.device != self.device:
                 raise ValueError(f"Generator: `draft` must be on {self.device}, as the target is, got {parameter.device}")
             if parameter.is_floating_point() and parameter.itemsize > 1 and id(parameter) not in target:
                 sizes[parameter.dtype] += parameter.numel()
-        # A few of another type (a router in float32) are the draft's own affair.
+        # A few parameters may be of another type, such as a router in float32.
         for dtype, _ in sizes.most_common(1):
             if dtype != self.dtype:
                 raise ValueError(f"Generator: `draft` must be {self.dtype}, as the target is, got {dtype}")
 
     def bucket(self, batch_size: int) -> int:
-        """The padded batch size for `batch_size` requests."""
+        """The padded batch size for `batch_size` requests. Raises a ValueError if they are too many."""
         batch_size = integer("Generator", "batch_size", batch_size, 1, self.max_batch_size)
         return min(1 << (batch_size - 1).bit_length(), self.max_batch_size)
 
@@ -180,14 +180,17 @@ class Generator:
 
         Args:
             prompts: token ids, one non-empty sequence (list, array or tensor) per request.
-            max_new_tokens: for all, or one per prompt; each at least 1.
-            stop_tokens: at most 8 ids; a request ends with the first it emits.
-            sampling: default greedy.
+            max_new_tokens: one for all prompts, or one per prompt; at least 1.
+            stop_tokens: at most 8 ids. A request ends with the first of them that it emits.
+            sampling: default: greedy decoding.
             on_tokens: called as `on_tokens(prompt_index, new_tokens)` whenever a request gains tokens.
-            stop_when: called before that as `stop_when(prompt_index, tokens, count)` with all its tokens so far, the last
-                `count` of them new; a number in `[0, count]` ends the request with that many of the new ones, None lets it
-                go on.
+            stop_when: called before `on_tokens`, as `stop_when(prompt_index, tokens, count)`, with all tokens that the request
+                has emitted, the last `count` of them new. A number in `[0, count]` ends the request and keeps that many of the
+                new tokens. None lets it go on.
             progress: show a progress bar of emitted tokens on stderr, and say when a round is being compiled.
+
+        Returns:
+            Tokens, counts and the seed.
 
         Raises:
             ValueError: naming the argument, before anything runs; naming `stop_when`, when it returns something else.
@@ -249,8 +252,8 @@ class Generator:
         start = time.perf_counter()
         while running:
             step()
-            # On CUDA one round late: the host handles round n - 1 while the device runs round n. The last launch may thus find
-            # every request finished, and emits nothing.
+            # On CUDA this is one round late: the host handles round n - 1 while the device runs round n. The last round may
+            # thus find every request finished; it emits nothing.
             output = rows.read()
             if output is not None:
                 running, gained = group.emit(output)
@@ -280,7 +283,8 @@ class Generator:
         return self._states[bucket]
 
     def round(self, batch_size: int, *, sampled: bool = False) -> torch.nn.Module:
-        """A new, uncompiled round over the state and caches of the bucket for `batch_size`: call it without arguments."""
+        """A new, uncompiled round over the state and caches of the bucket for `batch_size` requests. It is called without
+        arguments; `sampled` makes it sample instead of decoding greedily."""
         state = self._state(self.bucket(batch_size))
         if self.draft is None or self.draft_cache is None:
             return PlainRound(self.target, self.target_cache, state, sampled=sampled, backend=self.backend)
@@ -296,7 +300,7 @@ class Generator:
         )
 
     def _round(self, bucket: int, sampled: bool, bar: tqdm) -> Callable[[], None]:
-        """The bucket's round, built and compiled at its first use."""
+        """The round of a bucket, built and compiled when it is first used."""
         key = (bucket, sampled)
         if key not in self._rounds:
             module = self.round(bucket, sampled=sampled)
@@ -312,7 +316,7 @@ class Generator:
         return self._rounds[key]
 
     def _load(self, requests: Requests, group: _Group, sampling: SamplingParams) -> None:
-        """Fill the bucket's rows: pages, limits, sampling parameters."""
+        """Fill the rows of the bucket with pages, limits and sampling parameters."""
         state, members = group.state, group.members
         state.clear()
         count, stops = len(members), requests.stop_tokens
@@ -332,7 +336,7 @@ class Generator:
         if group.result.seed is not None:
             put(state.seeds, row_seeds(group.result.seed, members))
         put(state.finished, [False] * count)
-        # Committed so far: all but the last prompt token, so that `commit` below adds the first new token after it.
+        # All prompt tokens but the last one are committed, so that the prefill's `commit` adds the first new token after it.
         put(state.committed_lens, [length - 1 for length in lens])
 
     def _ragged(self, cache: PagedKVCache, state: RoundState, lens: list[int]):
@@ -417,10 +421,10 @@ class _Group:
     stop_when: StopWhen | None
     bar: tqdm
     names: ArgumentNames = field(default_factory=ArgumentNames)
-    stopped: set[int] = field(default_factory=set)  # by `stop_when`: a round already under way may still emit for them
+    stopped: set[int] = field(default_factory=set)  # ended by `stop_when`; the round under way may still emit for them
 
     def emit(self, output: torch.Tensor) -> tuple[int, int]:
-        """Hand out one round's tokens; returns how many requests go on, and how many gained tokens."""
+        """Hand out the tokens of one round. Returns how many requests go on, and how many gained tokens."""
         running = gained = 0
         for index, (request, row) in enumerate(zip(self.members, output.tolist(), strict=False)):
             if request in self.stopped:
@@ -455,7 +459,7 @@ class _Group:
 
 
 class _OutputReader:
-    """Brings `state.output` to the host: at once on CPU, one round late through pinned memory on CUDA."""
+    """Brings `state.output` to the host: immediately on the CPU, one round late through pinned memory on CUDA."""
 
     def __init__(self, state: RoundState) -> None:
         self.state = state
@@ -464,7 +468,7 @@ class _OutputReader:
         self.spare = [torch.empty_like(state.output, device="cpu", pin_memory=True) for _ in range(2)] if self.late else []
 
     def read(self) -> torch.Tensor | None:
-        """Start copying this round's output; return the previous round's, or this round's on CPU."""
+        """Start copying this round's output. Returns the previous round's, or on the CPU this round's."""
         if not self.late:
             return self.state.output
         host = self.spare.pop(0)
@@ -476,7 +480,7 @@ class _OutputReader:
         return self._finish(previous)
 
     def drain(self) -> None:
-        """Wait for the copy still under way, if any."""
+        """Wait for the copy that is still under way, if there is one."""
         previous, self.pending = self.pending, None
         self._finish(previous)
 

@@ -64,8 +64,8 @@ def _hoist(graph: fx.Graph, region: Region, order: Order, result: PassResult) ->
                 result.refuse(first.node, f"rows {first}: {why}")
             continue
         moving = [selection for selection in part.selections if selection.source in region.plans]
-        if (why := share_memory(moving)) is not None:
-            result.refuse(first.node, f"rows {first}: {why}")
+        if (shared := share_memory(moving)) is not None:
+            result.refuse(first.node, f"rows {first}: {shared}")
             continue
         hoisted += moving
         result.did(first.node, _describe(part, region))

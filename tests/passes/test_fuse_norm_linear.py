@@ -26,14 +26,14 @@ M, E, WIDE = 4, 256, 768  # rows, hidden size, intermediate size
 RULE = Rule(max_m=64, max_n=400, min_k=E, min_bytes=2 * E * E, max_bytes=1 << 30)
 
 
-(BEHIND,) = fuse_norm_linear.BEHIND[90]
+(AFTER_NORM,) = fuse_norm_linear.AFTER_NORM[90]
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200-skinny-mm.json"
 
 
 @pytest.fixture(autouse=True)
 def small_rule(monkeypatch):
     monkeypatch.setattr(lower_skinny_mm, "RULES", {90: (RULE,)})
-    monkeypatch.setattr(fuse_norm_linear, "BEHIND", {})
+    monkeypatch.setattr(fuse_norm_linear, "AFTER_NORM", {})
 
 
 def tensors(m: int = M, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -175,7 +175,7 @@ def narrow_and_biased(att, r, o, g, gate_up, down, *_):
 
 def test_products_that_cublas_computes_as_fast(monkeypatch):
     """Too narrow or too wide to gain without a norm in front."""
-    monkeypatch.setattr(fuse_norm_linear, "BEHIND", {90: (replace(RULE, max_n=2 * WIDE, min_bytes=0),)})
+    monkeypatch.setattr(fuse_norm_linear, "AFTER_NORM", {90: (replace(RULE, max_n=2 * WIDE, min_bytes=0),)})
     found = fused(narrow_and_biased, tensors(), 1)
     assert found.count(scaled_skinny_mm_op) == 2
     assert not {aten.mm.default, aten.addmm.default, aten.permute.default} & set(found)
@@ -189,10 +189,10 @@ def test_what_counts_as_fast():
     ties = {(r["n"], r["k"]) for r in weights if 0.97 < r["torch_us"] / r["us"] < 1.03}
     assert ties == {(6144, 8192)}
     in_a_chain = {(6144, 4096)}
-    assert all(BEHIND.refusal(n, k) is None for n, k in ties | in_a_chain)
+    assert all(AFTER_NORM.refusal(n, k) is None for n, k in ties | in_a_chain)
     slower = {(r["n"], r["k"]) for r in measured if r["m"] in (16, 32) and r["torch_us"] / r["us"] < 0.97}
     assert slower > in_a_chain
-    assert all(BEHIND.refusal(n, k) for n, k in slower - in_a_chain)
+    assert all(AFTER_NORM.refusal(n, k) for n, k in slower - in_a_chain)
 
 
 def test_report_and_order():

@@ -21,7 +21,7 @@ from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, Spec
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig, MTPDraft, PagedAttention, PagedKVCache, StandaloneDraft
 from tests.helpers.exact import filtered_probs
 
-DRAWS, ROWS = 100_000, 5_000  # in groups: what a group leaves behind would show too
+DRAWS, ROWS = 100_000, 5_000  # in groups: state that a group leaves would show too
 PASS, FAIL = 1e-3, 1e-6
 VOCAB, LENGTH = 4, 4  # the prefill's token and three more: at least two rounds for a chain of two drafts with a rejection
 PROMPTS = [[1], [2, 0, 3]]

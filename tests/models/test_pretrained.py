@@ -119,7 +119,7 @@ def test_more_prompts_than_files_share_files_without_overlap(tmp_path):
     for count, by_file in ((5, [1, 2, 2]), (13, [1, 2, 10])):
         prompts = held_out_prompts(tokenizer, count, 16, tmp_path)
         assert [len(prompt) for prompt in prompts] == [16] * count
-        firsts = [int(tokenizer.decode(prompt[:8])) for prompt in prompts]  # whole lines: each begins behind the end of one
+        firsts = [int(tokenizer.decode(prompt[:8])) for prompt in prompts]  # whole lines: each begins after the end of one
         assert [sum(n // 1000 == file for n in firsts) for file in (1, 2, 3)] == by_file
         assert all(after - before >= 4 for before, after in itertools.pairwise(firsts))
     with pytest.raises(ValueError, match=r"`count` must be at most 13.*got 14"):

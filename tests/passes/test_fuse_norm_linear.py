@@ -88,7 +88,7 @@ def errors(got, exact) -> list[float]:
 
 
 def fused(fn: Callable, args: list[torch.Tensor], matches: int) -> list:
-    """The targets after the pass. Sums in front of norms are the unfused ones bit for bit; what is behind is as exact."""
+    """The targets after the pass. The sums before the norms equal the unfused ones bit for bit, what follows is as exact."""
     module, inputs = lowered(fn, args)
     unfused = copy.deepcopy(module)
     result = run_pass(FuseNormLinear(), module, 90)
@@ -152,7 +152,7 @@ def written_later(att, r, *weights):
 
 
 def shared(att, r, o, g, gate_up, *_):
-    """A skinny product and cuBLAS's behind one norm."""
+    """A skinny product and a product of cuBLAS after one norm."""
     y = r + F.linear(att, o)
     h = rms_norm(y, g)
     gate, up = F.linear(h, gate_up).chunk(2, -1)
@@ -183,7 +183,7 @@ def test_products_that_cublas_computes_as_fast(monkeypatch):
 
 def test_what_counts_as_fast():
     """As measured: at 17 to 32 rows qkv of two models takes as long with cuBLAS, gate_up takes less. One of the two is slower
-    behind launches of its own; a chain of layers gained."""
+    after launches of its own kernel; a chain of layers gained."""
     measured = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
     weights = [r for r in measured if r["m"] == 32 and r["n"] < 10_000 and 2 * r["n"] * r["k"] <= 112 << 20]
     ties = {(r["n"], r["k"]) for r in weights if 0.97 < r["torch_us"] / r["us"] < 1.03}
@@ -403,7 +403,7 @@ def test_rows_dtype_and_architecture(monkeypatch):
 
 
 def test_a_graph_that_is_not_functional():
-    """The product would move behind a write to what it reads."""
+    """The product would move past a write to one of its inputs."""
     module, _ = lowered(front, tensors())
     product = next(node for node in module.graph.nodes if node.target is skinny_mm_op)
     with module.graph.inserting_after(product):

@@ -104,7 +104,7 @@ class WindowedDraft(torch.nn.Module):
 
 @pytest.mark.parametrize("lengths", ["accumulated", "int64"])
 def test_layers_with_page_tables_of_their_own(lengths):
-    """One table for each layer; lengths serve both; slots of each layer's steps are one launch, behind its table."""
+    """One table for each layer; lengths serve both; slots of each layer's steps are one launch, after its table."""
     x = torch.randn(BS, 1, HEADS * DIM, generator=torch.Generator().manual_seed(1))
     plain, passed = WindowedDraft(lengths), WindowedDraft(lengths)
     want = compile_interpreted(plain, on=False)[0](x)

@@ -63,7 +63,7 @@ def length(step: Step, base, other, keep, running):
 
 
 # How caches lie in memory, given `[layers, 2, pages, ...]`: each by itself, all in one storage, or the values of a page
-# behind its keys.
+# after its keys.
 LAYOUTS = {
     "own": lambda pool, layer, kv: pool[layer, kv].clone(),
     "one pool": lambda pool, layer, kv: pool[layer, kv],

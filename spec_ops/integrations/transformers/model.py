@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -72,7 +72,7 @@ class TransformersModel(Target):
         _check_experts(model, argument)
         self._bypassed: list[tuple[str, nn.Module, bool]] = [("", model, True)]
         self._check_bypassed()
-        self._restore: Callable[[], None] | None = _switch(model)
+        self._switched: _Switched | None = _switch(model, self)
         try:
             self._adopt(model, aux_layers)
         except BaseException:
@@ -113,9 +113,9 @@ class TransformersModel(Target):
 
         Other `TransformersModel`s of the same model go on working: the last one to be closed restores it.
         """
-        restore, self._restore = self._restore, None
-        if restore is not None:
-            restore()
+        switched, self._switched = self._switched, None
+        if switched is not None:
+            _release(switched, self)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
         if not torch.compiler.is_compiling():  # the prompts' forward comes first, and is never compiled
@@ -192,41 +192,49 @@ def _ignore(_hidden) -> None:
 
 @dataclass
 class _Switched:
-    """A model that attends through our ops: how many hold it, and what gives it its own attention back."""
+    """A model that attends through our ops.
 
-    holders: int
+    Attributes:
+        restore: gives it its own attention back.
+        holders: the `TransformersModel`s of it that are open. One that was dropped without `close()` does not count.
+    """
+
     restore: Callable[[], None]
+    holders: weakref.WeakSet[TransformersModel] = field(default_factory=weakref.WeakSet)
 
 
-_switched: weakref.WeakKeyDictionary[PreTrainedModel, _Switched] = weakref.WeakKeyDictionary()
+# By the id of the model, which lives as long as its entry. Only the holders keep an entry alive, and so the model.
+_switched: weakref.WeakValueDictionary[int, _Switched] = weakref.WeakValueDictionary()
 _switching = threading.Lock()
 
 
-def _switch(model: PreTrainedModel) -> Callable[[], None]:
-    """Set our attention implementation and evaluation mode. Returns what undoes both, once all holders have called theirs."""
+def _switch(model: PreTrainedModel, holder: TransformersModel) -> _Switched:
+    """Set our attention implementation and evaluation mode, for as long as the model has holders."""
     with _switching:
-        if model in _switched:
-            model.set_attn_implementation(NAME)  # the user may have changed it since
-            _switched[model].holders += 1
+        switched = _switched.get(id(model))
+        if switched is None:
+            _switched[id(model)] = switched = _Switched(_switch_first(model))
         else:
-            _switched[model] = _Switched(1, _switch_first(model))
-        model.eval()
+            model.set_attn_implementation(NAME)  # the user may have changed it since
+            model.eval()
+        switched.holders.add(holder)
+        return switched
 
-    def release() -> None:
-        with _switching:
-            held = _switched[model]
-            held.holders -= 1
-            if held.holders == 0:
-                del _switched[model]
-                held.restore()
 
-    return release
+def _release(switched: _Switched, holder: TransformersModel) -> None:
+    with _switching:
+        switched.holders.discard(holder)
+        if not switched.holders:
+            for key in [key for key, entry in _switched.items() if entry is switched]:
+                del _switched[key]
+            switched.restore()
 
 
 def _switch_first(model: PreTrainedModel) -> Callable[[], None]:
     training = [module for module in model.modules() if module.training]
     made = ExitStack()
     made.enter_context(attending(model, NAME))  # it may refuse; nothing has changed then
+    model.eval()
 
     def restore() -> None:
         made.close()

@@ -1,7 +1,10 @@
-"""A transformers model behind the target's interface: it gets back what was changed, hooks run or are refused, nothing passes
-that the ops cannot compute."""
+"""A transformers model as a target: it gets back what was changed, hooks run or are refused, and models that the ops cannot
+compute are refused."""
 
 from __future__ import annotations
+
+import gc
+import weakref
 
 import pytest
 import torch
@@ -82,6 +85,26 @@ def _other_layers(model):
 def _hooked(model):
     model.register_forward_hook(lambda *_: None)
     return model
+
+
+def test_a_generator_that_is_dropped_holds_nothing():
+    """As where a cell of a notebook runs twice."""
+    model = make_model("llama", "sdpa")
+    generator = TransformersGenerator(model, **SIZES)
+    generator = TransformersGenerator(model, **SIZES)
+    gc.collect()
+    generator.close()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_generator_that_is_dropped_keeps_no_model_alive():
+    model = make_model("llama", "sdpa")
+    generators = [TransformersGenerator(model, **SIZES) for _ in range(2)]
+    generators[0].close()
+    alive = weakref.ref(model)
+    del model, generators
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,7 @@ def test_forms_tell_constants_from_structure():
 
 
 def test_the_first_of_equal_values_makes_the_place():
-    """`other + base` and `other + (base + 0)` are one form but two values: the rows stand behind the first."""
+    """`other + base` and `other + (base + 0)` have one form but are two values: the rows come after the first."""
 
     def program(i: Inputs):
         early = i.write(i.rtt.gather(1, ((i.other + i.base)[:, None] + 1).long()))

@@ -198,6 +198,11 @@ class Generator:
                 be sampled, because the target's logits hold a NaN.
         """
         requests = check_requests(prompts, max_new_tokens, stop_tokens, self.target.config.vocab_size, self.max_seq_len)
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise ValueError(f"generate: `sampling` must be a SamplingParams, got {type(sampling).__name__}")
+        for name, hook in (("on_tokens", on_tokens), ("stop_when", stop_when)):
+            if hook is not None and not callable(hook):
+                raise ValueError(f"generate: `{name}` must be a function, got {hook!r}")
         return self._run(requests, sampling, on_tokens, stop_when, progress)
 
     def _run(

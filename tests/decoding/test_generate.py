@@ -398,6 +398,12 @@ def test_fp8_cache_decodes(target):
         ({"prompts": [[1] * 60], "max_new_tokens": 10}, "max_seq_len"),
         ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": list(range(9))}, "stop_tokens"),
         ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": [VOCAB]}, "stop_tokens"),
+        (
+            {"prompts": [[1]], "max_new_tokens": 4, "sampling": {"temperature": 1}},
+            "`sampling` must be a SamplingParams, got dict",
+        ),
+        ({"prompts": [[1]], "max_new_tokens": 4, "on_tokens": 3}, "`on_tokens` must be a function, got 3"),
+        ({"prompts": [[1]], "max_new_tokens": 4, "stop_when": 3}, "`stop_when` must be a function, got 3"),
     ],
 )
 def test_bad_generate_arguments(target, kwargs, name):

@@ -282,6 +282,8 @@ def _read_call(
     elif len(limits) != count:
         raise ValueError(f"generate: `max_new_tokens` must have one entry per row of `input_ids` ({count}), got {len(limits)}")
     limits = [limit for limit in limits for _ in range(settings.num_return_sequences)]
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ValueError(f"generate: `streamer` must have `put` and `end`, as transformers' have, got {streamer!r}")
     if streamer is not None and len(limits) != 1:
         raise ValueError(f"generate: `streamer` needs batch size 1, got {len(limits)}")
     return _Call(prompts, limits, settings, criteria, tokenizer, streamer, progress)

@@ -68,13 +68,9 @@ def _matrix(name: str, values: Any, padding: int) -> tuple[torch.Tensor, list[in
     if isinstance(values, str) or (isinstance(values, (list, tuple)) and any(isinstance(row, str) for row in values)):
         raise ValueError(f"{wanted}, got text: encode it first, `tokenizer(text, return_tensors='pt')`")
     if isinstance(values, np.ndarray):
-        # Of numbers, whatever the order of their bytes and rows: torch takes neither swapped bytes nor negative strides.
-        native = values.dtype.kind in "biufc"
-        values = (
-            torch.tensor(np.ascontiguousarray(values, values.dtype.newbyteorder("=")), device="cpu")
-            if native
-            else values.tolist()
-        )
+        # A copy, since torch takes neither swapped bytes nor negative strides, not even of a dimension of size 1.
+        native = values.dtype.newbyteorder("=")
+        values = torch.from_numpy(np.array(values, native, order="C")) if values.dtype.kind in "biufc" else values.tolist()
     if isinstance(values, torch.Tensor):
         if values.dim() != 2 or values.numel() == 0:
             hint = f": pass `{name}[None]` for one prompt" if values.dim() == 1 else ""

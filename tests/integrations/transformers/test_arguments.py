@@ -452,6 +452,7 @@ def test_nothing_to_sample_names_the_prompt():
         ({"do_sample": True, "temperature": "hot"}, "`temperature` must be above 0 .*, got 'hot'"),
         ({"do_sample": True, "top_k": 2.5}, "`top_k` must be .*, got 2.5"),
         ({"do_sample": True, "seed": 1.5}, "`seed` must be .*, got 1.5"),
+        ({"streamer": print}, "`streamer` must have `put` and `end`"),
         ({"max_time": "1"}, "`max_time` must be a number of seconds, got '1'"),
         ({"stop_strings": [1]}, r"`stop_strings` must be a string or a list of them, got \[1\]"),
         ({"attention_mask": None, "input_ids": "text"}, "`input_ids` must be .*, got text: encode it first"),

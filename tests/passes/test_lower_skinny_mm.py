@@ -112,8 +112,10 @@ def offset_weight(x, weight, bias):
         pytest.param(lambda x, weight, bias: x @ weight[:, :N], tensors(n=K), "rows are not contiguous", id="layout"),
         pytest.param(offset_weight, tensors(k=K + 8), "do not start at multiples of 16 bytes", id="offset"),
         pytest.param(lambda x, weight, bias: F.linear(x, weight * 2), tensors(), "the weight is computed here", id="computed"),
-        pytest.param(lambda x, weight, bias: torch.addmm(bias, x, weight.t(), beta=2), tensors(), "not a bias", id="scaled bias"),
-        pytest.param(lambda x, weight, bias: torch.addmm(x[:, :1], x, weight.t()), tensors(), "not a bias", id="added column"),
+        pytest.param(
+            lambda x, weight, bias: torch.addmm(bias, x, weight.t(), beta=2), tensors(), "a bias of", id="scaled bias"
+        ),
+        pytest.param(lambda x, weight, bias: torch.addmm(x[:, :1], x, weight.t()), tensors(), "a bias of", id="added column"),
         pytest.param(plain, tensors(dtype=torch.float32), "", id="float32"),
         pytest.param(lambda x, weight, bias: torch.bmm(x[None], weight.t()[None]), tensors(), "", id="bmm"),
     ],

@@ -72,11 +72,12 @@ class SpecCache(Cache):
         pages = -(-max_seq_len // page_size)
         # Not `batch_size` or `max_batch_size`: properties of `Cache` in some versions.
         self._rows, self.max_seq_len, self.page_size = batch_size, max_seq_len, page_size
-        self.pool = PagedKVCache(self.spec, batch_size * pages, page_size, dtype=weight.dtype, device=weight.device)
-        tables = torch.arange(batch_size * pages, dtype=torch.int32, device=weight.device)
-        self.block_tables = tables.view(batch_size, pages)
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=weight.device)
-        self.columns = torch.zeros((), dtype=torch.int64, device=weight.device)
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
+            self.pool = PagedKVCache(self.spec, batch_size * pages, page_size, dtype=weight.dtype, device=weight.device)
+            tables = torch.arange(batch_size * pages, dtype=torch.int32, device=weight.device)
+            self.block_tables = tables.view(batch_size, pages)
+            self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=weight.device)
+            self.columns = torch.zeros((), dtype=torch.int64, device=weight.device)
         for tensor in (self.block_tables, self.lengths, self.columns):
             torch._dynamo.mark_static_address(tensor)
         self._step: PagedAttention | None = None

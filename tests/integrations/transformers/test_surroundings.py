@@ -38,6 +38,21 @@ def test_a_generator_serves_inside_and_outside_inference_mode(made):
             assert generator.generate(ids, mask, **NEW).tokens == eager_tokens("llama")
 
 
+@pytest.mark.parametrize("made", [nullcontext, torch.inference_mode], ids=["made outside", "made inside"])
+def test_a_cache_serves_inside_and_outside_inference_mode(made):
+    ids, mask = batch()
+    model = make_model("llama")
+    with made():
+        cache = SpecCache(model, 3, 40, page_size=4)
+    for surrounding in (nullcontext, torch.inference_mode, nullcontext):
+        cache.reset()
+        with surrounding():
+            out = model.generate(
+                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=20, do_sample=False, eos_token_id=None
+            )
+        assert out[:, ids.shape[1] :].tolist() == eager_tokens("llama")
+
+
 def test_a_default_device_is_not_the_models():
     """ "meta" holds no values: whatever is put there by mistake fails."""
     ids, mask = batch()

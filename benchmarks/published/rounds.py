@@ -7,7 +7,19 @@ from typing import Any
 
 from benchmarks.published.text import Row, listed, load, paragraph, table, without_empty_columns
 
+# What the tables call a model; other names stand as they are.
+LABELS = {
+    "llama-3.1-8b-shape-32-layers": "Llama 8B",
+    "deepseek-v3-width-4-layers": "DeepSeek, 4 layers",
+    "gpt-oss-20b-type-24-layers": "gpt-oss 20B",
+}
 PARTS_ABOVE = ("+ matmul", "+ attention", "+ other", "+ gaps")  # the floor
+
+
+def label(model: str) -> str:
+    """The model's name in tables, without its draft's."""
+    name = model.partition("+")[0]
+    return LABELS.get(name, name)
 
 
 def accept(results: Path) -> str:
@@ -59,7 +71,7 @@ def rounds(results: Path) -> str:
                   ("speculative", "plain", "assisted")]  # fmt: skip
         share = f"{row['floor_ms'] / row['ms']:.0%}"
         numbers = [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", share, *_above(row), f"{row['kernels']:.0f}", *speeds]
-        lines.append([model, f"{bs}, {context}", *numbers])
+        lines.append([label(model), f"{bs}, {context}", *numbers])
     shown = [kinds["speculative"] for kinds in beside.values() if "speculative" in kinds]
     intro = f"Whole rounds on one {found['environment']['machine'].removeprefix('NVIDIA ')}, random weights, chains of"
     intro += f" {listed((row['steps'] for row in shown), str)} steps"
@@ -91,7 +103,7 @@ def above(results: Path) -> str:
             continue
         kind = f"{row.get('round', 'speculative')}, {row['backend']}{'' if row['passes'] else ', passes off'}"
         numbers = [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['floor_ms'] / row['ms']:.0%}", *parts]
-        lines.append([row["model"].partition("+")[0], f"{row['bs']}, {row['context']}", kind, *numbers])
+        lines.append([label(row["model"]), f"{row['bs']}, {row['context']}", kind, *numbers])
     intro = "Where the time above the floor goes in the other rounds of that file, milliseconds:"
     header = ("model", "batch, context", "kind, backend", "ms", "floor", "share", *PARTS_ABOVE)
     return paragraph(intro) + "\n\n" + table(header, lines)
@@ -104,7 +116,7 @@ def again(results: Path) -> str:
     for (model, bs, context), kinds in second.items():
         for kind, row in kinds.items():
             if earlier := first.get((model, bs, context), {}).get(kind):
-                lines.append([model, f"{bs}, {context}", kind, f"{earlier['ms']:.2f}", f"{row['ms']:.2f}"])
+                lines.append([label(model), f"{bs}, {context}", kind, f"{earlier['ms']:.2f}", f"{row['ms']:.2f}"])
     intro = "The same rounds measured twice, in two sessions and with two commits, milliseconds"
     intro += " (`benchmarks/results/h200-round.json`, `benchmarks/results/h200-round-again.json`):"
     return paragraph(intro) + "\n\n" + table(("model", "batch, context", "kind", "first", "again"), lines)
@@ -122,7 +134,7 @@ def backends(results: Path) -> str:
         if len(by_name) == 1:
             continue
         times = [f"{by_name[name]['ms']:.2f}" if name in by_name else "" for name in names]
-        lines.append([model, f"{bs}, {context}", *times])
+        lines.append([label(model), f"{bs}, {context}", *times])
     lost = [v for v in found["auto"] if not v["auto_wins"]]
     intro = "The same rounds with other backends, milliseconds (`benchmarks/results/h200-round-backends.json`, commit"
     intro += f" {found['environment']['commit']}). `auto` is the fastest within 5%"
@@ -143,7 +155,7 @@ def passes(results: Path) -> str:
             continue
         counts = [f"{row[name]:g}" for name in ("kernels", "graph_launches", "host_launches", "host_syncs")]
         where = [f"{row['bs']}, {row['context']}", row["round"], "on" if row["passes"] else "off"]
-        lines.append([row["model"].partition("+")[0], *where, f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", *counts])
+        lines.append([label(row["model"]), *where, f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", *counts])
     intro = "Our round with the graph passes on and off"
     if any(row["round"] == "naive" for row in rows):
         intro += ", and the round as one writes it at first"

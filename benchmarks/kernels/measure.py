@@ -1,16 +1,14 @@
 """Correctness and time of every attention kernel next to the others, case by case, in one run.
 
 What is timed is the public function with `backend=...`, as users call it, replayed in a CUDA graph; what is checked is what the
-last replay wrote. A backend that plans on the host plans at every call, unless its kernel module has a function
-`prepare(op, args)` (`args` as the op takes them, the backend's name last) that plans once and returns a closure which only runs
-the kernel and which outlives later preparations. Then that closure is timed, and the row says so (`plan_excluded`).
+last replay wrote. A backend that plans on the host plans at every call. Where its plan and its run can be had apart
+(`PLANNERS`), the run is timed, and the row says so (`plan_excluded`).
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import itertools
 import math
 import time
@@ -28,17 +26,20 @@ from benchmarks.kernels.accuracy import exact_attention, relative_error, torch_a
 from benchmarks.kernels.cases import Case, Pool, Problem, num_sets, pages_needed
 from benchmarks.timing import Ceilings, Timing, side_stream, time_calls
 from spec_ops.backends import (
+    AttentionCall,
     BackendError,
-    attention_meta,
     available_backends,
     get_backend,
-    missing_backends,
     plans_on_host,
-    select_backend,
 )
+from spec_ops.backends.flashinfer.planned import Planned, plan
 from spec_ops.backends.registry import device_arch
 
 SDPA, FLEX = "torch-sdpa", "torch-flex"
+# Of backends that plan on the host: what plans a call once, to run it many times.
+PLANNERS: dict[str, Callable[[AttentionCall], Planned]] = {
+    f"flashinfer-{kernel}": functools.partial(plan, kernel=kernel) for kernel in ("fa2", "fa3")
+}
 MAX_ERROR_RATIO = 1.5  # of a kernel's error to that of torch's own attention
 # A kernel on fp8 caches may round queries and softmax weights to e4m3 as well (FlashInfer's xqa does): each rounding is 2.6%
 # in the root mean square, and both together 3.7%; the rest is room for the spread between cases.
@@ -194,29 +195,36 @@ def _calls(problem: Problem, backend: str) -> tuple[list[Callable[[], torch.Tens
         return (_sdpa_calls if backend == SDPA else _flex_calls)(problem), False, True
     if not plans_on_host(backend):
         return [functools.partial(problem.call, i, backend) for i in indices], False, True
-    recorded = [_record(functools.partial(problem.call, i, backend)) for i in indices]
-    op = problem.case.op
-    meta = attention_meta(op, recorded[0])
-    chosen = select_backend(meta, device_arch(problem.pool.device), backend, missing_backends()).backend
-    prepare = getattr(importlib.import_module(chosen.kernels[op].split(":")[0]), "prepare", None)
-    if prepare is None:
+    if (plan := PLANNERS.get(backend)) is None:
         return [functools.partial(problem.call, i, backend) for i in indices], False, False
-    return [prepare(op, arguments) for arguments in recorded], True, True
+    return [_run_of(plan(_record(functools.partial(problem.call, i, backend)))) for i in indices], True, True
 
 
-def _record(call: Callable[[], torch.Tensor]) -> tuple:
-    """The arguments that `call`'s op gets from its public function; nothing runs."""
-    found: list[tuple] = []
+def _run_of(planned: Planned) -> Callable[[], torch.Tensor]:
+    """The kernel alone, and the result of the op."""
+    planned.run()
+    out = planned.finish()
+
+    def call() -> torch.Tensor:
+        planned.run()
+        return out
+
+    return call
+
+
+def _record(call: Callable[[], torch.Tensor]) -> AttentionCall:
+    """What `call`'s op gets from its public function; nothing runs."""
+    found: list[AttentionCall] = []
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found.append(args)
+            found.append(AttentionCall.of(func._schema.name.split("::")[1], args))
             return args[0]
 
     with Recorder():
         call()
-    (arguments,) = found
-    return arguments
+    (made,) = found
+    return made
 
 
 def _dense(problem: Problem) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

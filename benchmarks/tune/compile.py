@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.kernels.cases import Case
 from benchmarks.tune.shapes import DTYPE, ShapeClass
+from spec_ops.backends import AttentionCall
 from spec_ops.backends.triton.attention import launcher as steps
 from spec_ops.backends.triton.attention.tuning import SHARED, Config
 from spec_ops.backends.triton.runtime.ahead import SHARED_LIMIT, Resources, resident_blocks, resources
@@ -48,14 +49,25 @@ def call(
         `[bs, q_len, heads, v_head_dim]`
     """
     heads = case.heads
-    mla = heads.kind == "mla"
-    name = ("mla" if mla else "mha") + ("_extend" if kernel == "ragged" else "")
-    rows = q.flatten(0, 1) if kernel == "ragged" else q
-    widths = (heads.v_head_dim,) if mla else ()
-    queries = (q_indptr, case.q_len) if kernel == "ragged" else (tree_mask, 0 if tree_mask is None else case.q_len)
-    softmax = (heads.scale, case.window, None, 0.0, *([kv_scale] if mla else [kv_scale, kv_scale]), None)
-    out = getattr(steps, name)(rows, *caches, *widths, table, seq_lens, *queries, None, None, None, *softmax, config=config)
-    return out.view(*q.shape[:-1], heads.v_head_dim)
+    mla, ragged = heads.kind == "mla", kernel == "ragged"
+    made = AttentionCall(
+        ("mla_" if mla else "mha_") + ("extend" if ragged else "target_verify"),
+        q.flatten(0, 1) if ragged else q,
+        caches[0],
+        caches[-1],
+        heads.v_head_dim if mla else None,
+        table,
+        seq_lens,
+        scale=heads.scale,
+        window_left=case.window,
+        k_scale=kv_scale,
+        v_scale=kv_scale,
+    )
+    if ragged:
+        made.q_indptr, made.max_q_len = q_indptr, case.q_len
+    elif tree_mask is not None:
+        made.tree_mask, made.mask_len = tree_mask, case.q_len
+    return steps.attention(made, config).view(*q.shape[:-1], heads.v_head_dim)
 
 
 def variants(cases: Sequence[Case]) -> list[Case]:

@@ -4,13 +4,12 @@ A backend is a declaration (what it supports, which optional inputs it reads, wh
 that are imported the first time they run. `select_backend` is a pure function of trace-time facts.
 """
 
-from spec_ops.backends.call import AttentionMeta
+from spec_ops.backends.call import AttentionCall, AttentionMeta
 from spec_ops.backends.registry import (
     Backend,
     BackendError,
     Selection,
     attention_backend,
-    attention_meta,
     available_backends,
     get_backend,
     missing_backends,
@@ -26,12 +25,12 @@ from spec_ops.backends.registry import (
 from spec_ops.backends.warming import warm_up
 
 __all__ = [
+    "AttentionCall",
     "AttentionMeta",
     "Backend",
     "BackendError",
     "Selection",
     "attention_backend",
-    "attention_meta",
     "available_backends",
     "get_backend",
     "missing_backends",

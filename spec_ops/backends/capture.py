@@ -44,6 +44,15 @@ def capture_of_current_stream(index: int) -> int:
     return number.value
 
 
+def current_context() -> int:
+    """The handle of the current CUDA context, a green one where a part of the GPU is set apart; 0 if there is none."""
+    if not torch.cuda.is_initialized():
+        return 0
+    context = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    return context.value or 0
+
+
 def relax_this_thread() -> None:
     """Lets the calling thread allocate while others capture: in CUDA's usual mode that fails, and ends their captures."""
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))

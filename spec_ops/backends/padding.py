@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from spec_ops.backends.call import AttentionCall
+
 _BLOCK = 1024
 
 
@@ -79,26 +81,18 @@ def clear_kernel(out, hidden, row_size, BLOCK: tl.constexpr):
             tl.store(out + row * row_size + column, zero, mask=column < row_size)
 
 
-def prepare(
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    q_len: int,
-    page_size: int,
-    *,
-    width_multiple: int = 1,
-    masked: bool = False,
-    tree_mask: torch.Tensor | None = None,
-    mask_len: int = 0,
-) -> Prepared:
-    """Safe tables and lengths for `q_len` queries per request, in one launch.
+def prepare(call: AttentionCall, *, width_multiple: int = 1, masked: bool = False) -> Prepared:
+    """Safe tables and lengths for `call`, in one launch; of a ragged one, for one query per request.
 
     Args:
-        block_tables, seq_lens, tree_mask, mask_len: as in the ops; a tree spans `mask_len` positions, a chain `q_len`.
+        call: a tree spans `mask_len` positions, a chain `q_len`.
         width_multiple: round the tables' width up to a multiple of this.
         masked: make `mask`, causal without `tree_mask`. Otherwise requests shorter than the span are hidden as a whole.
     """
+    block_tables, seq_lens, tree_mask, page_size = call.block_tables, call.seq_lens, call.tree_mask, call.page_size
+    q_len = 1 if call.is_ragged else call.q_len
     bs, width = block_tables.shape
-    span = mask_len if tree_mask is not None else q_len
+    span = call.mask_len if tree_mask is not None else q_len
     reachable = max(width, triton.cdiv(span, page_size))  # a padded request is given `span` keys
     safe_width = triton.cdiv(reachable, width_multiple) * width_multiple
     device = seq_lens.device

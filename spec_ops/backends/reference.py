@@ -10,7 +10,7 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 register_backend(
     Backend(
         name="reference",
-        kernels={step: f"spec_ops.ops.reference.attention:{step}" for step in STEPS}
+        kernels=dict.fromkeys(STEPS, "spec_ops.ops.reference.attention:attention")
         | {op: f"spec_ops.ops.reference.kv_cache:{op}" for op in APPENDS},
         capabilities=None,
         dtypes=_FLOATS,

@@ -15,7 +15,7 @@ import torch
 
 from spec_ops._extras import install_hint
 from spec_ops.backends import measured
-from spec_ops.backends.call import APPENDS, OPTIONAL_INPUTS, RAGGED, STEPS, AttentionMeta
+from spec_ops.backends.call import APPENDS, OPTIONAL_INPUTS, RAGGED, STEPS, AttentionCall, AttentionMeta
 
 REFERENCE = "reference"
 ANY_Q_LEN = 2**31 - 1  # what an int32 `q_indptr` can say: the bound of a number of queries that nothing else bounds
@@ -35,7 +35,8 @@ class Backend:
     Attributes:
         name: what users pass as `backend=`.
         kernels: op name (`"mha_draft_decode"`, ..., `"append_kv"`) to `"module:function"`, imported at its first call; the
-            function takes the op's arguments without `backend`, and `options`, and returns the op's result.
+            function of an attention op takes an `AttentionCall`, and `options`, and returns the op's result; that of an append
+            takes the op's arguments without `backend`.
         capabilities: inclusive range of CUDA compute capabilities (`(90, 90)`), or None for every device, CPU included.
         dtypes, kv_dtypes: of queries and caches.
         head_dims, page_sizes: supported values, or None for all.
@@ -221,6 +222,7 @@ def missing_backends() -> frozenset[str]:
 def _forget() -> None:
     """Select anew: backends, their packages or the measured times have changed."""
     _selection.cache_clear()
+    _kernel.cache_clear()
     missing_backends.cache_clear()
 
 
@@ -287,28 +289,6 @@ def refuse_rocm() -> None:
         )
 
 
-def attention_meta(op: str, args: tuple) -> AttentionMeta:
-    """The facts of a call to attention op `op` with positional `args` (its schema's order); sizes stay what they are there."""
-    q, cache = args[0], args[1]
-    mha, ragged = op.startswith("mha_"), op in RAGGED
-    window_left, sinks, softcap = args[11:14]
-    return AttentionMeta(
-        step=op,
-        dtype=q.dtype,
-        kv_dtype=cache.dtype,
-        num_heads=q.shape[-2],
-        num_kv_heads=cache.shape[2] if mha else 1,
-        head_dim=q.shape[-1],
-        v_head_dim=args[2].shape[-1] if mha else args[2],
-        page_size=cache.shape[1],
-        q_len=args[6] if ragged else q.shape[1],
-        tree_mask=not ragged and args[5] is not None,
-        window=window_left >= 0,
-        sinks=sinks is not None,
-        softcap=softcap > 0,
-    )
-
-
 def known_while_compiling(meta: AttentionMeta) -> AttentionMeta | str:
     """`meta` with the numbers that selection needs, or why they are not known, for a call whose sizes may be symbols.
 
@@ -328,7 +308,7 @@ def known_while_compiling(meta: AttentionMeta) -> AttentionMeta | str:
 
 
 def append_meta(op: str, args: tuple) -> AttentionMeta:
-    """As `attention_meta`, of a call to `append_kv` or `append_mla_kv`."""
+    """The facts of a call to `append_kv` or `append_mla_kv` with positional `args` (its schema's order)."""
     cache, mha = args[0], op == "append_kv"
     rows = args[2] if mha else args[1]
     heads = cache.shape[2] if mha else 1
@@ -377,13 +357,25 @@ def warn_once(meta: AttentionMeta, arch: int | None, text: str) -> None:
         warnings.warn(text, stacklevel=2)
 
 
-def run_attention(op: str, args: tuple) -> torch.Tensor:
+@functools.lru_cache(maxsize=4096)
+def _kernel(
+    facts: tuple, arch: int | None, name: str, missing: frozenset[str]
+) -> tuple[Callable, Mapping[str, Any], tuple[AttentionMeta, str] | None]:
+    """Of an eager call: the kernel, its options, and what to warn of. By `facts` rather than by what they make, since that is
+    made anew by each call."""
+    meta = AttentionMeta(*facts)
+    selection = select_backend(meta, arch, name, missing)
+    text = without_kernel(meta, arch, name, selection)
+    return _load(selection.backend.kernels[meta.step]), selection.backend.options, None if text is None else (meta, text)
+
+
+def run_attention(call: AttentionCall) -> torch.Tensor:
     """The implementation of every attention op: select, load, call."""
-    meta, arch = attention_meta(op, args), device_arch(args[0].device)
-    selection = select_backend(meta, arch, args[-1], missing_backends())
-    if arch is not None and selection.backend.name == REFERENCE and (text := without_kernel(meta, arch, args[-1], selection)):
-        warn_once(meta, arch, text)
-    return _on_device_of(args[0], _load(selection.backend.kernels[op]), args[:-1], selection.backend.options)
+    arch = device_arch(call.q.device)
+    kernel, options, warning = _kernel(call.facts(), arch, call.backend, missing_backends())
+    if warning is not None:
+        warn_once(warning[0], arch, warning[1])
+    return _on_device_of(call.q, kernel, (call,), options)
 
 
 def run_append(op: str, args: tuple) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.call import AttentionMeta
+from spec_ops.backends.call import AttentionCall, AttentionMeta
 from spec_ops.backends.registry import Backend, register_backend
 
 # Partial results: batch x splits x rows is about half the multiprocessors, times 128 x 513 floats; the package checks the size.
@@ -41,33 +41,30 @@ register_backend(
 )
 
 
-def decode(
-    q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, kv_scale, max_seq_len,
-):  # fmt: skip
+def decode(call: AttentionCall) -> torch.Tensor:
     """Causal; its `window_left` keeps the whole block of queries visible, which is not ours, so windows are not declared."""
     from tokenspeed_mla import tokenspeed_mla_decode
 
     from spec_ops.backends.padding import clear, prepare, queries_for
     from spec_ops.backends.workspace import workspace
 
-    assert tree_mask is None, "tokenspeed_mla takes no mask"
-    q_len, page_size = q.shape[1], kv_cache.shape[1]
-    out = torch.empty(*q.shape[:-1], kv_lora_rank, dtype=q.dtype, device=q.device)
+    assert call.tree_mask is None, "tokenspeed_mla takes no mask"
+    q, rank, page_size = call.q, call.v_head_dim, call.page_size
+    out = torch.empty(*q.shape[:-1], rank, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    ready = prepare(block_tables, seq_lens, q_len, page_size, width_multiple=128 // page_size)
+    ready = prepare(call, width_multiple=128 // page_size)
     tokenspeed_mla_decode(
-        query=queries_for(kv_cache, q),
-        kv_cache=kv_cache,
+        query=queries_for(call.k_cache, q),
+        kv_cache=call.k_cache,
         workspace_buffer=workspace("tokenspeed", q.device, WORKSPACE_BYTES).view(torch.int8),
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=q.shape[-1] - kv_lora_rank,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=q.shape[-1] - rank,
         block_tables=ready.block_tables,
         seq_lens=ready.seq_lens,
         max_seq_len=ready.block_tables.shape[1] * page_size,
-        softmax_scale=scale * kv_scale,
-        output_scale=kv_scale,
+        softmax_scale=call.scale * call.k_scale,
+        output_scale=call.k_scale,
         out=out,
         is_var_seq=True,
         causal_mask=True,

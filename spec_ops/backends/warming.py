@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.call import RAGGED, AttentionMeta
+from spec_ops.backends.call import RAGGED, AttentionCall, AttentionMeta
 from spec_ops.backends.registry import run_attention
 
 
@@ -18,33 +18,41 @@ def warm_up(
 
     Args:
         meta: the call's facts. batch_size, max_pages: requests, and width of `block_tables`, as in the calls to come: some
-            kernels
-            are specialized by them. backend, device: as in the ops.
+            kernels are specialized by them. backend, device: as in the ops.
 
     Raises:
         BackendError: no backend, or not the named one, can run it.
     """
-    mha, ragged = meta.step.startswith("mha_"), meta.step in RAGGED
+    ragged = meta.step in RAGGED
     rows = [batch_size * meta.q_len] if ragged else [batch_size, meta.q_len]
 
     def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    q = zeros(*rows, meta.num_heads, meta.head_dim, dtype=meta.dtype)
     pages = -(-meta.q_len // meta.page_size)
-    if mha:
-        kv = [zeros(pages, meta.page_size, meta.num_kv_heads, d, dtype=meta.kv_dtype) for d in (meta.head_dim, meta.v_head_dim)]
-        cache: tuple = (*kv,)
+    if mla := meta.step.startswith("mla_"):
+        keys = values = zeros(pages, meta.page_size, meta.head_dim, dtype=meta.kv_dtype)
     else:
-        cache = (zeros(pages, meta.page_size, meta.head_dim, dtype=meta.kv_dtype), meta.v_head_dim)
-    tables = zeros(batch_size, max(max_pages, pages), dtype=torch.int32)
-    lens = torch.full((batch_size,), meta.q_len, dtype=torch.int32, device=device)
-    queries: tuple[torch.Tensor | None, int] = (None, 0)
+        keys, values = (
+            zeros(pages, meta.page_size, meta.num_kv_heads, width, dtype=meta.kv_dtype)
+            for width in (meta.head_dim, meta.v_head_dim)
+        )
+    call = AttentionCall(
+        meta.step,
+        zeros(*rows, meta.num_heads, meta.head_dim, dtype=meta.dtype),
+        keys,
+        values,
+        meta.v_head_dim if mla else None,
+        zeros(batch_size, max(max_pages, pages), dtype=torch.int32),
+        torch.full((batch_size,), meta.q_len, dtype=torch.int32, device=device),
+        window_left=0 if meta.window else -1,
+        sinks=zeros(meta.num_heads, dtype=torch.float32) if meta.sinks else None,
+        softcap=1.0 if meta.softcap else 0.0,
+        backend=backend,
+    )
     if ragged:
-        queries = (torch.arange(batch_size + 1, dtype=torch.int32, device=device) * meta.q_len, meta.q_len)
+        call.q_indptr = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * meta.q_len
+        call.max_q_len = meta.q_len
     elif meta.tree_mask:
-        queries = (zeros(batch_size, meta.q_len, dtype=torch.int64) + 1, meta.q_len)
-    sinks = zeros(meta.num_heads, dtype=torch.float32) if meta.sinks else None
-    softmax = (1.0, 0 if meta.window else -1, sinks, 1.0 if meta.softcap else 0.0)
-    scales = (1.0, 1.0) if mha else (1.0,)
-    run_attention(meta.step, (q, *cache, tables, lens, *queries, None, None, None, *softmax, *scales, None, backend))
+        call.tree_mask, call.mask_len = zeros(batch_size, meta.q_len, dtype=torch.int64) + 1, meta.q_len
+    run_attention(call)

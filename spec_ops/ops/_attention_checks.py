@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends import attention_backend
+from spec_ops.backends import AttentionCall, attention_backend
 from spec_ops.backends.call import FP8_DTYPES
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.tree import MAX_TREE_TOKENS
@@ -13,21 +13,14 @@ MAX_PAGE_SIZE = 128
 INT32_MAX = 2**31 - 1
 
 
-def check_tensors(
-    op: str, q, cached, block_tables, seq_lens, ragged: bool, queries, kv_indptr, kv_indices, seq_lens_cpu, sinks
-) -> None:
-    """What the tensors of an attention step must be, and the width that MLA takes of one.
-
-    Args:
-        cached: `(k_cache, v_cache)`, or `(kv_cache, kv_lora_rank)` for MLA.
-        queries: `q_indptr` if `ragged`, else `tree_mask` or None.
-    """
-    check = Checker(op)
+def check_tensors(call: AttentionCall) -> None:
+    """What the tensors of an attention step must be, and the width that MLA takes of one."""
+    check = Checker(call.step)
+    mla, ragged = call.step.startswith("mla_"), call.is_ragged
+    q, cache, values, seq_lens = call.q, call.k_cache, call.v_cache, call.seq_lens
     check.tensor("q", q, rank=3 if ragged else 4, dtypes=FLOAT_DTYPES)
     heads, dim = q.shape[-2:]
     device = q.device
-    cache, values = cached
-    mla = op.startswith("mla_")
     name, widths = ("kv_cache", (None, None, dim)) if mla else ("k_cache", (None, None, None, dim))
     check.tensor(name, cache, shape=widths, dtypes=(q.dtype, *FP8_DTYPES), device=device)
     if cache.shape[0] < 1:
@@ -37,7 +30,7 @@ def check_tensors(
     if cache.stride(-1) != 1:
         check.fail(name, "contiguous in its last dimension", f"strides {cache.stride()}")
     if mla:
-        check.integer("kv_lora_rank", values, 1, dim)
+        check.integer("kv_lora_rank", call.kv_lora_rank, 1, dim)
     else:
         check.tensor("v_cache", values, shape=(*cache.shape[:3], None), dtypes=(cache.dtype,), device=device)
         if values.stride(-1) != 1:
@@ -50,17 +43,17 @@ def check_tensors(
     if not ragged and q.shape[0] != bs:
         requests = q.shape[0]
         check.fail("seq_lens", f"of shape [{requests}], as `q` holds {requests} requests", f"shape {tuple(seq_lens.shape)}")
-    check.tensor("block_tables", block_tables, shape=(bs, None), dtypes=(torch.int32,), device=device)
+    check.tensor("block_tables", call.block_tables, shape=(bs, None), dtypes=(torch.int32,), device=device)
     if ragged:
-        check.tensor("q_indptr", queries, shape=(bs + 1,), dtypes=(torch.int32,), device=device)
+        check.tensor("q_indptr", call.q_indptr, shape=(bs + 1,), dtypes=(torch.int32,), device=device)
     else:
-        check.optional_tensor("tree_mask", queries, shape=tuple(q.shape[:2]), dtypes=(torch.int64,), device=device)
-    check.optional_tensor("kv_indptr", kv_indptr, rank=1, dtypes=(torch.int32,), device=device)
-    check.optional_tensor("kv_indices", kv_indices, rank=1, dtypes=INDEX_DTYPES, device=device)
-    if (kv_indptr is None) != (kv_indices is None):
+        check.optional_tensor("tree_mask", call.tree_mask, shape=tuple(q.shape[:2]), dtypes=(torch.int64,), device=device)
+    check.optional_tensor("kv_indptr", call.kv_indptr, rank=1, dtypes=(torch.int32,), device=device)
+    check.optional_tensor("kv_indices", call.kv_indices, rank=1, dtypes=INDEX_DTYPES, device=device)
+    if (call.kv_indptr is None) != (call.kv_indices is None):
         check.fail("kv_indptr", "given together with `kv_indices`", "only one of the two")
-    check.optional_tensor("seq_lens_cpu", seq_lens_cpu, shape=(bs,), dtypes=INDEX_DTYPES, device=torch.device("cpu"))
-    check.optional_tensor("sinks", sinks, shape=(heads,), dtypes=(torch.float32,), device=device)
+    check.optional_tensor("seq_lens_cpu", call.seq_lens_cpu, shape=(bs,), dtypes=INDEX_DTYPES, device=torch.device("cpu"))
+    check.optional_tensor("sinks", call.sinks, shape=(heads,), dtypes=(torch.float32,), device=device)
 
 
 def check_options(check: Checker, scale, window_left, softcap, max_seq_len, backend, deterministic) -> tuple[int, str]:

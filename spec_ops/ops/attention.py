@@ -41,7 +41,8 @@ import math
 
 import torch
 
-from spec_ops.backends import output_dtype, plans_on_host, run_attention
+from spec_ops.backends import AttentionCall, output_dtype, plans_on_host, run_attention
+from spec_ops.backends.call import RAGGED
 from spec_ops.ops._attention_checks import check_mask_len, check_options, check_tensors
 from spec_ops.ops._library import define_op, fakes_check
 from spec_ops.ops._validate import Checker
@@ -59,15 +60,6 @@ _MLA_HEAD = "Tensor q, Tensor kv_cache, int kv_lora_rank"
 STEPS = ("draft_decode", "target_verify", "draft_extend", "extend")
 
 
-def _check_op(kind: str, step: str, args: tuple) -> None:
-    """`check_tensors` of an op's arguments."""
-    q, first, second, block_tables, seq_lens, queries, _, kv_indptr, kv_indices, seq_lens_cpu, _, _, sinks = args[:13]
-    check_tensors(
-        f"{kind}_{step}", q, (first, second), block_tables, seq_lens, step == "extend", queries, kv_indptr, kv_indices,
-        seq_lens_cpu, sinks,
-    )  # fmt: skip
-
-
 def _define(kind: str, step: str, overload: str = "", tags: tuple[torch.Tag, ...] = ()) -> torch._ops.OpOverload:
     head, tail = (_MHA_HEAD, _MHA_TAIL) if kind == "mha" else (_MLA_HEAD, _MLA_TAIL)
     queries = _RAGGED if step == "extend" else _TREE
@@ -75,12 +67,12 @@ def _define(kind: str, step: str, overload: str = "", tags: tuple[torch.Tag, ...
     schema = f"{name}{overload}({head}, {_TABLES}, {queries}, {_OPTIONAL}, {_SOFTMAX}, {tail}"
 
     def impl(*args):
-        return run_attention(name, args)
+        return run_attention(AttentionCall.of(name, args))
 
-    def fake(q, cache, value, *others):
-        _check_op(kind, step, (q, cache, value, *others))
-        width = value.shape[-1] if kind == "mha" else value  # of `v_cache`, or `kv_lora_rank`
-        return q.new_empty(*q.shape[:-1], width, dtype=output_dtype(others[-1], q.dtype))
+    def fake(*args):
+        call = AttentionCall.of(name, args)
+        check_tensors(call)
+        return call.q.new_empty(*call.q.shape[:-1], call.v_head_dim, dtype=output_dtype(call.backend, call.q.dtype))
 
     return define_op(schema, impl, fake, tags=tags)
 
@@ -94,44 +86,37 @@ HOST_PLAN_OPS = {
 }
 
 
-def _op(name: str, backend: str) -> torch._ops.OpOverload:
-    """The overload a call traces to: a named backend that plans on the host must not end up inside a CUDA graph."""
-    return HOST_PLAN_OPS[name] if plans_on_host(backend) else OPS[name]
+def _enter(name: str, args: tuple, deterministic: object) -> torch.Tensor:
+    """Check a public call, and make it a call of the op.
 
+    Dynamo traces this in every layer: hence a tuple, and an `AttentionCall` only where tensors are checked here.
 
-def _mha_uniform(
-    name, q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend, deterministic,
-) -> torch.Tensor:  # fmt: skip
+    Args:
+        args: in the order of the op's schema; None where the user left an argument to its default.
+    """
     if not fakes_check():
-        metadata = (kv_indptr, kv_indices, seq_lens_cpu)
-        check_tensors(name, q, (k_cache, v_cache), block_tables, seq_lens, False, tree_mask, *metadata, sinks)
+        check_tensors(AttentionCall.of(name, args))
+    q, cache, second, tables, lens, queries, span, indptr, indices, lens_cpu, scale, window_left, sinks, softcap = args[:14]
+    scales, max_seq_len, backend = args[14:-2], args[-2], args[-1]
     check = Checker(name)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    mha = name.startswith("mha_")
+    if mha and scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
     window_left, backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
-    k_scale = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
-    v_scale = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
-    mask_len = check_mask_len(check, q.shape[1], tree_mask, mask_len)
-    return _op(name, backend)(
-        q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu,
-        float(scale), window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
-    )  # fmt: skip
-
-
-def _mla_uniform(
-    name, q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu,
-    scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend, deterministic,
-) -> torch.Tensor:  # fmt: skip
-    if not fakes_check():
-        metadata = (kv_indptr, kv_indices, seq_lens_cpu)
-        check_tensors(name, q, (kv_cache, kv_lora_rank), block_tables, seq_lens, False, tree_mask, *metadata, sinks)
-    check = Checker(name)
-    window_left, backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
-    kv_scale = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
-    mask_len = check_mask_len(check, q.shape[1], tree_mask, mask_len)
-    return _op(name, backend)(
-        q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu,
-        float(scale), window_left, sinks, float(softcap), kv_scale, max_seq_len, backend,
+    if mha:
+        k_scale = check.scale("k_scale", scales[0], "k_cache", cache.dtype)
+        scales = (k_scale, check.scale("v_scale", scales[1], "v_cache", second.dtype))
+    else:
+        scales = (check.scale("kv_scale", scales[0], "kv_cache", cache.dtype),)
+    if name in RAGGED:
+        check.integer("max_q_len", span, 1)
+    else:
+        span = check_mask_len(check, q.shape[1], queries, span)
+    # A named backend that plans on the host must not end up inside a CUDA graph: it has an overload of its own.
+    op = HOST_PLAN_OPS[name] if plans_on_host(backend) else OPS[name]
+    return op(
+        q, cache, second, tables, lens, queries, span, indptr, indices, lens_cpu, float(scale), window_left, sinks,
+        float(softcap), *scales, max_seq_len, backend,
     )  # fmt: skip
 
 
@@ -183,9 +168,10 @@ def mha_draft_decode(
 
     Source: SGLang EAGLE draft decode; FlashInfer `trtllm_batch_decode_with_kv_cache`.
     """
-    return _mha_uniform(
-        "mha_draft_decode", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr,
-        kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+    return _enter(
+        "mha_draft_decode",
+        (q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+         window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend),
         deterministic,
     )  # fmt: skip
 
@@ -217,9 +203,10 @@ def mha_target_verify(
     Arguments, result and errors as `mha_draft_decode`; `seq_lens` is `committed_lens + D`.
     Source: SGLang EAGLE target verify.
     """
-    return _mha_uniform(
-        "mha_target_verify", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len,
-        kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+    return _enter(
+        "mha_target_verify",
+        (q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+         window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend),
         deterministic,
     )  # fmt: skip
 
@@ -251,9 +238,10 @@ def mha_draft_extend(
     Rows past the accepted length are computed and ignored: the price of a static shape. Arguments, result and errors as
     `mha_draft_decode`. Source: SGLang "draft extend v2" (sglang#24566, sglang#25002).
     """
-    return _mha_uniform(
-        "mha_draft_extend", q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr,
-        kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
+    return _enter(
+        "mha_draft_extend",
+        (q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+         window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend),
         deterministic,
     )  # fmt: skip
 
@@ -296,18 +284,11 @@ def mha_extend(
 
     Source: FlashInfer `trtllm_batch_context_with_kv_cache`.
     """
-    if not fakes_check():
-        metadata = (kv_indptr, kv_indices, seq_lens_cpu)
-        check_tensors("mha_extend", q, (k_cache, v_cache), block_tables, seq_lens, True, q_indptr, *metadata, sinks)
-    check = Checker("mha_extend")
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    window_left, backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
-    k_scale = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
-    v_scale = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
-    check.integer("max_q_len", max_q_len, 1)
-    return _op("mha_extend", backend)(
-        q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu,
-        float(scale), window_left, sinks, float(softcap), k_scale, v_scale, max_seq_len, backend,
+    return _enter(
+        "mha_extend",
+        (q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+         window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend),
+        deterministic,
     )  # fmt: skip
 
 
@@ -351,9 +332,10 @@ def mla_draft_decode(
 
     Source: DeepSeek-V2 (arXiv:2405.04434); FlashInfer `trtllm_batch_decode_with_kv_cache_mla`.
     """
-    return _mla_uniform(
-        "mla_draft_decode", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
-        kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+    return _enter(
+        "mla_draft_decode",
+        (q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+         window_left, sinks, softcap, kv_scale, max_seq_len, backend),
         deterministic,
     )  # fmt: skip
 
@@ -380,9 +362,10 @@ def mla_target_verify(
     deterministic: bool = False,
 ) -> torch.Tensor:
     """Target verification in absorbed MLA; arguments, result, errors and source as `mla_draft_decode`."""
-    return _mla_uniform(
-        "mla_target_verify", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
-        kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+    return _enter(
+        "mla_target_verify",
+        (q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+         window_left, sinks, softcap, kv_scale, max_seq_len, backend),
         deterministic,
     )  # fmt: skip
 
@@ -409,9 +392,10 @@ def mla_draft_extend(
     deterministic: bool = False,
 ) -> torch.Tensor:
     """Draft extend in absorbed MLA; arguments, result, errors and source as `mla_draft_decode`."""
-    return _mla_uniform(
-        "mla_draft_extend", q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len,
-        kv_indptr, kv_indices, seq_lens_cpu, scale, window_left, sinks, softcap, kv_scale, max_seq_len, backend,
+    return _enter(
+        "mla_draft_extend",
+        (q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+         window_left, sinks, softcap, kv_scale, max_seq_len, backend),
         deterministic,
     )  # fmt: skip
 
@@ -442,14 +426,9 @@ def mla_extend(
     `q_indptr` and `max_q_len` as in `mha_extend`, others as in `mla_draft_decode`.
     Returns `[total_q, num_heads, kv_lora_rank]`; errors and source as `mla_draft_decode`.
     """
-    if not fakes_check():
-        metadata = (kv_indptr, kv_indices, seq_lens_cpu)
-        check_tensors("mla_extend", q, (kv_cache, kv_lora_rank), block_tables, seq_lens, True, q_indptr, *metadata, sinks)
-    check = Checker("mla_extend")
-    window_left, backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
-    kv_scale = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
-    check.integer("max_q_len", max_q_len, 1)
-    return _op("mla_extend", backend)(
-        q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu,
-        float(scale), window_left, sinks, float(softcap), kv_scale, max_seq_len, backend,
+    return _enter(
+        "mla_extend",
+        (q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
+         window_left, sinks, softcap, kv_scale, max_seq_len, backend),
+        deterministic,
     )  # fmt: skip

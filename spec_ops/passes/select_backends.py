@@ -9,13 +9,12 @@ is left as it is too: its kernel is chosen when it runs.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
-from spec_ops.backends import BackendError, attention_meta, select_backend
+from spec_ops.backends import BackendError, select_backend
 from spec_ops.backends.registry import known_while_compiling, warn_once, without_kernel
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
-from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, attention_calls, set_arg, value
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, attention_call, attention_calls, set_arg
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 
@@ -25,18 +24,17 @@ class SelectBackends(GraphPass):
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
         for node in attention_calls(graph):
             op = ATTENTION_OPS[node.target]
-            if any(isinstance(n, fx.Node) and value(n) is None for n in node.all_input_nodes):
+            call = attention_call(node)
+            if call is None:
                 result.refuse(node, f"{op}: an input has no fake value to select by")
                 continue
-            meta = known_while_compiling(attention_meta(op, tuple(fx.node.map_arg(node.args, value))))
+            meta = known_while_compiling(call.meta())
             if isinstance(meta, str):
                 result.refuse(node, f"{op}: {meta}")
                 continue
-            q = value(arg(node, "q"))
-            assert isinstance(q, torch.Tensor)
-            arch, missing = context.machine(q.device)
+            arch, missing = context.machine(call.q.device)
             try:
-                selection = select_backend(meta, arch, name := arg(node, "backend"), missing)
+                selection = select_backend(meta, arch, name := call.backend, missing)
             except BackendError as error:
                 result.refuse(node, str(error))
                 continue

@@ -21,11 +21,11 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from spec_ops.backends import BackendError, attention_meta, select_backend
+from spec_ops.backends import BackendError, select_backend
 from spec_ops.backends.registry import known_while_compiling
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.ops.tree import MAX_TREE_TOKENS
-from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, call_like, calls, insert, value
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, attention_call, call_like, calls, insert, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 # Decode kernels hold all queries of a request in one tile and stream the KV. They are made for drafts of at most 64 tokens, the
@@ -186,27 +186,22 @@ def _short(entries: list[int]) -> str:
     return str(entries) if len(entries) <= 8 else f"[{', '.join(map(str, entries[:8]))}, ...]"
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    return {a.name: arg(node, a.name) for a in node.target._schema.arguments}  # type: ignore[union-attr]
-
-
 def _kernel_refusal(node: fx.Node, n: int, context: PassContext) -> str | None:
     """Why no kernel would run the draft extend, or only one that ranks lower; None if one would."""
-    arguments = _arguments(node)
-    fakes = fx.node.map_arg(tuple(arguments.values()), value)
-    if any(fake is None for fake, given in zip(fakes, arguments.values(), strict=True) if given is not None):
+    call = attention_call(node)
+    if call is None:
         return "an input has no fake value"
-    meta = known_while_compiling(attention_meta(ATTENTION_OPS[node.target], fakes))
+    meta = known_while_compiling(call.meta())
     if isinstance(meta, str):
         return meta
-    arch, missing = context.machine(fakes[0].device)
+    arch, missing = context.machine(call.q.device)
     decode_meta = dataclasses.replace(meta, step=ATTENTION_OPS[_DRAFT_EXTEND[node.target]], q_len=n)
     try:
-        decode = select_backend(decode_meta, arch, arguments["backend"], missing)
+        decode = select_backend(decode_meta, arch, call.backend, missing)
     except BackendError as error:
         return str(error)
     try:
-        extend = select_backend(meta, arch, arguments["backend"], missing).backend
+        extend = select_backend(meta, arch, call.backend, missing).backend
     except BackendError:
         return None
     # Where both can run the draft extend, selection has compared them, by measured times if there are any. For a backend that

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from spec_ops.backends import padding, workspace
+from spec_ops.backends import AttentionCall, padding, workspace
 from spec_ops.backends.flashinfer import page
 from spec_ops.backends.triton.runtime.ahead import ARCHS, SHARED_LIMIT, Variant, compile_ahead
 from tests.helpers import provider_fakes
@@ -57,16 +57,18 @@ def check_case(tree: bool, masked: bool, seed: int, device: str) -> None:
     q_len, span, page_size, lens, width, tables, seen = random_case(rng, tree)
     multiple = rng.choice([1, 2, 8])
     words = torch.tensor([[word_of(row) for row in b] for b in seen], device=device) if tree else None
-    made = padding.prepare(
+    call = AttentionCall(
+        "mha_target_verify",
+        torch.empty(len(lens), q_len, 1, 1),
+        torch.empty(1, page_size, 1, 1),
+        torch.empty(1, page_size, 1, 1),
+        None,
         torch.tensor(tables, dtype=torch.int32, device=device),
         torch.tensor(lens, dtype=torch.int32, device=device),
-        q_len,
-        page_size,
-        width_multiple=multiple,
-        masked=masked,
         tree_mask=words,
         mask_len=span if tree else 0,
     )
+    made = padding.prepare(call, width_multiple=multiple, masked=masked)
     assert made.seq_lens.tolist() == [max(n, span) for n in lens]
     assert made.block_tables.shape[1] % multiple == 0
     assert made.block_tables.shape[1] * page_size >= max(*lens, span)

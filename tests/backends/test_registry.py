@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import spec_ops
-from spec_ops.backends import AttentionMeta, Backend, BackendError, Selection, registry, select_backend
+from spec_ops.backends import AttentionCall, AttentionMeta, Backend, BackendError, Selection, registry, select_backend
 from spec_ops.backends.call import STEPS
 from spec_ops.ops._library import imported_at_first_call
 from spec_ops.ops.reference import attention as reference_attention
@@ -32,10 +32,10 @@ FEATURES = ("tree_mask", "window", "sinks", "softcap")
 RAN: list[str] = []
 
 
-def verify_recorder(*args: Any) -> torch.Tensor:
+def verify_recorder(call: AttentionCall) -> torch.Tensor:
     """A kernel as a provider would write it; it says that it ran and adds 1 so that its result is its own."""
     RAN.append("verify")
-    return reference_attention.mha_target_verify(*args) + 1
+    return reference_attention.attention(call) + 1
 
 
 def provider(name: str = "provider", **changes: Any) -> Backend:

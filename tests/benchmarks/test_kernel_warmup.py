@@ -42,13 +42,9 @@ def test_short_contexts_launch_the_binaries_of_long_ones():
 
     def binary(shape: ahead.Shape, case: Case, launcher: Any, **options: Any) -> tuple:
         """What Triton's cache looks a binary up by, and whether all programs must be resident."""
-        bs, q_len, length = case.batch.bs, case.q_len, case.batch.low
-        mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if case.mask == "tree" else None
-        _, args = ahead._arguments(shape, (mask, q_len if mask is not None else 0), (bs, q_len), bs)
-        tables = torch.empty(bs, -(-length // 64), dtype=torch.int32, device="meta")
-        args = tuple(tables if arg is args[3] else arg for arg in args[:-1])  # mha: caches are two; mla: cache and its rank
-        (launch,) = ahead._launches(functools.partial(launcher, *args, length, **options))
-        made = ahead._variant("", launch, options.get("config", ahead.HOPPER), (90,), hot=True)
+        call = ahead.call_of(shape, case.batch.bs, case.q_len, case.mask == "tree", pages=-(-case.batch.low // 64))
+        (launch,) = ahead.launches_of(functools.partial(launcher, call, **options))
+        made = ahead.variant_of("", launch, options.get("config", ahead.HOPPER), (90,), hot=True)
         return made.kernel, dict(made.signature), dict(made.constexprs), launch.options
 
     compared = 0
@@ -59,7 +55,7 @@ def test_short_contexts_launch_the_binaries_of_long_ones():
         )
         rows = case.q_len * heads.num_heads // heads.num_kv_heads
         config = tuning.choose(90, heads.kind == "mla", heads.head_dim, heads.v_head_dim, 2, rows)
-        launchers = [(steps.mla if heads.kind == "mla" else steps.mha, {"config": config})]
+        launchers = [(steps.attention, {"config": config})]
         if heads.kind == "mla":
             launchers.append(((mla_hopper_few if rows <= mla_hopper_few.MAX_ROWS else mla_hopper).mla, {}))
         elif heads.head_dim == 64 and rows >= gqa_hopper.MIN_ROWS:

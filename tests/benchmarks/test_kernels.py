@@ -25,8 +25,9 @@ from benchmarks.kernels import measure as kernels
 from benchmarks.kernels import report as kernel_report
 from benchmarks.kernels.cases import Batch, Case, Heads, Pool, Problem
 from benchmarks.timing import Ceilings, measure_ceilings, time_calls
-from spec_ops.backends import registry
+from spec_ops.backends import AttentionCall, registry
 from spec_ops.backends.call import STEPS
+from spec_ops.backends.flashinfer.planned import Planned
 from spec_ops.ops.reference import attention as reference
 from tests.helpers import dense_attention
 
@@ -343,19 +344,23 @@ def register() -> Iterator[Callable[..., None]]:
     registry._forget()
 
 
-def half_wrong(*args):
-    out = reference.mha_draft_decode(*args)
+def plain(call):
+    return reference.attention(call)
+
+
+def half_wrong(call):
+    out = reference.attention(call)
     out[:, :, 1] *= 1.02
     return out
 
 
-def unwritten(*args):
-    out = reference.mha_draft_decode(*args)
+def unwritten(call):
+    out = reference.attention(call)
     out[1, 0, 2, 3] = math.nan  # in a request that is not compared with float64 if there are others
     return out
 
 
-def crashing(*args):
+def crashing(call):
     raise RuntimeError("no kernel image [is] available\nmore lines")
 
 
@@ -409,34 +414,29 @@ def test_default_backends(register, monkeypatch):
         assert ("elsewhere" in kernels.check_backends(None, CPU)) == (arch == 90)
 
 
-PREPARED: list[tuple[str, str]] = []
+def planning(call):
+    raise AssertionError("a planned case must not go through the op")
 
 
-def prepare(op: str, args: tuple) -> Callable[[], torch.Tensor]:
-    """What `bench kernels` looks for in the module of a kernel that plans on the host."""
-    PREPARED.append((op, args[-1]))
-    return lambda: getattr(reference, op)(*args[:-1])
+def test_host_planning_is_left_out(tmp_path, register, monkeypatch):
+    planned: list[AttentionCall] = []
 
+    def plan(call: AttentionCall) -> Planned:
+        planned.append(call)
+        out = torch.empty(*call.q.shape[:-1], call.v_head_dim)
+        return Planned(lambda: out.copy_(reference.attention(call)), lambda: out)
 
-def planning(*args):
-    assert not PREPARED, "a prepared case must not go through the op"
-    return reference.mha_draft_decode(*args)
-
-
-def test_host_planning_is_left_out(tmp_path, register):
-    PREPARED.clear()
     register("planned", "planning", host_plan=True)
+    monkeypatch.setitem(kernels.PLANNERS, "planned", plan)
     figures, _ = bench(tmp_path, *ONE, "--backend", "planned")
-    assert PREPARED == [("mha_draft_decode", "planned")]
+    assert [(call.step, call.backend) for call in planned] == [("mha_draft_decode", "planned")]
     (row,) = figures["rows"]
     assert row["plan_excluded"]
     assert row["correct"]
 
 
-def test_host_planning_stays_in_without_prepare(tmp_path, register, monkeypatch):
-    PREPARED.clear()
-    register("planned", "planning", host_plan=True)
-    monkeypatch.delattr(f"{__name__}.prepare")
+def test_host_planning_stays_in_without_a_planner(tmp_path, register):
+    register("planned", "plain", host_plan=True)
     figures, _ = bench(tmp_path, *ONE, "--backend", "planned")
     (row,) = figures["rows"]
     assert not row["plan_excluded"]

@@ -34,15 +34,9 @@ class HopperCase(Case):
     def run(self, **changes: Any) -> torch.Tensor:
         from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
 
-        a = self.arguments
-        caches = a["q"], a["k_cache"], a["v_cache"]
-        assert gqa_hopper.supports(90, *caches, a["window_left"], a["softcap"])
-        masks = a.get("tree_mask"), a.get("mask_len") or 0
-        scale = 0.125 if a.get("scale") is None else a["scale"]
-        softmax = scale, a["window_left"], a["sinks"], a["softcap"], a["k_scale"] or 1.0, a["v_scale"] or 1.0
-        return gqa_hopper.mha(
-            *caches, a["block_tables"], a["seq_lens"], *masks, None, None, None, *softmax, None, **self.options
-        )
+        call = self.call(**changes)
+        assert gqa_hopper.supports(90, call)
+        return gqa_hopper.mha(call, **self.options)
 
 
 def made(q_len: int, group: int = 8, kv_heads: int = 2, tree: bool = True, options: Any = None, **wanted: Any) -> HopperCase:

@@ -30,12 +30,9 @@ class HopperCase(Case):
     def run(self, **changes: Any) -> torch.Tensor:
         from spec_ops.backends.triton.attention.hopper import mla as mla_hopper
 
-        a = self.arguments
-        assert mla_hopper.supports(a["q"], a["kv_cache"], a["kv_lora_rank"], a["window_left"], a["softcap"])
-        keys = a["q"], a["kv_cache"], a["kv_lora_rank"], a["block_tables"], a["seq_lens"]
-        masks = a.get("tree_mask"), a.get("mask_len") or 0
-        softmax = a["scale"], a["window_left"], a["sinks"], a["softcap"], a["kv_scale"] or 1.0
-        return mla_hopper.mla(*keys, *masks, None, None, None, *softmax, None, **self.options)
+        call = self.call(**changes)
+        assert mla_hopper.supports(call)
+        return mla_hopper.mla(call, **self.options)
 
 
 def made(mode: str, options: dict[str, Any] | None = None, **wanted: Any) -> HopperCase:
@@ -122,12 +119,16 @@ def test_counters_are_left_at_zero_and_replays_agree():
 def test_what_is_not_supported():
     from spec_ops.backends.triton.attention.hopper import mla as mla_hopper
 
-    a = made("draft_chain", lens=[64]).arguments
-    q, cache = a["q"], a["kv_cache"]
-    assert mla_hopper.supports(q, cache, 512, -1, 0.0)
-    assert not mla_hopper.supports(q, cache, 512, 100, 0.0)
-    assert not mla_hopper.supports(q, cache, 512, -1, 30.0)
-    assert not mla_hopper.supports(q, cache, 256, -1, 0.0)
-    assert not mla_hopper.supports(q.float(), cache.float(), 512, -1, 0.0)
-    assert not mla_hopper.supports(q, cache.to(torch.float8_e4m3fn), 512, -1, 0.0)
-    assert not mla_hopper.supports(q, cache.view(-1, 32, 576), 512, -1, 0.0)
+    call = made("draft_chain", lens=[640]).call()
+
+    def supported(**changes: Any) -> bool:
+        return mla_hopper.supports(dataclasses.replace(call, **changes))
+
+    assert supported()
+    assert supported(window_left=10**6)  # hides nothing
+    assert not supported(window_left=100)
+    assert not supported(softcap=30.0)
+    assert not supported(kv_lora_rank=256)
+    assert not supported(q=call.q.float(), k_cache=call.k_cache.float())
+    assert not supported(k_cache=call.k_cache.to(torch.float8_e4m3fn))
+    assert not supported(k_cache=call.k_cache.view(-1, 32, 576))

@@ -35,12 +35,9 @@ class FewCase(Case):
         from spec_ops.backends.triton.attention.hopper import mla as mla_hopper
         from spec_ops.backends.triton.attention.hopper import mla_few as mla_hopper_few
 
-        a = self.arguments
-        assert mla_hopper.supports(a["q"], a["kv_cache"], a["kv_lora_rank"], a["window_left"], a["softcap"])
-        keys = a["q"], a["kv_cache"], a["kv_lora_rank"], a["block_tables"], a["seq_lens"]
-        masks = a.get("tree_mask"), a.get("mask_len") or 0
-        softmax = a["scale"], a["window_left"], a["sinks"], a["softcap"], a["kv_scale"] or 1.0
-        return mla_hopper_few.mla(*keys, *masks, None, None, None, *softmax, None, **self.options)
+        call = self.call(**changes)
+        assert mla_hopper.supports(call)
+        return mla_hopper_few.mla(call, **self.options)
 
 
 def made(q_len: int = 1, heads: int = 16, tree: bool = False, options: Any = None, **wanted: Any) -> FewCase:

@@ -16,7 +16,7 @@ pytestmark = [
 
 from spec_ops.backends.capture import capture_of_current_stream  # noqa: E402
 from spec_ops.backends.triton.attention import launcher as steps  # noqa: E402
-from spec_ops.backends.triton.runtime import counters, launch  # noqa: E402
+from spec_ops.backends.triton.runtime import cooperative, counters, launch  # noqa: E402
 from spec_ops.backends.workspace import zeros_outside_graph_pools  # noqa: E402
 from tests.backends.test_workspace import disjoint, in_threads  # noqa: E402
 from tests.gpu.test_attention import SERVED, call, static_call  # noqa: E402
@@ -107,9 +107,11 @@ def test_a_grid_too_large_for_a_partition_is_launched_otherwise(family, monkeypa
         modules += [gqa_hopper, mla_hopper, mla_hopper_few]
     for module in modules:
         monkeypatch.setattr(module, "launch", refuse)
+    monkeypatch.setattr(cooperative, "_refused", set())
     for given, whole in zip(sets, expected, strict=True):
         torch.testing.assert_close(call(name, a | given), whole, rtol=2e-2, atol=2e-2)  # merged by others, or other tiles
     assert bool(refused) == (family != "ragged")
+    assert len(refused) == len(set(refused))  # of calls of one shape, the first alone tries
 
 
 def test_other_failures_of_a_launch_are_not_taken_for_it(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends import Backend
+from spec_ops.backends import AttentionCall, Backend
 
 STEPS = ("draft_decode", "target_verify", "draft_extend")
 
@@ -18,24 +18,23 @@ def _attend(q, keys, values, scale: float, causal_from: int):
     return torch.einsum("hqk,khd->qhd", logits.softmax(-1), values.repeat_interleave(group, 1))
 
 
-def mha(q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, *rest):
-    out = torch.empty(*q.shape[:-1], v_cache.shape[-1])
+def attention(call: AttentionCall) -> torch.Tensor:
+    q, caches = call.q, (call.k_cache, call.v_cache)
+    if call.is_mla:
+        keys = call.k_cache[:, :, None]
+        caches = keys, keys[..., : call.kv_lora_rank]
+    out = torch.empty(*q.shape[:-1], call.v_head_dim)
     for b in range(q.shape[0]):
-        slots = kv_indices[kv_indptr[b] : kv_indptr[b + 1]].long()
-        assert len(slots) == seq_lens[b]
-        keys, values = (cache.flatten(0, 1)[slots] for cache in (k_cache, v_cache))
-        out[b] = _attend(q[b], keys, values, rest[1], len(slots) - q.shape[1])
+        slots = call.kv_indices[call.kv_indptr[b] : call.kv_indptr[b + 1]].long()
+        assert len(slots) == call.seq_lens[b]
+        keys, values = (cache.flatten(0, 1)[slots] for cache in caches)
+        out[b] = _attend(q[b], keys, values, call.scale, len(slots) - q.shape[1])
     return out
-
-
-def mla(q, kv_cache, rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, *rest):
-    keys = kv_cache[:, :, None]
-    return mha(q, keys, keys[..., :rank], block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, *rest)
 
 
 CSR = Backend(
     name="csr",
-    kernels={f"{kind}_{step}": f"tests.helpers.csr_backend:{kind}" for kind in ("mha", "mla") for step in STEPS},
+    kernels={f"{kind}_{step}": "tests.helpers.csr_backend:attention" for kind in ("mha", "mla") for step in STEPS},
     capabilities=None,
     dtypes=frozenset({torch.float32}),
     kv_dtypes=frozenset({torch.float32}),

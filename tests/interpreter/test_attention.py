@@ -4,7 +4,6 @@ the reference, over the ways of cutting the work that a GPU chooses from."""
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 from unittest import mock
 
@@ -19,6 +18,7 @@ import triton.language as tl  # noqa: E402
 from spec_ops.backends.triton.attention import launcher as steps  # noqa: E402
 from spec_ops.backends.triton.attention import mask as visibility  # noqa: E402
 from spec_ops.backends.triton.attention import schedule  # noqa: E402
+from spec_ops.backends.triton.attention.operands import kernel_keys  # noqa: E402
 from spec_ops.backends.triton.attention.tuning import Config  # noqa: E402
 from tests.ops.test_attention import FP8, KINDS, UNSEEN, Case, check, differs, make_case, poison_unseen, spread  # noqa: E402
 
@@ -44,22 +44,11 @@ def rotated(*seen: Any) -> str:
 
 def run(case: Case, cut: Cut, **changes: Any) -> torch.Tensor:
     """The kernel's launch function with the arguments that the op would hand it."""
-    a = {**case.arguments, **changes}
-    scale = 1.0 / math.sqrt(a["q"].shape[-1]) if a.get("scale") is None else a["scale"]
-    queries = (a["q_indptr"], a["max_q_len"]) if case.step == "extend" else (a.get("tree_mask"), a.get("mask_len") or 0)
-    if case.kind == "mha":
-        head, scales = (a["q"], a["k_cache"], a["v_cache"]), (a["k_scale"] or 1.0, a["v_scale"] or 1.0)
-    else:
-        head, scales = (a["q"], a["kv_cache"], a["kv_lora_rank"]), (a["kv_scale"] or 1.0,)
-    launch = getattr(steps, f"{case.kind}_extend" if case.step == "extend" else case.kind)
-    softmax = (scale, a["window_left"], a["sinks"], a["softcap"])
     block_m, block_n, sms, min_blocks, tma, clear = CUTS[cut] if isinstance(cut, str) else cut
     clear &= case.kind == "mha"  # as `tuning.fitted` has it
     config = Config(block_m, block_n, num_warps=4, num_stages=2, programs=1, min_blocks=min_blocks, tma=tma, clear=clear)
     with mock.patch.object(steps, "num_sms", return_value=sms):
-        return launch(
-            *head, a["block_tables"], a["seq_lens"], *queries, None, None, None, *softmax, *scales, None, config=config
-        )
+        return steps.attention(case.call(**changes), config)
 
 
 def made(kind: str, mode: str, **wanted: Any) -> Case:
@@ -137,7 +126,7 @@ def test_fp8_caches_of_even_and_odd_rows(kind, head_dim, v_dim, mode, as_pairs):
             wide[..., 1:] = cache
             case.arguments[name] = wide[..., 1:]
     caches = [case.arguments[name] for name in (names[0], names[-1])]
-    keys = steps.kernel_keys(case.arguments["q"], *caches, v_dim, kind == "mla", Config(16, 16, 4, 2, 1, tma=False))
+    keys = kernel_keys(case.arguments["q"], *caches, v_dim, kind == "mla", Config(16, 16, 4, 2, 1, tma=False))
     assert keys.tensors[0].dtype == keys.tensors[2].dtype == (torch.int16 if as_pairs else FP8)
     for cut in ("few ranges", "many ranges", "pointers", "wide blocks"):
         check(case, run(case, cut))

@@ -3,7 +3,7 @@ however a call is made. `tests/gpu/test_deterministic.py` asks the same of the t
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -38,26 +38,16 @@ def rotated(*seen: Any) -> str:
 
 def run(case: Case, way: str = "split", block_m: int = 16, **changes: Any) -> torch.Tensor:
     """The launch function with the arguments that the op would hand it, chunks of 32 keys in blocks of 16."""
-    a = {**case.arguments, **changes}
-    scale = 1.0 / math.sqrt(a["q"].shape[-1]) if a.get("scale") is None else a["scale"]
-    ragged = a["q"].dim() == 3
-    queries = (a["q_indptr"], a["max_q_len"]) if ragged else (a.get("tree_mask"), a.get("mask_len") or 0)
-    if case.kind == "mha":
-        head, scales = (a["q"], a["k_cache"], a["v_cache"]), (a["k_scale"] or 1.0, a["v_scale"] or 1.0)
-    else:
-        head, scales = (a["q"], a["kv_cache"], a["kv_lora_rank"]), (a["kv_scale"] or 1.0,)
-    softmax = (scale, a["window_left"], a["sinks"], a["softcap"])
+    ragged = changes.get("q", case.arguments["q"]).dim() == 3
+    step = "extend" if ragged else "target_verify" if case.step == "extend" else case.step
     sms, room, tma = WAYS[way]
     config = Config(block_m, 16, num_warps=4, num_stages=2, programs=1, tma=tma)
-    launch = getattr(steps, f"{case.kind}_extend" if ragged else case.kind)
     with (
         mock.patch.object(steps, "num_sms", return_value=sms),
         mock.patch.object(steps, "CHUNK", CHUNK),
         mock.patch.object(steps, "PARTIAL_BYTES", room),
     ):
-        return launch(
-            *head, a["block_tables"], a["seq_lens"], *queries, None, None, None, *softmax, *scales, None, config=config
-        )
+        return steps.attention(dataclasses.replace(case, step=step).call(**changes), config)
 
 
 def made(kind: str, mode: str, **wanted: Any) -> Case:

@@ -45,12 +45,12 @@ def test_classes_are_measured(small, name):
 
 def test_wrong_results_have_no_time(small, monkeypatch):
     (shape,) = tune_shapes.select(tune_shapes.classes(tuning.table(), 90), ["split/gqa/64/64"])
-    wrong, right = dataclasses.replace(shape.present, block_n=32), steps.mha
+    wrong, right = dataclasses.replace(shape.present, block_n=32), steps.attention
 
-    def launched(*args, config):
-        return right(*args, config=config) * (1.02 if config == wrong else 1)
+    def launched(call, config):
+        return right(call, config) * (1.02 if config == wrong else 1)
 
-    monkeypatch.setattr(steps, "mha", launched)
+    monkeypatch.setattr(steps, "attention", launched)
     times, failures = tune.measure_class(shape, [shape.present, wrong], 1, lambda: None, "cpu")
     assert times[shape.present]
     assert not times[wrong]

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import spec_ops
+from spec_ops.backends import AttentionCall
 from tests.helpers.dense_attention import PREFIX, Attended, attend, causal_keys, contiguous_rows, mask_words, tree_keys
 
 KINDS = ("mha", "mla")
@@ -63,6 +64,30 @@ class Case:
 
     def run(self, **changes: Any) -> torch.Tensor:
         return getattr(spec_ops, f"{self.kind}_{self.step}")(**{**self.arguments, **changes})
+
+    def call(self, **changes: Any) -> AttentionCall:
+        """What the op hands its kernel."""
+        a = {"mask_len": None, "scale": None, **self.arguments, **changes}
+        mha, ragged = self.kind == "mha", self.step == "extend"
+        return AttentionCall(
+            f"{self.kind}_{self.step}",
+            a["q"],
+            a["k_cache" if mha else "kv_cache"],
+            a["v_cache" if mha else "kv_cache"],
+            None if mha else a["kv_lora_rank"],
+            a["block_tables"],
+            a["seq_lens"],
+            tree_mask=None if ragged else a.get("tree_mask"),
+            mask_len=0 if ragged else a["mask_len"] or 0,
+            q_indptr=a["q_indptr"] if ragged else None,
+            max_q_len=a["max_q_len"] if ragged else 0,
+            scale=1.0 / math.sqrt(a["q"].shape[-1]) if a["scale"] is None else a["scale"],
+            window_left=a["window_left"],
+            sinks=a["sinks"],
+            softcap=a["softcap"],
+            k_scale=a["k_scale" if mha else "kv_scale"] or 1.0,
+            v_scale=a["v_scale" if mha else "kv_scale"] or 1.0,
+        )
 
     def seen(self, request: int, window_by_slot: bool = False) -> list[list[int]]:
         length, window = int(self.arguments["seq_lens"][request]), self.arguments["window_left"]

@@ -15,10 +15,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spec_ops
-from spec_ops.backends import attention_meta, measured, select_backend
+from spec_ops.backends import measured, select_backend
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.passes import PassContext, PassResult, manager
-from spec_ops.passes.analysis.graph import arg, attention_calls, set_arg, value
+from spec_ops.passes.analysis.graph import arg, attention_call, attention_calls, set_arg
 from spec_ops.passes.use_decode_for_extend import MAX_CONSTANT_ELEMENTS, Constants, NotConstant, UseDecodeForExtend
 from tests.helpers.pass_harness import capture, run_pass, switched_off, targets, texts, using_provider
 
@@ -198,7 +198,7 @@ def test_measured_times_count_before_ranks(monkeypatch):
         result = run_pass(UseDecodeForExtend(), module, arch=90)
         assert result.matches == 1, texts(result.refused)
         (call,) = attention_calls(module.graph)
-        meta = attention_meta("mha_draft_extend", tuple(fx.node.map_arg(call.args, value)))
+        meta = attention_call(call).meta()
         assert select_backend(meta, 90).backend.name == "provider"
 
 
@@ -209,11 +209,11 @@ def test_backends_whose_package_is_missing_do_not_count():
         assert run_pass(UseDecodeForExtend(), module).matches == 1
 
 
-ONLY_EXTEND = {"mha_extend": "spec_ops.ops.reference.attention:mha_extend"}
+ONLY_EXTEND = {"mha_extend": "spec_ops.ops.reference.attention:attention"}
 
 
 def test_kernels_that_are_not_there_or_worse():
-    decode = {"mha_draft_extend": "spec_ops.ops.reference.attention:mha_draft_extend"}
+    decode = {"mha_draft_extend": "spec_ops.ops.reference.attention:attention"}
     with using_provider(kernels=ONLY_EXTEND):
         for name, reason in (("provider", "provider has no kernel for mha_draft_extend"), ("auto", "ranks after provider")):
             result = run_pass(UseDecodeForExtend(), capture(extend(UNIFORM["arange"], backend=name), inputs())[0])

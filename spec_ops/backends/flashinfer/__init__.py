@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.call import APPENDS, AttentionMeta
+from spec_ops.backends.call import APPENDS, STEPS, AttentionMeta
 from spec_ops.backends.flashinfer.options import register_variant
 from spec_ops.backends.registry import Backend, register_backend
 
@@ -35,11 +35,7 @@ def _kernels(kind: str, steps: tuple[str, ...], function: str) -> dict[str, str]
 
 
 def _planned_kernels(kernel: str) -> dict[str, str]:
-    uniform = {k: v for kind in ("mha", "mla") for k, v in _kernels(kind, _UNIFORM, f"planned:{kernel}_{kind}").items()}
-    ragged = {
-        k: v for kind in ("mha", "mla") for k, v in _kernels(kind, ("extend",), f"planned:{kernel}_{kind}_extend").items()
-    }
-    return {**uniform, **ragged}
+    return dict.fromkeys(STEPS, f"spec_ops.backends.flashinfer.planned:{kernel}")
 
 
 def _equal_widths(meta: AttentionMeta) -> str | None:

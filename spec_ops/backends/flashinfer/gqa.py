@@ -10,37 +10,41 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.flashinfer.provider import accepts, counters, scratch
 from spec_ops.backends.padding import clear, prepare, queries_for
 
 
 def trtllm(
-    q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
-    sinks, softcap, k_scale, v_scale, max_seq_len, *, skip_softmax_threshold_scale_factor=None, out_dtype=None, out_scale=1.0,
-):  # fmt: skip
+    call: AttentionCall,
+    *,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: float = 1.0,
+) -> torch.Tensor:
     """trtllm-gen, chains only: its decode accepts `mask` and drops it, so the declaration has no `tree_mask`.
     Keyword arguments: see `options.py`."""
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
-    assert tree_mask is None, "trtllm-gen ignores masks"
+    assert call.tree_mask is None, "trtllm-gen ignores masks"
+    q = call.q
     q_len, heads, dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    page_size = k_cache.shape[1]
-    ready = prepare(block_tables, seq_lens, q_len, page_size)
+    ready = prepare(call)
     trtllm_batch_decode_with_kv_cache(
-        query=queries_for(k_cache, q).view(-1, heads, dim),
-        kv_cache=(k_cache, v_cache),
+        query=queries_for(call.k_cache, q).view(-1, heads, dim),
+        kv_cache=(call.k_cache, call.v_cache),
         workspace_buffer=scratch("trtllm-gen", q.device),
         block_tables=ready.block_tables,
         seq_lens=ready.seq_lens,
-        max_seq_len=ready.block_tables.shape[1] * page_size,
-        bmm1_scale=scale * k_scale,
-        bmm2_scale=v_scale / out_scale,
-        window_left=window_left,
+        max_seq_len=ready.block_tables.shape[1] * call.page_size,
+        bmm1_scale=call.scale * call.k_scale,
+        bmm2_scale=call.v_scale / out_scale,
+        window_left=call.window_left,
         out=out.view(-1, heads, dim),
-        sinks=None if sinks is None else sinks.contiguous(),
+        sinks=None if call.sinks is None else call.sinks.contiguous(),
         kv_layout="NHD",
         backend="trtllm-gen",
         q_len_per_req=q_len,
@@ -50,10 +54,7 @@ def trtllm(
     return clear(out, ready.hidden)
 
 
-def xqa(
-    q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
-    sinks, softcap, k_scale, v_scale, max_seq_len, *, out_dtype=None, out_scale=1.0,
-):  # fmt: skip
+def xqa(call: AttentionCall, *, out_dtype: torch.dtype | None = None, out_scale: float = 1.0) -> torch.Tensor:
     """XQA: causal chains and trees by its own bit mask over the last positions, one row per query and one column per row.
 
     A tree's draft step asks `q_len` queries about `mask_len` positions: rows of zeros stand for the positions before them.
@@ -61,6 +62,7 @@ def xqa(
     """
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 
+    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     q_len, heads, dim = q.shape[1:]
     if k_cache.stride() != v_cache.stride():
         raise ValueError(
@@ -68,15 +70,14 @@ def xqa(
             "XQA walks both with those of the keys"
         )
     fp8 = k_cache.dtype == torch.float8_e4m3fn
-    if q_len > 1 and (fp8 or window_left >= 0) and not accepts(xqa_batch_decode_with_kv_cache, "q_cu_seq_lens"):
+    if q_len > 1 and (fp8 or call.window_left >= 0) and not accepts(xqa_batch_decode_with_kv_cache, "q_cu_seq_lens"):
         what = "an fp8 cache" if fp8 else "`window_left`"
         raise RuntimeError(f"flashinfer-xqa: {what} with several queries per request needs flashinfer-python 0.7 or newer")
     out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    span = q_len if tree_mask is None else mask_len
-    page_size = k_cache.shape[1]
-    ready = prepare(block_tables, seq_lens, q_len, page_size, masked=span > 1, tree_mask=tree_mask, mask_len=mask_len)
+    span = q_len if call.tree_mask is None else call.mask_len
+    ready = prepare(call, masked=span > 1)
     rows = q.contiguous() if span == q_len else F.pad(q, (0, 0, 0, 0, span - q_len, 0))
     result = out if span == q_len else torch.empty_like(rows, dtype=out.dtype)
     trtllm_batch_decode_with_kv_cache(
@@ -85,12 +86,12 @@ def xqa(
         workspace_buffer=scratch("xqa", q.device),
         block_tables=ready.block_tables,
         seq_lens=ready.seq_lens,
-        max_seq_len=ready.block_tables.shape[1] * page_size,
-        bmm1_scale=scale * k_scale,
-        bmm2_scale=v_scale / out_scale,
-        window_left=window_left,
+        max_seq_len=ready.block_tables.shape[1] * call.page_size,
+        bmm1_scale=call.scale * call.k_scale,
+        bmm2_scale=call.v_scale / out_scale,
+        window_left=call.window_left,
         out=result.view(-1, heads, dim),
-        sinks=None if sinks is None else sinks.contiguous(),
+        sinks=None if call.sinks is None else call.sinks.contiguous(),
         kv_layout="NHD",
         backend="xqa",
         q_len_per_req=span,
@@ -102,37 +103,41 @@ def xqa(
 
 
 def trtllm_extend(
-    q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
-    sinks, softcap, k_scale, v_scale, max_seq_len, *, skip_softmax_threshold_scale_factor=None, out_dtype=None, out_scale=1.0,
-):  # fmt: skip
+    call: AttentionCall,
+    *,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: float = 1.0,
+) -> torch.Tensor:
     """trtllm-gen's ragged causal prefill over the paged cache."""
     from flashinfer.prefill import trtllm_batch_context_with_kv_cache
 
-    out = torch.zeros(
-        q.shape, dtype=out_dtype or q.dtype, device=q.device
-    )  # rows at or past q_indptr[-1] are written by nobody
-    bs, page_size = seq_lens.shape[0], k_cache.shape[1]
+    q, seq_lens, q_indptr = call.q, call.seq_lens, call.q_indptr
+    assert q_indptr is not None
+    # Zeros, since rows at or past q_indptr[-1] are written by nobody.
+    out = torch.zeros(q.shape, dtype=out_dtype or q.dtype, device=q.device)
+    bs = seq_lens.shape[0]
     if out.numel() == 0 or bs == 0:
         return out
-    ready = prepare(block_tables, seq_lens, 1, page_size)
+    ready = prepare(call)
     kv_lens = torch.maximum(ready.seq_lens, q_indptr[1:] - q_indptr[:-1])
     trtllm_batch_context_with_kv_cache(
-        query=queries_for(k_cache, q),
-        kv_cache=(k_cache, v_cache),
+        query=queries_for(call.k_cache, q),
+        kv_cache=(call.k_cache, call.v_cache),
         workspace_buffer=scratch("trtllm-gen", q.device),
         block_tables=ready.block_tables,
         seq_lens=kv_lens,
-        max_q_len=max_q_len,
-        max_kv_len=ready.block_tables.shape[1] * page_size,
-        bmm1_scale=scale * k_scale,
-        bmm2_scale=v_scale / out_scale,
+        max_q_len=call.max_q_len,
+        max_kv_len=ready.block_tables.shape[1] * call.page_size,
+        bmm1_scale=call.scale * call.k_scale,
+        bmm2_scale=call.v_scale / out_scale,
         batch_size=bs,
         cum_seq_lens_q=q_indptr,
         cum_seq_lens_kv=F.pad(kv_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-        window_left=window_left,
+        window_left=call.window_left,
         out=out,
         kv_layout="NHD",
-        sinks=None if sinks is None else sinks.contiguous(),
+        sinks=None if call.sinks is None else call.sinks.contiguous(),
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         **counters(trtllm_batch_context_with_kv_cache, q.device, bs, q.shape[1]),
     )

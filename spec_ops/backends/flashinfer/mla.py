@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.flashinfer.provider import counters, scratch
 from spec_ops.backends.padding import clear, prepare, queries_for
 
@@ -15,33 +16,31 @@ KEY_TILE = 128  # tokens: CuTe DSL reads whole tiles of the page table, as trtll
 NOPE_DIM = {512: 128, 256: 64}  # of the supported models by kv_lora_rank; only checked, absorbed shapes do not show it
 
 
-def _decode(
-    kernel: str, tree_mask, q, kv_cache, kv_lora_rank, block_tables, seq_lens, scale, kv_scale, skip_factor=None
-) -> torch.Tensor:
+def _decode(kernel: str, call: AttentionCall, skip_factor: float | None = None) -> torch.Tensor:
     from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
 
-    assert tree_mask is None, f"{kernel} takes no mask"
-    q_len, page_size = q.shape[1], kv_cache.shape[1]
-    out = torch.empty(*q.shape[:-1], kv_lora_rank, dtype=q.dtype, device=q.device)
+    assert call.tree_mask is None, f"{kernel} takes no mask"
+    q, rank, page_size = call.q, call.v_head_dim, call.page_size
+    out = torch.empty(*q.shape[:-1], rank, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    ready = prepare(block_tables, seq_lens, q_len, page_size, width_multiple=KEY_TILE // page_size)
+    ready = prepare(call, width_multiple=KEY_TILE // page_size)
     own = {}
     if kernel == "trtllm-gen":
         own = counters(trtllm_batch_decode_with_kv_cache_mla, q.device, len(q), q.shape[2])
     trtllm_batch_decode_with_kv_cache_mla(
-        query=queries_for(kv_cache, q),
-        kv_cache=kv_cache,
+        query=queries_for(call.k_cache, q),
+        kv_cache=call.k_cache,
         workspace_buffer=scratch(kernel, q.device).view(torch.int8),  # cute-dsl takes nothing else in FlashInfer 0.6
-        qk_nope_head_dim=NOPE_DIM[kv_lora_rank],
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=q.shape[-1] - kv_lora_rank,
+        qk_nope_head_dim=NOPE_DIM[rank],
+        kv_lora_rank=rank,
+        qk_rope_head_dim=q.shape[-1] - rank,
         block_tables=ready.block_tables,
         seq_lens=ready.seq_lens,
         max_seq_len=ready.block_tables.shape[1] * page_size,
         out=out,
-        bmm1_scale=scale * kv_scale,
-        bmm2_scale=kv_scale,
+        bmm1_scale=call.scale * call.k_scale,
+        bmm2_scale=call.k_scale,
         skip_softmax_threshold_scale_factor=skip_factor,
         backend=kernel,
         **own,
@@ -49,18 +48,11 @@ def _decode(
     return clear(out, ready.hidden)
 
 
-def trtllm(
-    q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, kv_scale, max_seq_len, *, skip_softmax_threshold_scale_factor=None,
-):  # fmt: skip
-    skip_factor = skip_softmax_threshold_scale_factor
-    return _decode("trtllm-gen", tree_mask, q, kv_cache, kv_lora_rank, block_tables, seq_lens, scale, kv_scale, skip_factor)
+def trtllm(call: AttentionCall, *, skip_softmax_threshold_scale_factor: float | None = None) -> torch.Tensor:
+    return _decode("trtllm-gen", call, skip_softmax_threshold_scale_factor)
 
 
-def cute_dsl(
-    q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, kv_scale, max_seq_len,
-):  # fmt: skip
+def cute_dsl(call: AttentionCall) -> torch.Tensor:
     """Its scratch holds partial results from the first byte on, so it is not shared with a kernel that keeps semaphores
     there."""
-    return _decode("cute-dsl", tree_mask, q, kv_cache, kv_lora_rank, block_tables, seq_lens, scale, kv_scale)
+    return _decode("cute-dsl", call)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.flashinfer.gqa import clear_ragged
 from spec_ops.backends.flashinfer.provider import scratch
 from spec_ops.backends.workspace import LOCK, kept
@@ -46,143 +47,152 @@ def _live_pages(block_tables, seq_lens, seq_lens_cpu, q_lens: torch.Tensor, page
     return _Pages(lens, _indptr(pages), indices, (lens - 1) % page_size + 1)
 
 
-_wrappers: dict[tuple[str, str, torch.device, int], Any] = kept({})  # each holds buffers of its own, on the host too
+class _Wrapper:
+    """A wrapper of FlashInfer's, and the lock that holds a plan and its run together.
+
+    A plan lies in the wrapper's buffers. A second thread on the same stream would change it before the first one's run.
+    """
+
+    def __init__(self, kind: str, kernel: str, device: torch.device) -> None:
+        self.lock = threading.Lock()
+        buffer = scratch(kernel, device)
+        if kind == "mha":
+            from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+            self.planner: Any = BatchPrefillWithPagedKVCacheWrapper(
+                float_workspace_buffer=buffer, kv_layout="NHD", backend=kernel
+            )
+        else:
+            from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+            self.planner = BatchMLAPagedAttentionWrapper(float_workspace_buffer=buffer, backend=kernel)
 
 
-def _wrapper(kind: str, kernel: str, device: torch.device) -> Any:
-    if kind == "mha":
-        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
-
-        return BatchPrefillWithPagedKVCacheWrapper(
-            float_workspace_buffer=scratch(kernel, device), kv_layout="NHD", backend=kernel
-        )
-    from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-    return BatchMLAPagedAttentionWrapper(float_workspace_buffer=scratch(kernel, device), backend=kernel)
+_wrappers: dict[tuple[str, str, torch.device, int], _Wrapper] = kept({})  # each holds buffers of its own, on the host too
 
 
-class _Noting(threading.local):
-    """While this thread's `prepare` plans a call: where its run is noted. Such a call has a wrapper of its own, which no later
-    plan changes."""
-
-    runs: list[Callable[[], Any]] | None = None
-
-
-_noting = _Noting()
-
-
-def _run(wrapper: Any, **arguments: Any) -> None:
-    if _noting.runs is not None:
-        _noting.runs.append(functools.partial(wrapper.run, **arguments))
-    wrapper.run(**arguments)
-
-
-def prepare(op: str, arguments: tuple) -> Callable[[], torch.Tensor]:
-    """Plan a call of a uniform step once (`arguments` of the op, the backend's name last). What is returned runs the kernel
-    alone, as long as lengths and tables stay what they are: for benchmarks, which state times without planning."""
-    kernel = arguments[-1].removeprefix("flashinfer-")
-    _noting.runs = []
-    try:
-        out = globals()[f"{kernel}_{op[:3]}"](*arguments[:-1])
-        (run,) = _noting.runs
-    finally:
-        _noting.runs = None
-
-    def call() -> torch.Tensor:
-        run()
-        return out
-
-    return call
-
-
-def _wrapper_for(kind: str, kernel: str, device: torch.device) -> Any:
+def _wrapper_for(kind: str, kernel: str, device: torch.device) -> _Wrapper:
     """One per kind, device and stream."""
-    if _noting.runs is not None:
-        return _wrapper(kind, kernel, device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (kind, kernel, device, stream)
     with LOCK:
         if key not in _wrappers:
-            _wrappers[key] = _wrapper(kind, kernel, device)
+            _wrappers[key] = _Wrapper(kind, kernel, device)
         return _wrappers[key]
 
 
-def _mha(
-    kernel: str, q, caches, pages: _Pages, q_indptr, custom_mask, scale, window_left, softcap, k_scale, v_scale
-) -> torch.Tensor:
-    """Rows `q [total, heads, dim]` by `q_indptr` (host)."""
-    k_cache, v_cache = caches
-    wrapper = _wrapper_for("mha", kernel, q.device)
-    wrapper.plan(
+class Planned(NamedTuple):
+    """A call that is planned.
+
+    Attributes:
+        run: launches the kernel, which writes `out`; as often as lengths and tables stay what they were, and until the wrapper
+            plans another call.
+        finish: clears the rows of `out` that no kernel writes, and gives the op's result.
+    """
+
+    run: Callable[[], Any]
+    finish: Callable[[], torch.Tensor]
+
+
+def plan(call: AttentionCall, kernel: str) -> Planned:
+    """Plan `call`, one of at least one query, in a wrapper of its own for `kernel` (`"fa2"` or `"fa3"`): to run it more than
+    once."""
+    return _plan(call, _Wrapper(call.step[:3], kernel, call.q.device).planner)
+
+
+def _attend(kernel: str, call: AttentionCall) -> torch.Tensor:
+    if call.q.numel() == 0 or call.seq_lens.shape[0] == 0:
+        return call.q.new_zeros(*call.q.shape[:-1], call.v_head_dim)
+    wrapper = _wrapper_for(call.step[:3], kernel, call.q.device)
+    with wrapper.lock:
+        planned = _plan(call, wrapper.planner)
+        planned.run()
+    return planned.finish()
+
+
+def _plan(call: AttentionCall, planner: Any) -> Planned:
+    q, seq_lens = call.q, call.seq_lens
+    out = q.new_zeros(*q.shape[:-1], call.v_head_dim)  # padding rows of a ragged call are written by nobody
+    if call.is_ragged:
+        assert call.q_indptr is not None
+        q_indptr = call.q_indptr.cpu()
+        q_lens = q_indptr[1:] - q_indptr[:-1]
+    else:
+        q_lens = torch.full((q.shape[0],), q.shape[1], dtype=torch.int32)
+        q_indptr = _indptr(q_lens)
+    pages = _live_pages(call.block_tables, seq_lens, call.seq_lens_cpu, q_lens, call.page_size)
+    mask, hidden = None, seq_lens[:, None] < call.q_len
+    if call.tree_mask is not None:
+        mask, hidden = _tree(call, pages)
+    used = int(q_indptr[-1])
+    rows = (q if call.is_ragged else q.flatten(0, 1)).contiguous()[:used]
+    results = (out if call.is_ragged else out.flatten(0, 1))[:used]
+    run = (_plan_mla if call.is_mla else _plan_mha)(planner, call, rows, results, pages, q_indptr, mask)
+
+    def finish() -> torch.Tensor:
+        if call.q_indptr is not None:
+            return clear_ragged(out, seq_lens, call.q_indptr)
+        return out.masked_fill_(hidden[..., None, None], 0.0)
+
+    return Planned(run, finish)
+
+
+def _plan_mha(planner, call: AttentionCall, rows, results, pages: _Pages, q_indptr, mask) -> Callable[[], Any]:
+    """`rows`, `results [total, heads, dim]` by `q_indptr` (host)."""
+    planner.plan(
         qo_indptr=q_indptr,
         paged_kv_indptr=pages.indptr,
         paged_kv_indices=pages.indices,
         paged_kv_last_page_len=pages.last_page_len,
-        num_qo_heads=q.shape[1],
-        num_kv_heads=k_cache.shape[2],
-        head_dim_qk=q.shape[2],
-        page_size=k_cache.shape[1],
-        custom_mask=custom_mask,
-        causal=custom_mask is None,
-        sm_scale=scale,
-        window_left=window_left,
-        logits_soft_cap=softcap,
-        q_data_type=q.dtype,
-        kv_data_type=k_cache.dtype,
+        num_qo_heads=rows.shape[1],
+        num_kv_heads=call.num_kv_heads,
+        head_dim_qk=rows.shape[2],
+        page_size=call.page_size,
+        custom_mask=mask,
+        causal=mask is None,
+        sm_scale=call.scale,
+        window_left=call.window_left if mask is None else -1,  # by depth, hence in the mask
+        logits_soft_cap=call.softcap,
+        q_data_type=rows.dtype,
+        kv_data_type=call.k_cache.dtype,
     )
-    fp8 = k_cache.dtype == torch.float8_e4m3fn
-    scales = {"k_scale": k_scale, "v_scale": v_scale} if fp8 else {}
-    out = torch.zeros_like(q)  # padding rows of a ragged call are written by nobody
-    used = int(q_indptr[-1])
-    _run(wrapper, q=q[:used], paged_kv_cache=(k_cache, v_cache), out=out[:used], **scales)
-    return out
+    fp8 = call.k_cache.dtype == torch.float8_e4m3fn
+    scales = {"k_scale": call.k_scale, "v_scale": call.v_scale} if fp8 else {}
+    return functools.partial(planner.run, q=rows, paged_kv_cache=(call.k_cache, call.v_cache), out=results, **scales)
 
 
-def _mla(kernel: str, q, kv_cache, kv_lora_rank: int, pages: _Pages, q_indptr, scale) -> torch.Tensor:
-    wrapper = _wrapper_for("mla", kernel, q.device)
-    wrapper.plan(
+def _plan_mla(planner, call: AttentionCall, rows, results, pages: _Pages, q_indptr, mask) -> Callable[[], Any]:
+    assert mask is None, "the MLA kernels take no mask"
+    rank, cache = call.v_head_dim, call.k_cache
+    planner.plan(
         qo_indptr=q_indptr,
         kv_indptr=pages.indptr,
         kv_indices=pages.indices,
         kv_len_arr=pages.lens,
-        num_heads=q.shape[1],
-        head_dim_ckv=kv_lora_rank,
-        head_dim_kpe=q.shape[2] - kv_lora_rank,
-        page_size=kv_cache.shape[1],
+        num_heads=rows.shape[1],
+        head_dim_ckv=rank,
+        head_dim_kpe=rows.shape[2] - rank,
+        page_size=call.page_size,
         causal=True,
-        sm_scale=scale,
-        q_data_type=q.dtype,
-        kv_data_type=kv_cache.dtype,
+        sm_scale=call.scale,
+        q_data_type=rows.dtype,
+        kv_data_type=cache.dtype,
     )
-    out = q.new_zeros(*q.shape[:-1], kv_lora_rank)
-    used = q[: int(q_indptr[-1])]
-    _run(
-        wrapper,
-        q_nope=used[..., :kv_lora_rank],
-        q_pe=used[..., kv_lora_rank:],
-        ckv_cache=kv_cache[..., :kv_lora_rank],
-        kpe_cache=kv_cache[..., kv_lora_rank:],
-        out=out[: used.shape[0]],
+    return functools.partial(
+        planner.run,
+        q_nope=rows[..., :rank],
+        q_pe=rows[..., rank:],
+        ckv_cache=cache[..., :rank],
+        kpe_cache=cache[..., rank:],
+        out=results,
     )
-    return out
 
 
-def _uniform(q, width: int, block_tables, seq_lens, seq_lens_cpu, page_size: int, attend: Callable) -> torch.Tensor:
-    """`attend(rows, pages, q_indptr)` over `q [bs, q_len, ...]` as rows; requests shorter than `q_len` give zeros."""
-    bs, q_len = q.shape[:2]
-    if q.numel() == 0:
-        return q.new_zeros(*q.shape[:-1], width)
-    q_lens = torch.full((bs,), q_len, dtype=torch.int32)
-    pages = _live_pages(block_tables, seq_lens, seq_lens_cpu, q_lens, page_size)
-    return attend(q.flatten(0, 1).contiguous(), pages, _indptr(q_lens)).unflatten(0, (bs, q_len))
-
-
-def _ragged(q, width: int, block_tables, seq_lens, q_indptr, seq_lens_cpu, page_size: int, attend: Callable) -> torch.Tensor:
-    if q.numel() == 0 or seq_lens.shape[0] == 0:
-        return q.new_zeros(*q.shape[:-1], width)
-    on_host = q_indptr.cpu()
-    pages = _live_pages(block_tables, seq_lens, seq_lens_cpu, on_host[1:] - on_host[:-1], page_size)
-    return clear_ragged(attend(q.contiguous(), pages, on_host), seq_lens, q_indptr)
+def _tree(call: AttentionCall, pages: _Pages) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashInfer's flat mask (`q_len * kv_len` per request), and `[bs, q_len]` bool: the query sees nothing."""
+    visible = _visible(call.seq_lens, call.tree_mask, call.mask_len, int(pages.lens.max()), call.window_left)
+    flat = torch.cat([visible[b, :, :length].flatten() for b, length in enumerate(pages.lens.tolist())])
+    return flat, ~visible.any(-1)
 
 
 def _visible(seq_lens, tree_mask, mask_len: int, length: int, window_left: int) -> torch.Tensor:
@@ -204,67 +214,5 @@ def _visible(seq_lens, tree_mask, mask_len: int, length: int, window_left: int) 
     return seen | in_drafts[..., :length]
 
 
-def _tree(seq_lens, tree_mask, mask_len: int, pages: _Pages, window_left: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashInfer's flat mask (`q_len * kv_len` per request), and `[bs, q_len]` bool: the query sees nothing."""
-    visible = _visible(seq_lens, tree_mask, mask_len, int(pages.lens.max()), window_left)
-    flat = torch.cat([visible[b, :, :length].flatten() for b, length in enumerate(pages.lens.tolist())])
-    return flat, ~visible.any(-1)
-
-
-def _mha_uniform(
-    kernel, q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, k_scale, v_scale, max_seq_len,
-):  # fmt: skip
-    hidden = seq_lens[:, None] < q.shape[1]
-
-    def attend(rows, pages, q_indptr):
-        nonlocal hidden
-        custom, window = None, window_left
-        if tree_mask is not None:
-            custom, hidden = _tree(seq_lens, tree_mask, mask_len, pages, window_left)
-            window = -1  # by depth, hence in the mask
-        return _mha(kernel, rows, (k_cache, v_cache), pages, q_indptr, custom, scale, window, softcap, k_scale, v_scale)
-
-    out = _uniform(q, v_cache.shape[-1], block_tables, seq_lens, seq_lens_cpu, k_cache.shape[1], attend)
-    return out.masked_fill_(hidden[..., None, None], 0.0)
-
-
-def _mha_ragged(
-    kernel, q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, k_scale, v_scale, max_seq_len,
-):  # fmt: skip
-    def attend(rows, pages, on_host):
-        return _mha(kernel, rows, (k_cache, v_cache), pages, on_host, None, scale, window_left, softcap, k_scale, v_scale)
-
-    return _ragged(q, v_cache.shape[-1], block_tables, seq_lens, q_indptr, seq_lens_cpu, k_cache.shape[1], attend)
-
-
-def _mla_uniform(
-    kernel, q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    *_unsupported,
-):  # fmt: skip
-    def attend(rows, pages, q_indptr):
-        return _mla(kernel, rows, kv_cache, kv_lora_rank, pages, q_indptr, scale)
-
-    out = _uniform(q, kv_lora_rank, block_tables, seq_lens, seq_lens_cpu, kv_cache.shape[1], attend)
-    return out.masked_fill_((seq_lens < q.shape[1])[:, None, None, None], 0.0)
-
-
-def _mla_ragged(
-    kernel, q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    *_unsupported,
-):  # fmt: skip
-    def attend(rows, pages, on_host):
-        return _mla(kernel, rows, kv_cache, kv_lora_rank, pages, on_host, scale)
-
-    return _ragged(q, kv_lora_rank, block_tables, seq_lens, q_indptr, seq_lens_cpu, kv_cache.shape[1], attend)
-
-
-fa2_mha = functools.partial(_mha_uniform, "fa2")
-fa2_mha_extend = functools.partial(_mha_ragged, "fa2")
-fa2_mla = functools.partial(_mla_uniform, "fa2")
-fa2_mla_extend = functools.partial(_mla_ragged, "fa2")
-fa3_mha = functools.partial(_mha_uniform, "fa3")
-fa3_mha_extend = functools.partial(_mha_ragged, "fa3")
-fa3_mla = functools.partial(_mla_uniform, "fa3")
-fa3_mla_extend = functools.partial(_mla_ragged, "fa3")
+fa2 = functools.partial(_attend, "fa2")
+fa3 = functools.partial(_attend, "fa3")

@@ -37,7 +37,7 @@ def _constraint(meta: AttentionMeta, arch: int | None) -> str | None:
 register_backend(
     Backend(
         name="triton",
-        kernels={step: f"spec_ops.backends.triton.attention.launcher:{step if step in RAGGED else step[:3]}" for step in STEPS}
+        kernels=dict.fromkeys(STEPS, "spec_ops.backends.triton.attention.launcher:attention")
         | {op: f"spec_ops.backends.triton.cache.append:{op}" for op in APPENDS},
         capabilities=(80, 121),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
@@ -54,10 +54,7 @@ register_backend(
 register_backend(
     Backend(
         name="triton-deterministic",
-        kernels={
-            step: f"spec_ops.backends.triton.attention.deterministic.launcher:{step if step in RAGGED else step[:3]}"
-            for step in STEPS
-        },
+        kernels=dict.fromkeys(STEPS, "spec_ops.backends.triton.attention.deterministic.launcher:attention"),
         capabilities=(80, 121),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         kv_dtypes=frozenset({torch.bfloat16, torch.float16, _FP8}),

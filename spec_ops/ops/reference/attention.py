@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from spec_ops.backends.call import AttentionCall
+
 MAX_LOGITS = 2**24  # elements held at once: a long prefill would otherwise take memory quadratic in its length
 
 
@@ -114,12 +116,6 @@ def _attend(q, k, v, visible, scale: float, softcap: float, sinks) -> torch.Tens
     return out.reshape(bs, q_len, heads, v.shape[-1]).contiguous()
 
 
-def _uniform_visible(seq_lens, tree_mask, mask_len: int, q_len: int, length: int, window_left: int) -> torch.Tensor:
-    if tree_mask is not None:
-        return _visible_tree(seq_lens, tree_mask, mask_len, length, window_left)
-    return _visible_causal(seq_lens, torch.full_like(seq_lens, q_len), q_len, length, window_left)
-
-
 def _ragged_rows(op: str, q_indptr, total: int, max_q_len: int):
     """Index maps between ragged rows and `[bs, max_q_len]`: `(rows, q_lens, request_of_row, offset_of_row, in_use)`."""
     q_lens = q_indptr[1:] - q_indptr[:-1]
@@ -135,95 +131,29 @@ def _ragged_rows(op: str, q_indptr, total: int, max_q_len: int):
     return rows.clamp(0, max(total - 1, 0)).long(), q_lens, request, offset.long(), row < q_indptr[-1]
 
 
-def _mha_uniform(
-    op, q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, k_scale, v_scale, max_seq_len,
-):  # fmt: skip
-    if q.numel() == 0:
-        return q.new_zeros(*q.shape[:-1], v_cache.shape[-1])
-    _check_lengths(op, block_tables, seq_lens, k_cache.shape[1], max_seq_len)
-    length = _kv_length(block_tables, seq_lens, k_cache.shape[1], max_seq_len)
-    visible = _uniform_visible(seq_lens, tree_mask, mask_len, q.shape[1], length, window_left)
-    _check_pages(op, block_tables, visible, k_cache.shape[0], k_cache.shape[1])
-    k = _gather(k_cache, block_tables, length, k_scale, torch.float32)
-    v = _gather(v_cache, block_tables, length, v_scale, torch.float32)
-    return _attend(q, k, v, visible, scale, softcap, sinks).to(q.dtype)
-
-
-def _mla_uniform(
-    op, q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, kv_scale, max_seq_len,
-):  # fmt: skip
-    if q.numel() == 0:
-        return q.new_zeros(*q.shape[:-1], kv_lora_rank)
-    _check_lengths(op, block_tables, seq_lens, kv_cache.shape[1], max_seq_len)
-    length = _kv_length(block_tables, seq_lens, kv_cache.shape[1], max_seq_len)
-    visible = _uniform_visible(seq_lens, tree_mask, mask_len, q.shape[1], length, window_left)
-    _check_pages(op, block_tables, visible, kv_cache.shape[0], kv_cache.shape[1])
-    kv = _gather(kv_cache, block_tables, length, kv_scale, torch.float32)[:, :, None]
-    return _attend(q, kv, kv[..., :kv_lora_rank], visible, scale, softcap, sinks).to(q.dtype)
-
-
-def _ragged(op, q, cache, block_tables, seq_lens, q_indptr, max_q_len, max_seq_len, window_left, v_dim, attend):
-    """Pad ragged queries to `[bs, max_q_len]`, `attend(q, length, visible)`, and scatter back."""
-    if q.numel() == 0 or seq_lens.shape[0] == 0:
-        return q.new_zeros(*q.shape[:-1], v_dim)
-    _check_lengths(op, block_tables, seq_lens, cache.shape[1], max_seq_len)
-    rows, q_lens, request, offset, in_use = _ragged_rows(op, q_indptr, q.shape[0], max_q_len)
-    length = _kv_length(block_tables, seq_lens, cache.shape[1], max_seq_len)
-    visible = _visible_causal(seq_lens, q_lens, max_q_len, length, window_left)
-    _check_pages(op, block_tables, visible, cache.shape[0], cache.shape[1])
-    out = attend(q[rows], length, visible)[request, offset]
-    return torch.where(in_use[:, None, None], out, 0.0).to(q.dtype)
-
-
-def mha_extend(
-    q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
-    sinks, softcap, k_scale, v_scale, max_seq_len,
-):  # fmt: skip
-    def attend(padded, length, visible):
-        k = _gather(k_cache, block_tables, length, k_scale, torch.float32)
-        v = _gather(v_cache, block_tables, length, v_scale, torch.float32)
-        return _attend(padded, k, v, visible, scale, softcap, sinks)
-
-    return _ragged(
-        "mha_extend", q, k_cache, block_tables, seq_lens, q_indptr, max_q_len, max_seq_len, window_left, v_cache.shape[-1],
-        attend,
-    )  # fmt: skip
-
-
-def mla_extend(
-    q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, kv_scale, max_seq_len,
-):  # fmt: skip
-    def attend(padded, length, visible):
-        kv = _gather(kv_cache, block_tables, length, kv_scale, torch.float32)[:, :, None]
-        return _attend(padded, kv, kv[..., :kv_lora_rank], visible, scale, softcap, sinks)
-
-    return _ragged(
-        "mla_extend", q, kv_cache, block_tables, seq_lens, q_indptr, max_q_len, max_seq_len, window_left, kv_lora_rank, attend
-    )
-
-
-def mha_draft_decode(*args):
-    return _mha_uniform("mha_draft_decode", *args)
-
-
-def mha_target_verify(*args):
-    return _mha_uniform("mha_target_verify", *args)
-
-
-def mha_draft_extend(*args):
-    return _mha_uniform("mha_draft_extend", *args)
-
-
-def mla_draft_decode(*args):
-    return _mla_uniform("mla_draft_decode", *args)
-
-
-def mla_target_verify(*args):
-    return _mla_uniform("mla_target_verify", *args)
-
-
-def mla_draft_extend(*args):
-    return _mla_uniform("mla_draft_extend", *args)
+def attention(call: AttentionCall) -> torch.Tensor:
+    """Every attention step, as its op's contract says (`spec_ops/ops/attention.py`)."""
+    q, page_size = call.q, call.page_size
+    if q.numel() == 0 or (call.is_ragged and call.seq_lens.shape[0] == 0):
+        return q.new_zeros(*q.shape[:-1], call.v_head_dim)
+    _check_lengths(call.step, call.block_tables, call.seq_lens, page_size, call.max_seq_len)
+    # Ragged queries are padded to `[bs, max_q_len]`, and their results put back into rows.
+    if call.is_ragged:
+        rows, q_lens, request, offset, in_use = _ragged_rows(call.step, call.q_indptr, q.shape[0], call.max_q_len)
+    length = _kv_length(call.block_tables, call.seq_lens, page_size, call.max_seq_len)
+    if call.tree_mask is not None:
+        visible = _visible_tree(call.seq_lens, call.tree_mask, call.mask_len, length, call.window_left)
+    else:
+        counts = q_lens if call.is_ragged else torch.full_like(call.seq_lens, call.q_len)
+        visible = _visible_causal(call.seq_lens, counts, call.q_len, length, call.window_left)
+    _check_pages(call.step, call.block_tables, visible, call.k_cache.shape[0], page_size)
+    k = _gather(call.k_cache, call.block_tables, length, call.k_scale, torch.float32)
+    if call.is_mla:
+        k = k[:, :, None]
+        v = k[..., : call.kv_lora_rank]
+    else:
+        v = _gather(call.v_cache, call.block_tables, length, call.v_scale, torch.float32)
+    out = _attend(q[rows] if call.is_ragged else q, k, v, visible, call.scale, call.softcap, call.sinks)
+    if call.is_ragged:
+        out = torch.where(in_use[:, None, None], out[request, offset], 0.0)
+    return out.to(q.dtype)

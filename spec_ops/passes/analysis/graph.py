@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from spec_ops.backends import AttentionCall
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.ops.kv_indices import draft_kv_indices_op, draft_kv_indices_steps_op, kv_indices_op, page_table_op
 
@@ -132,6 +133,15 @@ def insert(
     if op_of(node) is not None:
         node.meta[EAGER] = (fake_args, fake_kwargs)
     return node
+
+
+def attention_call(node: fx.Node) -> AttentionCall | None:
+    """The attention call that `node` makes, of fake values; None if one of its inputs has none."""
+    given = [arg(node, argument.name) for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    fakes = fx.node.map_arg(tuple(given), value)
+    if any(fake is None for fake, had in zip(fakes, given, strict=True) if had is not None):
+        return None
+    return AttentionCall.of(ATTENTION_OPS[node.target], fakes)
 
 
 def call_like(graph: fx.Graph, before: fx.Node, node: fx.Node, changes: dict[str, Any], target: Any = None) -> fx.Node:

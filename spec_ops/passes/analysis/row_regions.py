@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from spec_ops.backends import BackendError, attention_meta, select_backend
+from spec_ops.backends import BackendError, select_backend
 from spec_ops.backends.registry import known_while_compiling
-from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, has_arg, source_line, value
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, attention_call, has_arg, source_line, value
 from spec_ops.passes.analysis.lengths import Values
 from spec_ops.passes.analysis.replacement import escapes
 from spec_ops.passes.analysis.rows import (
@@ -236,16 +236,16 @@ class _Search:
 
     def _check_backend(self, node: fx.Node, region: Region) -> None:
         """Fewer queries, or a mask, are another call, which the backend of this one may not support."""
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        given = {name: value(arg(node, name)) for name in names}
-        arch, missing = self.context.machine(given["q"].device)
-        fewer = replace(attention_meta(ATTENTION_OPS[node.target], tuple(given.values())), q_len=region.space.wanted)
-        meta = known_while_compiling(fewer)
+        call = attention_call(node)
+        if call is None:
+            raise NotRowwiseError(f"{ATTENTION_OPS[node.target]}: an input has no fake value")
+        arch, missing = self.context.machine(call.q.device)
+        meta = known_while_compiling(replace(call.meta(), q_len=region.space.wanted))
         if isinstance(meta, str):
             raise NotRowwiseError(f"{ATTENTION_OPS[node.target]}: {meta}")
         masked = meta.tree_mask or region.needs_mask
         try:
-            select_backend(replace(meta, tree_mask=masked), arch, given["backend"], missing)
+            select_backend(replace(meta, tree_mask=masked), arch, call.backend, missing)
         except BackendError as error:
             why = "several rows of a causal call need a tree mask: " if masked and not meta.tree_mask else ""
             raise NotRowwiseError(f"{why}{error}") from None

@@ -14,14 +14,15 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from spec_ops.backends import AttentionMeta, get_backend, tokenspeed, workspace
+from spec_ops.backends import AttentionCall, AttentionMeta, get_backend, tokenspeed, workspace
 from spec_ops.backends.flashinfer import gqa, mla, planned, provider
-from tests.backends.flashinfer.test_calls import gqa_call, mla_call
+from tests.backends.flashinfer.test_calls import gqa_call, mla_call, ragged
 from tests.helpers import provider_fakes
 from tests.helpers.provider_fakes import FLASHINFER, FP8, TOKENSPEED, Fakes
 
@@ -41,13 +42,10 @@ def fresh_state(monkeypatch):
     planned._wrappers.clear()
 
 
-def in_bf16(args: tuple) -> tuple:
+def in_bf16(call: AttentionCall) -> AttentionCall:
     """The call with queries and caches in bfloat16 (fp8 caches stay), as the ops would make it."""
-    return tuple(x.nan_to_num(0.0).to(BF16) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in args)
-
-
-def ragged(args: tuple) -> tuple:
-    return (args[0].flatten(0, 1), *args[1:5], torch.arange(len(args[4]) + 1, dtype=torch.int32), 1, *args[7:])
+    names = [name for name in ("q", "k_cache", "v_cache") if getattr(call, name).dtype == torch.float32]
+    return replace(call, **{name: getattr(call, name).nan_to_num(0.0).to(BF16) for name in names})
 
 
 def append(kind: str) -> Callable[[], None]:
@@ -76,19 +74,19 @@ def append(kind: str) -> Callable[[], None]:
 
 
 CALLS: dict[str, Callable[[], Any]] = {
-    "trtllm": lambda: gqa.trtllm(*gqa_call([20], 2)),
-    "xqa": lambda: gqa.xqa(*gqa_call([20], 2)),
-    "trtllm_extend": lambda: gqa.trtllm_extend(*ragged(gqa_call([20], 1))),
-    "mla trtllm": lambda: mla.trtllm(*mla_call([20], 2)),
-    "mla cute_dsl": lambda: mla.cute_dsl(*mla_call([20], 2)),
-    "fa2": lambda: planned.fa2_mha(*gqa_call([20], 2, kv_dtype=FP8)),
-    "fa3": lambda: planned.fa3_mha(*gqa_call([20], 2)),
-    "mla fa2": lambda: planned.fa2_mla(*mla_call([20], 2)),
+    "trtllm": lambda: gqa.trtllm(gqa_call([20], 2)),
+    "xqa": lambda: gqa.xqa(gqa_call([20], 2)),
+    "trtllm_extend": lambda: gqa.trtllm_extend(ragged(gqa_call([20], 1))),
+    "mla trtllm": lambda: mla.trtllm(mla_call([20], 2)),
+    "mla cute_dsl": lambda: mla.cute_dsl(mla_call([20], 2)),
+    "fa2": lambda: planned.fa2(gqa_call([20], 2, kv_dtype=FP8)),
+    "fa3": lambda: planned.fa3(gqa_call([20], 2)),
+    "mla fa2": lambda: planned.fa2(mla_call([20], 2)),
     "append_kv": append("mha"),
     "append_mla_kv": append("mla"),
 }
 EVERY_CALL = [(release, name, call) for release in FLASHINFER for name, call in CALLS.items()]
-EVERY_CALL += [(release, "tokenspeed", lambda: tokenspeed.decode(*mla_call([20], 2))) for release in TOKENSPEED]
+EVERY_CALL += [(release, "tokenspeed", lambda: tokenspeed.decode(mla_call([20], 2))) for release in TOKENSPEED]
 
 
 @pytest.mark.parametrize(("release", "call"), [pytest.param(r, c, id=f"{r} {n}") for r, n, c in EVERY_CALL])
@@ -174,9 +172,9 @@ def test_real_checks_of_xqa(q_len, kv_dtype, window_left, on_device):
         args = in_bf16(gqa_call([70, 33], q_len, dim=64, kv_dtype=kv_dtype, window_left=window_left, sinks=torch.zeros(4)))
         if q_len > 1 and (kv_dtype == FP8 or window_left >= 0) and not masks_rightly():
             with pytest.raises(RuntimeError, match=r"with several queries per request needs flashinfer-python 0\.7"):
-                gqa.xqa(*args)
+                gqa.xqa(args)
             continue
-        gqa.xqa(*args)
+        gqa.xqa(args)
         assert launches.names == ["xqa"]
         assert launches.pdl_asked == 1  # programmatic dependent launch follows the device
 
@@ -185,11 +183,11 @@ def test_real_checks_of_xqa(q_len, kv_dtype, window_left, on_device):
 def test_real_checks_of_xqa_trees_and_outputs(on_device):
     launches = on_device((9, 0))
     tree = torch.ones(2, 4, dtype=torch.int64)
-    gqa.xqa(*in_bf16(gqa_call([70, 33], 4, dim=64, tree_mask=tree, mask_len=12)))
-    gqa.xqa(*in_bf16(gqa_call([70, 33], 4 if masks_rightly() else 1, dim=64, kv_dtype=FP8)), out_dtype=FP8, out_scale=0.5)
+    gqa.xqa(in_bf16(gqa_call([70, 33], 4, dim=64, tree_mask=tree, mask_len=12)))
+    gqa.xqa(in_bf16(gqa_call([70, 33], 4 if masks_rightly() else 1, dim=64, kv_dtype=FP8)), out_dtype=FP8, out_scale=0.5)
     assert launches.names == ["xqa", "xqa"]
     with pytest.raises(AssertionError, match="KV cache must be fp8 when output is fp8"):
-        gqa.xqa(*in_bf16(gqa_call([70, 33], 4, dim=64)), out_dtype=FP8)
+        gqa.xqa(in_bf16(gqa_call([70, 33], 4, dim=64)), out_dtype=FP8)
 
 
 @installed("flashinfer")
@@ -200,16 +198,16 @@ def test_real_checks_of_trtllm(kv_dtype, on_device):
         args = in_bf16(
             gqa_call([70, 33], 4, page_size=page_size, dim=64, kv_dtype=kv_dtype, window_left=9, sinks=torch.zeros(4))
         )
-        gqa.trtllm(*args, skip_softmax_threshold_scale_factor=100.0)
-        gqa.trtllm_extend(*ragged(in_bf16(gqa_call([70, 33], 1, page_size=page_size, dim=64, kv_dtype=kv_dtype))))
+        gqa.trtllm(args, skip_softmax_threshold_scale_factor=100.0)
+        gqa.trtllm_extend(ragged(in_bf16(gqa_call([70, 33], 1, page_size=page_size, dim=64, kv_dtype=kv_dtype))))
         if kv_dtype == FP8:
             for dtype in (FP8, torch.float16, BF16):
-                gqa.trtllm(*args, out_dtype=dtype)
+                gqa.trtllm(args, out_dtype=dtype)
     assert set(launches.names) == {"trtllm_paged_attention_decode", "trtllm_paged_attention_context"}
     assert launches.pdl_asked == len(launches.names)
     if kv_dtype != FP8:
         with pytest.raises(ValueError, match="Unsupported out_dtype"):
-            gqa.trtllm(*args, out_dtype=FP8)
+            gqa.trtllm(args, out_dtype=FP8)
 
 
 @installed("flashinfer")
@@ -228,7 +226,7 @@ def test_real_checks_of_mla(kernel, rank, kv_dtype, on_device):
         if get_backend(name).refuse(meta, 100) is not None:
             continue
         launches.names.clear()
-        getattr(mla, kernel)(*in_bf16(mla_call([100, 33], 4, page_size=page_size, heads=heads, rank=rank, kv_dtype=kv_dtype)))
+        getattr(mla, kernel)(in_bf16(mla_call([100, 33], 4, page_size=page_size, heads=heads, rank=rank, kv_dtype=kv_dtype)))
         assert launches.names == (["trtllm_paged_attention_decode"] if kernel == "trtllm" else ["compiled"])
 
 
@@ -248,7 +246,7 @@ def test_real_refusals_of_mla_are_declared(on_device):
     for page_size, heads in itertools.product((16, 32, 64, 128), (8, 64, 96, 128)):
         args = in_bf16(mla_call([100, 33], 2, page_size=page_size, heads=heads))
         try:
-            mla.trtllm(*args)
+            mla.trtllm(args)
         except ValueError:
             refused += 1
             assert backend.refuse(mla_meta(512, heads, page_size), 100) is not None
@@ -317,7 +315,7 @@ def test_real_checks_of_tokenspeed(kv_dtype, monkeypatch):
     monkeypatch.setattr("tvm_ffi.use_torch_stream", contextlib.nullcontext)
     monkeypatch.setattr(module, "_get_compiled_mla_kernel", lambda *args, **kwargs: lambda *a: launched.append((args, kwargs)))
     for page_size in sorted(get_backend("tokenspeed").page_sizes):
-        tokenspeed.decode(*in_bf16(mla_call([100, 33], 4, page_size=page_size, kv_dtype=kv_dtype)))
+        tokenspeed.decode(in_bf16(mla_call([100, 33], 4, page_size=page_size, kv_dtype=kv_dtype)))
     dtype = FP8 if kv_dtype == FP8 else BF16
     sizes = functools.partial(
         module._get_split_kv_and_workspace_size, kv_lora_rank=512, max_active_blocks=148, torch_dtype=dtype

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spec_ops
-from spec_ops.backends import BackendError, get_backend, registry, select_backend, unregister_backend, workspace
+from spec_ops.backends import AttentionCall, BackendError, get_backend, registry, select_backend, unregister_backend, workspace
 from spec_ops.backends.flashinfer import register_variant
 from tests.backends.flashinfer.test_calls import CONTEXT, DECODE, MLA, gqa_call, mla_call
 from tests.backends.flashinfer.test_selection import DOCS, GQA
@@ -45,9 +45,14 @@ def variant() -> Iterator:
         unregister_backend(backend.name)
 
 
-def verify(args: tuple, backend: str) -> torch.Tensor:
-    """The public op with the arguments of `gqa_call`, in bfloat16."""
-    q, k, v, tables, lens = args[:5]
+def tensors(call: AttentionCall) -> tuple:
+    """What the public op takes in front."""
+    return call.q, call.k_cache, call.v_cache, call.block_tables, call.seq_lens
+
+
+def verify(given: tuple, backend: str) -> torch.Tensor:
+    """The public op with `tensors(gqa_call(...))`, in bfloat16."""
+    q, k, v, tables, lens = given
     fp8 = k.dtype == FP8
     caches = [x if fp8 else x.nan_to_num(0.0).to(BF16) for x in (k, v)]
     scales = {"k_scale": 0.5, "v_scale": 1.5} if fp8 else {}
@@ -56,16 +61,16 @@ def verify(args: tuple, backend: str) -> torch.Tensor:
 
 def test_skip_softmax_reaches_trtllm(variant, fakes):
     name = variant("flashinfer-trtllm", skip_softmax_threshold_scale_factor=400.0)
-    args = gqa_call([70, 33], 4, page_size=64, dim=64)
+    args = tensors(gqa_call([70, 33], 4, page_size=64, dim=64))
     assert torch.equal(verify(args, name), verify(args, "flashinfer-trtllm"))  # the stand-in skips nothing
     given = [call["skip_softmax_threshold_scale_factor"] for path, call in fakes.calls if path == DECODE]
     assert given == [400.0, None]
-    q, k, v, tables, lens = (x.to(BF16) if x.is_floating_point() else x for x in args[:5])
+    q, k, v, tables, lens = (x.to(BF16) if x.is_floating_point() else x for x in args)
     starts = torch.tensor([0, 4, 8], dtype=torch.int32)
     spec_ops.mha_extend(q.flatten(0, 1), k, v, tables, lens, starts, 4, backend=name)
     assert fakes.last(CONTEXT)["skip_softmax_threshold_scale_factor"] == 400.0
-    q, cache, rank, tables, lens = mla_call([70], 2)[:5]
-    spec_ops.mla_target_verify(q.to(BF16), cache.to(BF16), rank, tables, lens, scale=0.1, backend=name)
+    q, cache, _, tables, lens = tensors(mla_call([70], 2))
+    spec_ops.mla_target_verify(q.to(BF16), cache.to(BF16), 512, tables, lens, scale=0.1, backend=name)
     assert fakes.last(MLA)["skip_softmax_threshold_scale_factor"] == 400.0
 
 
@@ -75,7 +80,7 @@ def test_fp8_results(base, variant, fakes):
     if base.endswith("xqa") and "q_cu_seq_lens" not in fakes.signatures[XQA].parameters:
         pytest.skip("XQA of 0.6 refuses an fp8 cache with several queries")
     name = variant(base, out_dtype=FP8, out_scale=0.25)
-    args = gqa_call([70, 0, 33], 4, page_size=64, dim=64, kv_dtype=FP8)
+    args = tensors(gqa_call([70, 0, 33], 4, page_size=64, dim=64, kv_dtype=FP8))
     exact, out = verify(args, base), verify(args, name)
     assert out.dtype == FP8
     assert fakes.last(DECODE)["bmm2_scale"] == 1.5 / 0.25
@@ -83,13 +88,13 @@ def test_fp8_results(base, variant, fakes):
     # One rounding to 4 bits of significand (or to subnormal steps of 2^-9), one to bfloat16's 8.
     torch.testing.assert_close(out.float() * 0.25, exact.float(), rtol=2**-4 + 2**-8, atol=0.25 * 2**-9)
     with FakeTensorMode() as mode:
-        faked = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args[:5]]
+        faked = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
         assert verify(tuple(faked), name).dtype == FP8
 
 
 def test_trtllm_writes_halves_from_fp8_caches(variant, fakes):
     name = variant("flashinfer-trtllm", out_dtype=HALF)
-    args = gqa_call([70, 33], 4, page_size=64, dim=64, kv_dtype=FP8)
+    args = tensors(gqa_call([70, 33], 4, page_size=64, dim=64, kv_dtype=FP8))
     out, plain = verify(args, name), verify(args, "flashinfer-trtllm")
     assert out.dtype == HALF
     torch.testing.assert_close(out.float(), plain.float(), rtol=2**-8, atol=1e-6)
@@ -97,7 +102,7 @@ def test_trtllm_writes_halves_from_fp8_caches(variant, fakes):
 
 def test_ragged_fp8_results(variant, fakes):
     name = variant("flashinfer-trtllm", out_dtype=FP8)
-    q, k, v, tables, lens = gqa_call([40, 3], 1, page_size=64, dim=64, kv_dtype=FP8)[:5]
+    q, k, v, tables, lens = tensors(gqa_call([40, 3], 1, page_size=64, dim=64, kv_dtype=FP8))
     q = torch.randn(12, 4, 64, generator=torch.Generator().manual_seed(0)).to(BF16)
     starts = torch.tensor([0, 5, 10], dtype=torch.int32)
     out = spec_ops.mha_extend(q, k, v, tables, lens, starts, 5, k_scale=1.0, v_scale=1.0, backend=name)

@@ -185,9 +185,9 @@ def test_warm_up_runs_the_call_it_describes(step, options, monkeypatch):
     seen = []
     run = registry.run_attention
 
-    def spy(op, args):
-        seen.append(registry.attention_meta(op, args))
-        return run(op, args)
+    def spy(call):
+        seen.append(call.meta())
+        return run(call)
 
     monkeypatch.setattr("spec_ops.backends.warming.run_attention", spy)
     sizes = (

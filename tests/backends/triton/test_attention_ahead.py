@@ -105,14 +105,14 @@ POINTERS += [(attention_ahead.GQA_128, 16), (attention_ahead.MLA_16, 1)]
 def test_pointers_are_read_in_wide_and_early_loads(shape, q_len):
     """Through `cp.async`, several blocks ahead. Triton 3.7 read 2 bytes at a time, and nothing ahead, in a loop over keys that
     began at a value from outside (`attend`)."""
-    kind, args = attention_ahead._arguments(shape, (None, 0), (8, q_len), 8)
+    call = attention_ahead.call_of(shape, 8, q_len)
     rows = q_len * shape.heads // max(shape.kv_heads, 1)
     config = tuning.choose(90, not shape.kv_heads, shape.head_dim, shape.v_dim, shape.kv_dtype.itemsize, rows)
     config = dataclasses.replace(config, tma=False)
     with recorded() as launches:
-        getattr(steps, kind)(*args, config=config)
+        steps.attention(call, config)
     assert launches[0].arguments["TMA"] is False
-    ptx = ahead.lowered(attention_ahead._variant("pointers", launches[0], config, (90,), hot=False), 90).ptx
+    ptx = ahead.lowered(attention_ahead.variant_of("pointers", launches[0], config, (90,), hot=False), 90).ptx
     assert "cp.async.c" in ptx
     assert not re.search(r"ld\.global[\w.:]*\.b(8|16)\b", ptx)
 
@@ -120,15 +120,15 @@ def test_pointers_are_read_in_wide_and_early_loads(shape, q_len):
 @pytest.mark.parametrize("arch", [90, 100])
 def test_values_that_no_query_sees_cost_no_registers(arch):
     """The last level of a tree: after their loop large tiles look for NaN (`attend`), as they do where there is a window."""
-    mask = torch.empty(8, 8, dtype=torch.int64, device="meta")
-    _, arguments = attention_ahead._arguments(attention_ahead.GQA_64, (mask, 24), (8, 8), 8)
+    call = attention_ahead.call_of(attention_ahead.GQA_64, 8, 8, tree=True)
+    call.mask_len = 24
     config = tuning.choose(arch, False, 64, 64, 2, 64)
     assert config.block_m >= 64
     assert not config.clear
     with recorded() as launches:
-        steps.mha(*arguments, config=config)
+        steps.attention(call, config)
     assert launches[0].arguments["TMA"]
-    used = ahead.compile_ahead(attention_ahead._variant("unseen", launches[0], config, (arch,), hot=False), arch)
+    used = ahead.compile_ahead(attention_ahead.variant_of("unseen", launches[0], config, (arch,), hot=False), arch)
     assert used.spill_bytes == 0
     assert not used.serialized
 
@@ -195,11 +195,10 @@ def test_recorded_arguments_are_specialized_as_a_launch_does():
 
 @pytest.mark.parametrize(("window", "block"), [(128, (64, 32)), (129, (64, 64)), (1025, (128, 64))])
 def test_settings_follow_the_window(window, block):
-    mask = torch.empty(8, 16, dtype=torch.int64, device="meta")
     shape = attention_ahead.GQA_64._replace(window=window)
-    _, arguments = attention_ahead._arguments(shape, (mask, 16), (8, 16), 8)
+    call = attention_ahead.call_of(shape, 8, 16, tree=True)
     with recorded() as launches:
-        steps.mha(*arguments)
+        steps.attention(call)
     assert [(launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]) for launch in launches] == [block]
 
 

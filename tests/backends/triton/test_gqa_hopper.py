@@ -15,10 +15,16 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 
 import triton
 
+from spec_ops.backends import AttentionCall
 from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
 from spec_ops.backends.triton.runtime import ahead
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+def call_of(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **softmax: Any) -> AttentionCall:
+    tables, lens = torch.empty(len(q), 16, dtype=torch.int32), torch.empty(len(q), dtype=torch.int32)
+    return AttentionCall("mha_target_verify", q, k_cache, v_cache, None, tables, lens, **softmax)
 
 
 def serves(
@@ -28,7 +34,7 @@ def serves(
 ) -> bool:  # fmt: skip
     q = torch.empty(bs, q_len, heads, head_dim, dtype=dtype)
     k, v = (torch.empty(pages, page_size, kv_heads, d, dtype=kv_dtype) for d in (head_dim, v_dim))
-    return gqa_hopper.supports(arch, q, k, v, window_left, softcap)
+    return gqa_hopper.supports(arch, call_of(q, k, v, window_left=window_left, softcap=softcap))
 
 
 @pytest.mark.parametrize(
@@ -60,17 +66,17 @@ def test_leaves_to_the_other_kernel(call: dict[str, Any]):
 def test_layouts_of_caches():
     q = torch.empty(2, 16, 64, 64, dtype=BF16)
     pool = torch.empty(3, 2, 4, 64, 8, 64, dtype=BF16)  # layers, keys and values
-    assert gqa_hopper.supports(90, q, pool[1, 0], pool[1, 1], -1, 0.0)
+    assert gqa_hopper.supports(90, call_of(q, pool[1, 0], pool[1, 1]))
     by_page = torch.empty(4, 2, 64, 8, 64, dtype=BF16)  # keys and values in turn
-    assert not gqa_hopper.supports(90, q, by_page[:, 0], by_page[:, 1], -1, 0.0)
+    assert not gqa_hopper.supports(90, call_of(q, by_page[:, 0], by_page[:, 1]))
     heads_first = torch.empty(4, 8, 64, 64, dtype=BF16).transpose(1, 2)
-    assert not gqa_hopper.supports(90, q, heads_first, heads_first, -1, 0.0)
+    assert not gqa_hopper.supports(90, call_of(q, heads_first, heads_first))
     wide = torch.empty(4, 64, 1024, dtype=BF16)[..., :512].unflatten(2, (8, 64))
-    assert gqa_hopper.supports(90, q, wide, wide, -1, 0.0)
+    assert gqa_hopper.supports(90, call_of(q, wide, wide))
     once = torch.empty(1, 1, 8, 64, dtype=BF16).expand(4, 64, 8, 64)  # the same token everywhere
-    assert not gqa_hopper.supports(90, q, once, once, -1, 0.0)
+    assert not gqa_hopper.supports(90, call_of(q, once, once))
     odd = torch.empty(4 * 64 * 512 + 4, dtype=BF16)[4:].view(4, 64, 8, 64)  # 8 bytes from a multiple of 16
-    assert not gqa_hopper.supports(90, q, odd, odd, -1, 0.0)
+    assert not gqa_hopper.supports(90, call_of(q, odd, odd))
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")

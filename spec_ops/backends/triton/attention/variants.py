@@ -1,7 +1,7 @@
 """The attention kernels as the usual models launch them, for compilation without a GPU (see `ahead.py`).
 
-Signatures and constants are not written down a second time: the launch functions of `steps.py` run on tensors of the meta
-device, and what they would launch is recorded.
+Signatures and constants are not written down a second time: the launch functions run on tensors of the meta device, and what
+they would launch is recorded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention import launcher as steps
 from spec_ops.backends.triton.attention import tuning
 from spec_ops.backends.triton.attention.deterministic import launcher as deterministic_steps
@@ -83,13 +84,15 @@ def _type(value: Any) -> ArgType | None:
     return ("i64" if abs(value) >= 2**31 else "i32") + (":16" if value % 16 == 0 else "")
 
 
-def _launches(call: Callable[[], Any]) -> list[Launch]:
+def launches_of(call: Callable[[], Any]) -> list[Launch]:
+    """What `call` would launch; nothing runs."""
     with recorded() as launches:
         call()
     return launches
 
 
-def _variant(name: str, launch: Launch, config: tuning.Config, archs: tuple[int, ...], hot: bool) -> Variant:
+def variant_of(name: str, launch: Launch, config: tuning.Config, archs: tuple[int, ...], hot: bool) -> Variant:
+    """What compiles the kernel of `launch`, one recorded with `config` on the meta device."""
     kernel, given, options, early = launch
     if "COOPERATIVE" in given:
         given["COOPERATIVE"] = config.cooperative  # the meta device is no CUDA device
@@ -118,18 +121,30 @@ def _counted_on(shape: Shape, config: tuning.Config, variant: Variant) -> Varian
     return replace(variant, estimated={arch: tuning.shared_bytes(config, arch, *row) for arch in variant.archs})
 
 
-def _arguments(shape: Shape, queries: tuple, q_rows: tuple[int, ...], bs: int) -> tuple[str, tuple]:
-    """`"mha"` or `"mla"`, and the arguments of that launch function up to its config, for pages of 64."""
-    meta = torch.device("meta")
-    q = torch.empty(*q_rows, shape.heads, shape.head_dim, dtype=BF16, device=meta)
-    tables = torch.empty(bs, 128, dtype=torch.int32, device=meta)
-    seq_lens = torch.empty(bs, dtype=torch.int32, device=meta)
-    softmax = (0.1, shape.window, None, 0.0)
-    if shape.kv_heads:
-        caches = [torch.empty(1024, 64, shape.kv_heads, d, dtype=shape.kv_dtype, device=meta) for d in shape[3:5]]
-        return "mha", (q, *caches, tables, seq_lens, *queries, None, None, None, *softmax, 1.0, 1.0, None)
-    cache = torch.empty(1024, 64, shape.head_dim, dtype=shape.kv_dtype, device=meta)
-    return "mla", (q, cache, shape.v_dim, tables, seq_lens, *queries, None, None, None, *softmax, 1.0, None)
+def call_of(shape: Shape, bs: int, q_len: int, tree: bool = False, *, ragged: int = 0, pages: int = 128) -> AttentionCall:
+    """A call on the meta device, of pages of 64: `bs` requests of `q_len` queries, or `ragged` rows with `q_len` as their
+    bound."""
+    empty = functools.partial(torch.empty, device="meta")
+    heads = shape.kv_heads
+    step = ("mha_" if heads else "mla_") + ("extend" if ragged else "target_verify")
+    widths = (shape.head_dim, shape.v_dim) if heads else (shape.head_dim,)
+    caches = [empty(1024, 64, *([heads] if heads else []), width, dtype=shape.kv_dtype) for width in widths]
+    call = AttentionCall(
+        step,
+        empty(*([ragged] if ragged else [bs, q_len]), shape.heads, shape.head_dim, dtype=BF16),
+        caches[0],
+        caches[-1],
+        None if heads else shape.v_dim,
+        empty(bs, pages, dtype=torch.int32),
+        empty(bs, dtype=torch.int32),
+        scale=0.1,
+        window_left=shape.window,
+    )
+    if tree:
+        call.tree_mask, call.mask_len = empty(bs, q_len, dtype=torch.int64), q_len
+    if ragged:
+        call.q_indptr, call.max_q_len = empty(bs + 1, dtype=torch.int32), q_len
+    return call
 
 
 def _by_config(choose: Any, shape: Shape, rows: int, *window: int) -> Iterator[tuple[tuning.Config, tuple[int, ...], str]]:
@@ -151,55 +166,50 @@ def _deterministic() -> Iterator[Variant]:
 
     bs = 8
     for shape, q_len, tree in DETERMINISTIC:
-        mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
-        kind, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
-        indptr = torch.empty(bs + 1, dtype=torch.int32, device="meta")
-        _, ragged = _arguments(shape, (indptr, 512), (2048,), bs)
+        call, ragged = call_of(shape, bs, q_len, tree), call_of(shape, bs, 512, ragged=2048)
         for config, archs, suffix in _by_config(choose, shape, 0):
-            uniform = _launches(functools.partial(getattr(deterministic_steps, kind), *args, config=config))
-            extend = _launches(functools.partial(getattr(deterministic_steps, f"{kind}_extend"), *ragged, config=config))
+            uniform = launches_of(functools.partial(deterministic_steps.attention, call, config))
+            extend = launches_of(functools.partial(deterministic_steps.attention, ragged, config))
             for launch, step in zip((*uniform, *extend), ("attention", "combine", "extend"), strict=True):
                 if step != "combine" or shape is GQA_64:  # it is the same for all but the width of a row
                     # What is merged so far waits on the stack while the loop over a chunk's keys runs: only this one is `hot`.
                     hot = step == "combine"
-                    yield _variant(f"deterministic {step}, {shape.label}{suffix}", launch, config, archs, hot)
+                    yield variant_of(f"deterministic {step}, {shape.label}{suffix}", launch, config, archs, hot)
 
 
 def ahead() -> Iterator[Variant]:
     yield from _deterministic()
     for shape, q_len, tree in UNIFORM:
         bs = 8
-        mask = torch.empty(bs, q_len, dtype=torch.int64, device="meta") if tree else None
-        kind, args = _arguments(shape, (mask, q_len if tree else 0), (bs, q_len), bs)
+        call = call_of(shape, bs, q_len, tree)
         name = f"attention, {shape.label}, {q_len} {'tree' if tree else 'causal'}"
         rows = q_len * shape.heads // max(shape.kv_heads, 1)
-        gqa_on_hopper = kind == "mha" and gqa_hopper.supports(90, args[0], args[1], args[2], shape.window, softcap=0.0)
+        gqa_on_hopper = not call.is_mla and gqa_hopper.supports(90, call)
         for config, archs, suffix in _by_config(tuning.choose, shape, rows, shape.window):
-            call = functools.partial(getattr(steps, kind), *args, config=config)
-            (launch,) = _launches(call)
+            (launch,) = launches_of(functools.partial(steps.attention, call, config))
             # MLA has kernels of its own on Hopper (below) and on Blackwell (other backends'), GQA of many rows on Hopper.
             if gqa_on_hopper and 90 in archs:
-                yield _counted_on(shape, config, _variant(f"{name} on sm_90", launch, config, (90,), hot=False))
+                yield _counted_on(shape, config, variant_of(f"{name} on sm_90", launch, config, (90,), hot=False))
                 archs = tuple(arch for arch in archs if arch != 90)
                 suffix = f" on sm_{archs[0]}" if archs else ""
             if archs:
-                hot = kind == "mha" and shape not in OTHER_SIZES  # those were never timed
-                yield _counted_on(shape, config, _variant(f"{name}{suffix}", launch, config, archs, hot))
+                hot = not call.is_mla and shape not in OTHER_SIZES  # those were never timed
+                yield _counted_on(shape, config, variant_of(f"{name}{suffix}", launch, config, archs, hot))
         hopper = gqa_hopper.mha if gqa_on_hopper else None
-        if kind == "mla" and shape.kv_dtype == BF16:
-            hopper = (mla_hopper_few if mla_hopper_few.preferred(args[0]) else mla_hopper).mla
+        if call.is_mla and shape.kv_dtype == BF16:
+            hopper = (mla_hopper_few if mla_hopper_few.preferred(call.q) else mla_hopper).mla
         if hopper is not None:
-            (launch,) = _launches(functools.partial(hopper, *args))
+            (launch,) = launches_of(functools.partial(hopper, call))
             for striped in (True, False) if "STRIPED" in launch.arguments else (None,):  # by the batch: hopper_combine.py
                 if striped is not None:
                     launch.arguments["STRIPED"] = striped
                 suffix = ", many splits" if striped is False else ""
-                yield _variant(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=True)
+                yield variant_of(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=True)
     for shape in RAGGED:
         bs, most = 8, 512
-        indptr = torch.empty(bs + 1, dtype=torch.int32, device="meta")
-        kind, args = _arguments(shape, (indptr, most), (2048,), bs)
+        call = call_of(shape, bs, most, ragged=2048)
         for config, archs, suffix in _by_config(tuning.choose_ragged, shape, most * shape.heads // max(shape.kv_heads, 1)):
-            call = functools.partial(getattr(steps, f"{kind}_extend"), *args, config=config)
-            (launch,) = _launches(call)
-            yield _counted_on(shape, config, _variant(f"ragged attention, {shape.label}{suffix}", launch, config, archs, False))
+            (launch,) = launches_of(functools.partial(steps.attention, call, config))
+            yield _counted_on(
+                shape, config, variant_of(f"ragged attention, {shape.label}{suffix}", launch, config, archs, False)
+            )

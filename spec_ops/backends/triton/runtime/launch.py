@@ -128,10 +128,3 @@ def recorded() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recording.launches = None
-
-
-def too_large_a_grid(error: RuntimeError) -> bool:
-    """Whether CUDA refused a cooperative launch because its programs cannot all be resident at once: in a green context, or for
-    an MPS client, that has a part of the multiprocessors. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html
-    (CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE)"""
-    return "too many blocks in cooperative launch" in str(error)

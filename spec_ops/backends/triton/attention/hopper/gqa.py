@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums, visible
 from spec_ops.backends.triton.attention.hopper.program import (
@@ -41,6 +42,7 @@ from spec_ops.backends.triton.attention.hopper.program import (
     seen_slots,
     whole_ranges,
 )
+from spec_ops.backends.triton.attention.operands import packed, unit_rows, window_within
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import launch, num_sms
 
@@ -403,11 +405,12 @@ def _is_token_rows(cache: torch.Tensor) -> bool:
     )
 
 
-def supports(arch: int, q, k_cache, v_cache, window_left: int, softcap: float) -> bool:
+def supports(arch: int, call: AttentionCall) -> bool:
     """Whether `mha` here serves a call on `arch` (90 for sm_90), by dtypes, shapes, strides and alignment.
 
     Pages must hold whole halves of a block. Heads of 128 would need more registers than there are, or shorter blocks.
     """
+    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     pages, page_size, kv_heads, head_dim = k_cache.shape
     group = q.shape[2] // max(kv_heads, 1)
     return (
@@ -421,24 +424,21 @@ def supports(arch: int, q, k_cache, v_cache, window_left: int, softcap: float) -
         and (page_size == BLOCK_N // 2 or page_size % BLOCK_N == 0)
         and _is_token_rows(k_cache)
         and _is_token_rows(v_cache)
-        and window_left < 0
-        and softcap == 0
+        and window_within(call.window_left, call.block_tables, page_size) < 0
+        and call.softcap == 0
     )
 
 
-def mha(
-    q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale, window_left,
-    sinks, softcap, k_scale, v_scale, max_seq_len, block_n=BLOCK_N, stages=5, min_blocks=1,
-):  # fmt: skip
+def mha(call: AttentionCall, block_n: int = BLOCK_N, stages: int = 5, min_blocks: int = 1) -> torch.Tensor:
     """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so."""
+    q, k_cache, v_cache, seq_lens = call.q, call.k_cache, call.v_cache, call.seq_lens.contiguous()
+    block_tables, tree_mask, sinks = unit_rows(call.block_tables), packed(call.tree_mask), packed(call.sinks)
     bs, q_len, heads, dim = q.shape
     out = q.new_empty(bs, q_len, heads, dim)
     if out.numel() == 0:
         return out
     if not _is_token_rows(q):
         q = q.clone(memory_format=torch.contiguous_format)
-    sinks = sinks.contiguous() if sinks is not None else None
-    tree_mask = tree_mask.contiguous() if tree_mask is not None else None
     page_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
     row_blocks = triton.cdiv(q_len * group, 128)
@@ -461,10 +461,10 @@ def mha(
         TensorDescriptor(q, [bs * q_len, heads, dim], [q.stride(1), dim, 1], [64 // group, group, 64], q_layout),
         cache_rows(k_cache), cache_rows(v_cache), out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * dim :], arrival_counters(q.device, bs * tiles * 2, "gqa_hopper"),
-        scale * k_scale * LOG2E.value, v_scale, bs, ranges,
+        call.scale * call.k_scale * LOG2E.value, call.v_scale, bs, ranges,
         block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
         Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, D=dim, PAGE=page_size,
-        MASK_LEN=mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
+        MASK_LEN=call.mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
         BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box, STRIPED=striped(ranges, bs),
         MIN_BLOCKS=min_blocks, num_warps=4,
         # With one range no tile is split, and nobody waits for another program.

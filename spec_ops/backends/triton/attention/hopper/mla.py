@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
@@ -40,6 +41,7 @@ from spec_ops.backends.triton.attention.hopper.program import (
     seen_by_any,
     seen_slots,
 )
+from spec_ops.backends.triton.attention.operands import packed, unit_rows, window_within
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import launch, num_sms
 
@@ -422,13 +424,14 @@ def mla_hopper_attention(
     )  # fmt: skip
 
 
-def supports(q, kv_cache, kv_lora_rank: int, window_left: int, softcap: float) -> bool:
-    """Whether `mla` here can serve a call, by shapes, dtypes, strides and the alignment of `kv_cache`."""
+def supports(call: AttentionCall) -> bool:
+    """Whether `mla` here can serve a call, by shapes, dtypes, strides and the alignment of the cache."""
+    q, kv_cache = call.q, call.k_cache
     pages, page_size, dim = kv_cache.shape
     return (
         q.is_cuda
         and torch.cuda.get_device_capability(q.device) == (9, 0)
-        and (kv_lora_rank, dim) == (512, 576)
+        and (call.kv_lora_rank, dim) == (512, 576)
         and q.dtype in (torch.bfloat16, torch.float16)
         and kv_cache.dtype == q.dtype
         and pages > 0
@@ -438,8 +441,8 @@ def supports(q, kv_cache, kv_lora_rank: int, window_left: int, softcap: float) -
         and kv_cache.stride(0) == page_size * kv_cache.stride(1)
         and kv_cache.stride(1) % 8 == 0
         and kv_cache.data_ptr() % 16 == 0
-        and window_left < 0
-        and softcap == 0
+        and window_within(call.window_left, call.block_tables, page_size) < 0
+        and call.softcap == 0
     )
 
 
@@ -448,17 +451,15 @@ def query_rows(q: torch.Tensor) -> torch.Tensor:
     return q if q.is_contiguous() and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
 
 
-def mla(
-    q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, kv_scale, max_seq_len, min_blocks=None,
-):  # fmt: skip
+def mla(call: AttentionCall, min_blocks: int | None = None) -> torch.Tensor:
     """mla_draft_decode, mla_target_verify, mla_draft_extend, where `supports` says so."""
-    bs, q_len, heads, dim = q.shape
-    out = q.new_empty(bs, q_len, heads, 512)
+    kv_cache, kv_scale, seq_lens = call.k_cache, call.k_scale, call.seq_lens.contiguous()
+    bs, q_len, heads, dim = call.q.shape
+    out = call.q.new_empty(bs, q_len, heads, 512)
     if out.numel() == 0:
         return out
-    q, sinks = query_rows(q), sinks.contiguous() if sinks is not None else None
-    tree_mask = tree_mask.contiguous() if tree_mask is not None else None
+    q, block_tables = query_rows(call.q), unit_rows(call.block_tables)
+    tree_mask, sinks = packed(call.tree_mask), packed(call.sinks)
     rows = q_len * heads
     tiles = triton.cdiv(rows, 64)
     ranges = max(1, num_sms(q.device) // tiles)
@@ -478,10 +479,10 @@ def mla(
         TensorDescriptor(kv_cache, cache_shape, [stride, 1], [64, 64], layout),
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * 512 :], arrival_counters(q.device, bs * tiles, "mla_hopper"),
-        scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
+        call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
         block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
-        MASK_LEN=mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
+        MASK_LEN=call.mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
         BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, STRIPED=striped(ranges, bs),
         MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), num_warps=4,
         # With one range no tile is split, and nobody waits for another program.

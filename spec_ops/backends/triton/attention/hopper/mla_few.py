@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.mla import query_rows
 from spec_ops.backends.triton.attention.hopper.mla_few_combine import combine_unfinished, finish
 from spec_ops.backends.triton.attention.hopper.program import (
@@ -43,6 +44,7 @@ from spec_ops.backends.triton.attention.hopper.program import (
     seen_slots,
     whole_ranges,
 )
+from spec_ops.backends.triton.attention.operands import packed, unit_rows
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import launch, num_sms
 
@@ -332,17 +334,15 @@ def preferred(q: torch.Tensor) -> bool:
     return q.shape[1] * q.shape[2] <= MAX_ROWS
 
 
-def mla(
-    q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
-    window_left, sinks, softcap, kv_scale, max_seq_len, parts=PARTS, min_blocks=1,
-):  # fmt: skip
+def mla(call: AttentionCall, parts: int = PARTS, min_blocks: int = 1) -> torch.Tensor:
     """mla_draft_decode, mla_target_verify, mla_draft_extend of up to `MAX_ROWS` rows, where `mla_hopper.supports` says so."""
-    bs, q_len, heads, dim = q.shape
-    out = q.new_empty(bs, q_len, heads, 512)
+    kv_cache, kv_scale, seq_lens = call.k_cache, call.k_scale, call.seq_lens.contiguous()
+    bs, q_len, heads, dim = call.q.shape
+    out = call.q.new_empty(bs, q_len, heads, 512)
     if out.numel() == 0:
         return out
-    q, sinks = query_rows(q), sinks.contiguous() if sinks is not None else None
-    tree_mask = tree_mask.contiguous() if tree_mask is not None else None
+    q, block_tables = query_rows(call.q), unit_rows(call.block_tables)
+    tree_mask, sinks = packed(call.tree_mask), packed(call.sinks)
     rows = q_len * heads
     ranges = num_sms(q.device)
     whole = ranges // bs * bs
@@ -358,9 +358,9 @@ def mla(
         TensorDescriptor(kv_cache, [tokens, dim], [kv_cache.stride(1), 1], [64, 64], layout),
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * MAX_ROWS * 512 :], arrival_counters(q.device, bs, "mla_hopper_few"),
-        scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
+        call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
         block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
-        Q_LEN=q_len, HEADS=heads, PAGE=kv_cache.shape[1], MASK_LEN=mask_len if tree_mask is not None else 0,
+        Q_LEN=q_len, HEADS=heads, PAGE=kv_cache.shape[1], MASK_LEN=call.mask_len if tree_mask is not None else 0,
         HAS_SINKS=sinks is not None, BS=max(32, triton.next_power_of_2(bs)), N=MAX_ROWS, PARTS=parts,
         MIN_BLOCKS=min_blocks, num_warps=4,
         # With one range no tile is split, and nobody waits for another program.

@@ -1,0 +1,197 @@
+"""An attention call as our kernels take it: layouts that they read, sizes, descriptors, the block shape."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from spec_ops.backends.call import AttentionCall
+from spec_ops.backends.registry import device_arch
+from spec_ops.backends.triton.attention import tuning
+
+LOG2E = 1.4426950408889634
+
+
+class Keys(NamedTuple):
+    """The caches as kernels take them: pointers, or tensor descriptors of `[tokens, heads * dim]` (`tma`)."""
+
+    tensors: tuple
+    strides: tuple[int, ...]
+    constants: dict[str, Any]
+    block_dv: int
+    tma: bool
+
+
+def kernel_keys(q, k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning.Config) -> Keys:
+    head_dim = k_cache.shape[-1]
+    d0, d1 = tuning.head_parts(head_dim)
+    block_dv = tuning.value_width(v_dim)
+    # `mma.sync`, up to 32 rows, takes e4m3 as pairs (`attend.py`); a product is at least 16 long and wide.
+    per = 1
+    if config.block_m < 64 and min(d0, d1 or d0, block_dv) >= 32 and all(map(_holds_pairs, (k_cache, v_cache))):
+        per = 2
+        k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
+    # Descriptors cannot mask a head's padding (the next head's numbers would stand there), and hold whole blocks of one page.
+    tma = (
+        config.tma
+        and d0 + d1 == head_dim
+        and block_dv == v_dim
+        and all(_is_token_rows(cache, config.block_n) for cache in (k_cache, v_cache))
+    )
+    tensors = (k_cache, None, v_cache)
+    if tma:
+        k_rest = _descriptor(k_cache, config.block_n, d1 // per) if d1 else None
+        tensors = (
+            _descriptor(k_cache, config.block_n, d0 // per),
+            k_rest,
+            None if shared_kv else _descriptor(v_cache, config.block_n, v_dim // per),
+        )
+    constants = {
+        "D": head_dim, "D0": d0, "D1": d1, "DV": v_dim, "BLOCK_DV": block_dv, "PAGE": k_cache.shape[1], "SHARED_KV": shared_kv,
+        "TMA": tma, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
+        "CLEAR": config.clear,
+        "WIDE": is_wide(q, 1, q.dim() - 2) or (not tma and (is_wide(k_cache, 1) or is_wide(v_cache, 1))),
+    }  # fmt: skip
+    strides = (*_page_token_head(k_cache), *_page_token_head(v_cache))
+    return Keys(tensors, strides, constants, block_dv, tma)
+
+
+def _holds_pairs(cache: torch.Tensor) -> bool:
+    """Whether `cache` is e4m3, and its rows can be read as 16-bit numbers."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return False
+    *strides, last = cache.stride()
+    return last == 1 and all(n % 2 == 0 for n in (cache.shape[-1], *strides, cache.storage_offset(), cache.data_ptr()))
+
+
+def _page_token_head(cache: torch.Tensor) -> tuple[int, int, int]:
+    return cache.stride(0), cache.stride(1), cache.stride(2) if cache.dim() == 4 else 0
+
+
+def is_wide(x: torch.Tensor, *dims: int) -> bool:
+    """Whether one of the dimensions reaches over 2^31 elements or more."""
+    return any((x.shape[dim] - 1) * x.stride(dim) >= 2**31 for dim in dims)
+
+
+def _is_token_rows(cache: torch.Tensor, block_n: int) -> bool:
+    """Whether a descriptor can read `cache` as `[tokens, row]`: rows at one distance, 16-byte steps, whole blocks in a page."""
+    stride = cache.stride(1)
+    return (
+        cache.shape[1] % block_n == 0
+        and stride >= math.prod(cache.shape[2:])
+        and cache.stride(0) == cache.shape[1] * stride
+        and (cache.dim() == 3 or cache.stride(2) == cache.shape[3])
+        and stride * cache.element_size() % 16 == 0
+        and cache.data_ptr() % 16 == 0
+    )
+
+
+def _descriptor(cache: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    shape = [cache.shape[0] * cache.shape[1], math.prod(cache.shape[2:])]
+    return TensorDescriptor(cache, shape, [cache.stride(1), 1], [rows, columns])
+
+
+def softmax_arguments(scale: float, k_scale: float, v_scale: float, softcap: float) -> tuple[float, float, float]:
+    """`qk_scale, v_scale, softcap` of the kernels, which work in base 2."""
+    if softcap > 0:
+        return scale * k_scale / softcap, v_scale, softcap * LOG2E
+    return scale * k_scale * LOG2E, v_scale, 0.0
+
+
+@functools.cache
+def kernel_arch(device: torch.device) -> int:
+    """Compute capability (90 for sm_90); Triton's interpreter stands in for sm_90."""
+    return device_arch(device) or 90
+
+
+def unit_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def packed(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def window_within(window_left: int, block_tables: torch.Tensor, page_size: int) -> int:
+    """`window_left`, or -1 if it hides no key that the tables have room for: kernels subtract it from positions, in int32."""
+    return window_left if window_left < block_tables.shape[1] * page_size else -1
+
+
+class Operands(NamedTuple):
+    """What all launches of a call are made of.
+
+    Attributes:
+        out: `[..., num_heads, v_head_dim]`, contiguous, to be written.
+        q, block_tables, seq_lens, tree_mask, q_indptr, sinks: as in the call, in layouts that kernels read.
+        mask_len: 0 without a `tree_mask`. window: -1 for none. softmax: `softmax_arguments`.
+        kv_heads, group: query heads are `kv_heads * group`.
+        rows: of queries per (request, KV head), the most of them if ragged.
+    """
+
+    out: torch.Tensor
+    q: torch.Tensor
+    keys: Keys
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    tree_mask: torch.Tensor | None
+    mask_len: int
+    q_indptr: torch.Tensor | None
+    sinks: torch.Tensor | None
+    softmax: tuple[float, float, float]
+    window: int
+    has_softcap: bool
+    kv_heads: int
+    group: int
+    rows: int
+    config: tuning.Config
+
+    @property
+    def mask_stride(self) -> int:
+        return 0 if self.tree_mask is None else self.tree_mask.stride(0)
+
+
+class Shape(NamedTuple):
+    """What a block shape is chosen by: `tuning.choose`."""
+
+    arch: int
+    shared_kv: bool
+    head_dim: int
+    v_head_dim: int
+    kv_bytes: int
+    rows: int
+    window: int
+
+
+def shape_of(call: AttentionCall, window: int) -> Shape:
+    rows = call.q_len * (call.q.shape[-2] // call.num_kv_heads)
+    widths = call.q.shape[-1], call.v_head_dim, call.k_cache.element_size()
+    return Shape(kernel_arch(call.q.device), call.is_mla, *widths, rows, window)
+
+
+def operands(call: AttentionCall, out: torch.Tensor, window: int, rows: int, config: tuning.Config) -> Operands:
+    """Of a call whose result goes into `out`; `window`, `rows`: of its `shape_of`."""
+    q, tree_mask = unit_rows(call.q), call.tree_mask
+    if tree_mask is not None:
+        tree_mask = tree_mask.contiguous() if is_wide(tree_mask, 0) else unit_rows(tree_mask)
+    return Operands(
+        out=out,
+        q=q,
+        keys=kernel_keys(q, call.k_cache, call.v_cache, call.v_head_dim, call.is_mla, config),
+        block_tables=unit_rows(call.block_tables),
+        seq_lens=call.seq_lens.contiguous(),
+        tree_mask=tree_mask,
+        mask_len=0 if tree_mask is None else call.mask_len,
+        q_indptr=packed(call.q_indptr),
+        sinks=packed(call.sinks),
+        softmax=softmax_arguments(call.scale, call.k_scale, call.v_scale, call.softcap),
+        window=window,
+        has_softcap=call.softcap > 0,
+        kv_heads=call.num_kv_heads,
+        group=q.shape[-2] // call.num_kv_heads,
+        rows=rows,
+        config=config,
+    )

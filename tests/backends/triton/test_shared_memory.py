@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 from spec_ops.backends.triton.attention import launcher, tuning, variants  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
-from spec_ops.backends.triton.runtime.launch import recorded  # noqa: E402
 
 BS = 8
 FP8 = torch.float8_e4m3fn
@@ -71,18 +70,15 @@ def test_no_call_takes_more_than_is_counted_on(shape, feature, arch):
     group = shape.heads // max(shape.kv_heads, 1)
     shape = shape._replace(window=feature.window)
     if feature.q_len:
-        mask = torch.empty(BS, feature.q_len, dtype=torch.int64, device="meta") if feature.slots else None
-        step, arguments = variants._arguments(shape, (mask, feature.slots), (BS, feature.q_len), BS)
+        call = variants.call_of(shape, BS, feature.q_len, tree=feature.slots > 0)
+        call.mask_len = feature.slots
         config = tuning.choose(arch, *row, feature.q_len * group, feature.window)
     else:
-        indptr = torch.empty(BS + 1, dtype=torch.int32, device="meta")
-        step, arguments = variants._arguments(shape, (indptr, 512), (2048,), BS)
-        step, config = f"{step}_extend", tuning.choose_ragged(arch, *row, 512 * group)
+        call = variants.call_of(shape, BS, 512, ragged=2048)
+        config = tuning.choose_ragged(arch, *row, 512 * group)
     used = config if feature.tma else dataclasses.replace(config, tma=False)
-    with recorded() as launches:
-        getattr(launcher, step)(*arguments, config=used)
-    (launch,) = launches
-    variant = variants._variant("a call", launch, used, (arch,), hot=False)
+    (launch,) = variants.launches_of(lambda: launcher.attention(call, used))
+    variant = variants.variant_of("a call", launch, used, (arch,), hot=False)
     taken = ahead.lowered(variant, arch, ptx=False).shared_bytes
     assert taken <= tuning.shared_bytes(config, arch, *row) <= ahead.SHARED_LIMIT[arch]
 

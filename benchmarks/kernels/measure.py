@@ -30,10 +30,9 @@ from spec_ops.backends import (
     BackendError,
     available_backends,
     get_backend,
-    plans_on_host,
 )
 from spec_ops.backends.flashinfer.planned import Planned, plan
-from spec_ops.backends.registry import device_arch
+from spec_ops.backends.registry import device_arch, plans_on_host
 
 SDPA, FLEX = "torch-sdpa", "torch-flex"
 # Of backends that plan on the host: what plans a call once, to run it many times.

@@ -170,7 +170,8 @@ def unregister_backend(name: str) -> Backend:
     return _BACKENDS.pop(name)
 
 
-def validate_backend_name(check, name: object) -> None:
+def validate_backend_name(check: Any, name: object) -> None:
+    """Fail, by the `Checker` of a call, for a name that no backend has."""
     if not isinstance(name, str):
         check.fail("backend", "a str", type(name).__name__, TypeError)
     if name != "auto" and name not in _BACKENDS:

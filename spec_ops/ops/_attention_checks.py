@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends import AttentionCall, attention_backend
-from spec_ops.backends.call import FP8_DTYPES
+from spec_ops.backends.call import FP8_DTYPES, AttentionCall
+from spec_ops.backends.registry import attention_backend
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 

@@ -41,8 +41,8 @@ import math
 
 import torch
 
-from spec_ops.backends import AttentionCall, output_dtype, plans_on_host, run_attention
-from spec_ops.backends.call import RAGGED
+from spec_ops.backends.call import RAGGED, AttentionCall
+from spec_ops.backends.registry import output_dtype, plans_on_host, run_attention
 from spec_ops.ops._attention_checks import check_mask_len, check_options, check_tensors
 from spec_ops.ops._library import define_op, fakes_check
 from spec_ops.ops._validate import Checker

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from spec_ops.backends import run_append, validate_backend_name
 from spec_ops.backends.call import FP8_DTYPES
+from spec_ops.backends.registry import run_append, validate_backend_name
 from spec_ops.ops._library import define_op, fakes_check
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.reference import kv_cache as reference

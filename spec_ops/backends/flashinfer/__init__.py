@@ -113,7 +113,7 @@ def _page(meta: AttentionMeta, arch: int | None) -> str | None:
     return _equal_widths(meta)
 
 
-TRTLLM = Backend(
+_TRTLLM = Backend(
     name="flashinfer-trtllm",
     kernels={
         **_kernels("mha", _UNIFORM, "gqa:trtllm"),
@@ -130,7 +130,7 @@ TRTLLM = Backend(
     requires=_REQUIRES,
     rank=20,
 )
-CUTE_DSL = Backend(
+_CUTE_DSL = Backend(
     name="flashinfer-cute-dsl",
     kernels=_kernels("mla", _UNIFORM, "mla:cute_dsl"),
     capabilities=(100, 103),
@@ -142,7 +142,7 @@ CUTE_DSL = Backend(
     requires=_REQUIRES,
     rank=30,
 )
-XQA = Backend(
+_XQA = Backend(
     name="flashinfer-xqa",
     kernels=_kernels("mha", _UNIFORM, "gqa:xqa"),
     capabilities=(90, 121),
@@ -157,7 +157,7 @@ XQA = Backend(
     requires=_REQUIRES,
     rank=150,
 )
-FA2 = Backend(
+_FA2 = Backend(
     name="flashinfer-fa2",
     kernels=_planned_kernels("fa2"),
     capabilities=(80, 121),
@@ -172,7 +172,7 @@ FA2 = Backend(
     requires=_REQUIRES,
     rank=200,
 )
-FA3 = Backend(
+_FA3 = Backend(
     name="flashinfer-fa3",
     kernels=_planned_kernels("fa3"),
     capabilities=(90, 90),
@@ -186,7 +186,7 @@ FA3 = Backend(
     requires=_REQUIRES,
     rank=210,
 )
-PAGE = Backend(
+_PAGE = Backend(
     name="flashinfer-page",
     kernels={op: f"spec_ops.backends.flashinfer.page:{op}" for op in APPENDS},
     capabilities=(80, 121),
@@ -197,5 +197,5 @@ PAGE = Backend(
     rank=220,
 )
 
-for _backend in (TRTLLM, CUTE_DSL, XQA, FA2, FA3, PAGE):
+for _backend in (_TRTLLM, _CUTE_DSL, _XQA, _FA2, _FA3, _PAGE):
     register_backend(_backend)

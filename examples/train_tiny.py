@@ -1,10 +1,11 @@
 """Train a small byte-level target and its EAGLE-3 head from scratch on the Python standard library.
 
 What: a 6.4M-parameter Llama-type target, then a 1.1M-parameter EAGLE-3 head (arXiv:2503.01840) on the frozen target's hidden
-states. The result is a checkpoint for `spec_ops.models.pretrained.load_pair`; the pair in `spec_ops/pretrained` was made so.
+states. The result is a checkpoint for `spec_ops.models.pretrained.load_pair`. The shipped pair was made with it.
 
-Why: speculation can only be judged with a draft that agrees with its target. Random weights accept nothing, public checkpoints
-are gigabytes. This corpus is on every machine that runs Python, and 5% of its files are held out to measure on.
+Why: speculation can only be judged with a draft that agrees with its target. With random weights nothing is accepted, and
+public checkpoints are gigabytes. This corpus is on every machine that runs Python, and 5% of its files are held out for
+measuring.
 
 How: a model sees no cache here. It attends through an `attention` object, and training passes dense ones: causal attention for
 the target, `UnrolledAttention` for the head, which reproduces training-time test, i.e. what the head will see when it

@@ -1,4 +1,4 @@
-"""Hugging Face models: plain decoding on paged KV, then speculative decoding: in float32 the same tokens both times.
+"""Hugging Face models decoded plainly on paged KV, then speculatively: in float32 the tokens are the same.
 
     python examples/transformers_generate.py                              # small random models, no download
     python examples/transformers_generate.py --model PATH --draft PATH    # local checkpoints; a draft or an EAGLE-3 head

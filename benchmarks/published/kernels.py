@@ -153,10 +153,8 @@ def choice(results: Path) -> str:
     (kind, heads, head_dim, bs, context, q_len, mask), found = case, cases[case]
     text = "Batch size and lengths do not count: one compiled round serves all lengths. In each of the"
     text += f" {compared} measured cases on sm_90 that choice is the fastest within 5% ({commit},"
-    text += " `benchmarks/results/h200-kernels.json`; `tests/backends/test_measured.py` holds it to the results; a case that"
-    text += (
-        " is not would stand here and in the reasons). fa2 and fa3 plan on the host, so `auto` leaves them out. With that plan"
-    )
+    text += " `benchmarks/results/h200-kernels.json`), which `tests/backends/test_measured.py` checks. fa2 and fa3 plan on the"
+    text += " host, so `auto` leaves them out. With that plan"
     text += " left out of"
     text += f" their times too, they are at most {max(ahead - 1, 0):.1%} ahead of `triton` in that file: {name} with"
     text += f" {kind.upper()} {heads}, head_dim {head_dim}, {q_len} queries ({mask}) and {bs} requests of {context} tokens"

@@ -82,7 +82,7 @@ def rounds(results: Path) -> str:
     if any("matmul_ms" in row for row in shown):
         intro += " What is above it goes to matrix products, attention, other kernels and gaps (below zero: kernels overlap)."
     if lengths := {row["accept_length"] for row in shown if "accept_length" in row}:
-        intro += f" Tokens/s for an accept length of {listed(lengths, '{:g}'.format)}, stated and not measured"
+        intro += f" Tokens/s assume an accept length of {listed(lengths, '{:g}'.format)}"
         others = {kind for kinds in beside.values() for kind in kinds}
         if others >= {"plain", "assisted"}:
             intro += "; beside it plain compiled decoding with the same ops, and transformers' assisted generation at the same"

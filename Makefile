@@ -15,7 +15,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter
 
-# The site, in site/. `make test` builds it too, and looks at it in Chromium where that is installed.
+# The site, in site/; Python 3.11 or newer. `make test` builds it too, and looks at it in Chromium where that is installed.
 docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html"

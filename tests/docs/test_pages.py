@@ -105,3 +105,26 @@ def test_pictures_hold_no_links_to_the_net():
         text = picture.read_text(encoding="utf-8")
         assert "<title>" in text
         assert set(re.findall(r"https?://[^\"<]+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_the_drawing_of_the_passes_has_the_counts_of_explain(monkeypatch):
+    import torch
+
+    import spec_ops
+    from examples.naive_round import make_round
+
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    with torch.no_grad():
+        report = spec_ops.explain(make_round(), arch="sm90")
+    words = {
+        "page tables?": "page tables",
+        "kv-index generations": "kv-index generations",
+        "copies to the host": "device-to-host copies",
+        "waits": "item calls",
+        "CUDA graphs?": "CUDA graphs",
+        "rows of LM head in the extend": "LM-head rows in extend",
+    }
+    drawing = (DOCS / "images" / "concept-passes.svg").read_text(encoding="utf-8")
+    for word, row in words.items():
+        drawn = [int(number) for number in re.findall(rf"(\d+) {word}(?= ·|<)", drawing)]
+        assert drawn == [report.before[row], report.after[row]], row

@@ -1,19 +1,22 @@
-# `make demo` and `make test` are complete on a fresh machine: each makes its own virtual environment.
-# PYTHON picks the interpreter (3.10 to 3.13); PIP_ARGS is passed to pip, for instance the index of PyTorch's CPU builds.
+# Every target is complete on a fresh machine: each makes its own virtual environment.
+# PYTHON picks the interpreter (3.10 to 3.14); PIP_ARGS is passed to pip, for instance the index of PyTorch's CPU builds.
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test docs lint clean
+# As many workers as cores; one that runs out of tests takes some from another.
+PYTEST := $(BIN)/python -m pytest -n $(or $(WORKERS),auto) --dist worksteal
+
+.PHONY: demo test docs lint wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m spec_ops generate --compare
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter
+	$(PYTEST) --ignore tests/interpreter
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 
 # The site, in site/; Python 3.11 or newer. `make test` builds it too, and looks at it in Chromium where that is installed.
 docs: $(VENV)/.test
@@ -25,8 +28,21 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The wheel is built from the source distribution, so that is complete too. It is tried where the checkout is not importable.
+wheel: $(VENV)/.demo
+	rm -rf dist $(VENV)-wheel
+	$(INSTALL) build
+	$(BIN)/python -m build
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) torch
+	$(VENV)-wheel/bin/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) dist/*.whl
+	cd $(VENV)-wheel && bin/python -c "import spec_ops; assert 'site-packages' in spec_ops.__file__, spec_ops.__file__"
+	cd $(VENV)-wheel && bin/spec-ops --version
+	cd $(VENV)-wheel && bin/spec-ops backends
+	cd $(VENV)-wheel && bin/spec-ops generate --device cpu --max-new-tokens 32
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-wheel build dist *.egg-info
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

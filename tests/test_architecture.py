@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.helpers.paths import ROOT
+
 PACKAGE = "spec_ops"
 # The layers, lowest first. A module sees its own layer and those below, of several layers in a row only its own.
 LAYERS: tuple[tuple[str, ...], ...] = (

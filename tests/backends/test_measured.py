@@ -21,9 +21,8 @@ from spec_ops.backends import (
     select_backend,
     unregister_backend,
 )
+from tests.helpers.paths import RESULTS, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs" / "backends.md"
 GQA = AttentionMeta(
     step="mha_target_verify", dtype=torch.bfloat16, kv_dtype=torch.bfloat16, num_heads=32, num_kv_heads=8, head_dim=128,

@@ -28,8 +28,8 @@ from spec_ops.backends.workspace import release_workspaces, workspace
 from spec_ops.decoding import SpeculationConfig, generate
 from spec_ops.models.corpus import held_out_prompts
 from spec_ops.models.pretrained import load_pair
+from tests.helpers.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = ROOT / "benchmarks" / "torchbench"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -11,21 +10,13 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import spec_ops
-from benchmarks import __main__ as benchmarks
-from spec_ops import cli
 from spec_ops.cli import generate
 from spec_ops.cli.options import parse_device
 from spec_ops.decoding import Generator
-
-
-def run(*args: str):
-    """`python -m spec_ops ARGS`, or `python -m benchmarks` of what follows "bench"."""
-    if args[:1] == ("bench",):
-        return CliRunner().invoke(benchmarks.app, list(args[1:]))
-    return CliRunner().invoke(cli.app, list(args))
+from tests.helpers.command_line import refusal
+from tests.helpers.command_line import run_spec_ops as run
 
 
 def test_help_names_the_commands():
@@ -78,30 +69,8 @@ def test_prompt_file_that_is_not_text(tmp_path):
     assert "--prompt-file" in result.output
 
 
-def test_held_out_accept_length(tmp_path):
-    """A small sample of what `python -m benchmarks accept` prints for more prompts; the promise is 2.5."""
-    small = ["--prompts", "8", "--prompt-tokens", "128", "--max-new-tokens", "64", "--device", "cpu"]
-    path = tmp_path / "figures" / "accept.json"
-    result = run("bench", "accept", *small, "--json", str(path))
-    assert result.exit_code == 0, result.output
-    length = float(re.search(r"accept length ([\d.]+)", result.output).group(1))
-    assert length >= 2.5
-    figures = json.loads(path.read_text())
-    assert figures["rows"][0]["accept_length"] == length
-    assert figures["environment"]["torch"] == torch.__version__
-    plain = run("bench", "accept", *small, "--plain")
-    assert "plain: accept length 1.000" in plain.output
-
-
 def refused(*args: str, option: str) -> str:
-    """The one line of a mistake in `option`, with nothing on stdout."""
-    result = run(*args)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    line = result.stderr.strip().splitlines()[-1]
-    assert line.startswith("Error: Invalid value for ")
-    assert option in line.removeprefix("Error: Invalid value for ").partition(": ")[0]
-    return line
+    return refusal(run(*args), option)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +81,6 @@ def refused(*args: str, option: str) -> str:
         (["generate", "--device", "meta"], "--device", "must be cpu, cuda or cuda:N, got 'meta'"),
         (["generate", "--device", "mps"], "--device", "must be cpu, cuda or cuda:N, got 'mps'"),
         (["generate", "--device", "cpu:1"], "--device", "must be cpu, cuda or cuda:N, got 'cpu:1'"),
-        (["bench", "accept", "--device", "meta"], "--device", "got 'meta'"),
-        (["bench", "kernels", "--device", "mps"], "--device", "got 'mps'"),
         (["explain", "--device", "meta"], "--device", "got 'meta'"),
         (["generate", "--steps", "0"], "--steps", "1"),
         (
@@ -123,7 +90,6 @@ def refused(*args: str, option: str) -> str:
         ),
         (["generate", "--tree-tokens", "4"], "--tree-tokens", "is for trees: a --tree-width above 1"),
         (["generate", "--tree-width", "300", "--steps", "1"], "--tree-width", "the draft's vocabulary of 128, got 300"),
-        (["bench", "accept", "--tree-width", "300", "--steps", "1"], "--tree-width", "the draft's vocabulary of 128, got 300"),
         (["generate", "--compare", "--plain"], "--compare", "greedy"),
         (["generate", "--compare", "--dtype", "bfloat16"], "--compare", "float32"),
         (["generate", "--top-p", "1.5"], "--top-p", "1"),
@@ -140,16 +106,6 @@ def refused(*args: str, option: str) -> str:
         (["generate", "--draft", "."], "--draft", "needs --model"),
         (["generate", "--set", "top_k=3"], "--set", "needs --model"),
         (["generate", "--pair", "absent"], "--pair", "does not exist"),
-        (["bench", "accept", "--prompts", "100000"], "--prompts", "at most"),
-        (["bench", "accept", "--corpus", "absent"], "--corpus", "does not exist"),
-        (["bench", "accept", "--json", "."], "--json", "must be a file, got the folder ."),
-        (["bench", "accept", "--json", "/dev/null/x.json"], "--json", "which is a file"),
-        (["bench", "kernels", "--out", "."], "--out", "must be a file"),
-        (["bench", "kernels", "--plot", "/dev/null/x.png"], "--plot", "which is a file"),
-        (["bench", "round", "--json", "."], "--json", "must be a file"),
-        (["bench", "round", "--timeline", "."], "--timeline", "must be a file"),
-        (["bench", "tune", "--json", "."], "--json", "must be a file"),
-        (["bench", "tune", "--table", "absent"], "--table", "does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -161,20 +117,6 @@ def test_a_mistake_is_one_line_before_anything_runs(monkeypatch, args, option, p
     assert problem in refused(*args, option=option)
 
 
-@pytest.mark.parametrize("args", [["kernels", "--plot"], ["round", "--timeline"]])
-def test_a_plot_needs_matplotlib_before_it_measures(monkeypatch, tmp_path, args):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    command, option = args
-    line = refused("bench", command, option, str(tmp_path / "x.png"), option=option)
-    assert 'needs matplotlib, which is not installed: pip install ".[bench]" in a checkout of spec_ops' in line
-
-
-def test_a_file_without_permission_is_found_early(monkeypatch, tmp_path):
-    """By `os.access`: for root every file can be written to."""
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert f"{tmp_path} cannot be written to" in refused("bench", "accept", "--json", f"{tmp_path}/a/b.json", option="--json")
-
-
 def test_the_version():
     result = run("--version")
     assert (result.exit_code, result.stdout) == (0, f"spec-ops {spec_ops.__version__}\n")
@@ -182,12 +124,6 @@ def test_the_version():
 
 def test_the_first_cpu_is_the_cpu():
     assert parse_device("cpu:0") == torch.device("cpu")
-
-
-def test_few_new_tokens_are_measured():
-    """The warm-up asks for no more than the prompts have room for."""
-    result = run("bench", "accept", "--prompts", "1", "--prompt-tokens", "16", "--max-new-tokens", "2", "--device", "cpu")
-    assert result.exit_code == 0, result.output
 
 
 def test_a_drawn_seed_repeats_the_text():

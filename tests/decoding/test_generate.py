@@ -11,6 +11,7 @@ import torch
 from spec_ops.backends import BackendError, get_backend
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, SpeculativeRound, generate
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig, MTPDraft, PagedAttention, PagedKVCache, StandaloneDraft
+from tests.helpers.pairs import pairwise
 from tests.helpers.pass_harness import using_provider
 
 VOCAB = 97
@@ -62,9 +63,7 @@ def plain_tokens(target) -> list[list[int]]:
     return generate(target, PROMPTS, max_new_tokens=24, page_size=4).tokens
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "standalone", "self"])
-@pytest.mark.parametrize("config", CHAINS + TREES, ids=config_id)
-@pytest.mark.parametrize("batch", [1, 3, 8])
+@pairwise(kind=["eagle3", "mtp", "standalone", "self"], config=CHAINS + TREES, batch=[1, 3, 8])
 def test_greedy_speculation_equals_plain_greedy(target, plain_tokens, kind, config, batch):
     draft = make_draft(kind, target)
     result = generate(target, PROMPTS[:batch], draft, config, max_new_tokens=24, page_size=4)
@@ -335,8 +334,11 @@ def test_progress_bar_is_shown(target, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "standalone"])
-@pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(2, 3)], ids=config_id)
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [("eagle3", SpeculationConfig(2, 3)), ("mtp", SpeculationConfig(3)), ("standalone", SpeculationConfig(2, 3))],
+    ids=["eagle3-tree", "mtp-chain", "standalone-tree"],
+)
 def test_sampling_repeats_and_near_zero_temperature_is_greedy(target, plain_tokens, kind, config):
     draft = make_draft(kind, target)
 
@@ -344,8 +346,9 @@ def test_sampling_repeats_and_near_zero_temperature_is_greedy(target, plain_toke
         sampling = SamplingParams(temperature, top_k=20, top_p=0.95, seed=seed)
         return generate(target, PROMPTS[:3], draft, config, max_new_tokens=24, sampling=sampling, page_size=4).tokens
 
-    assert run(1.0) == run(1.0)
-    assert run(1.0) != run(1.0, seed=4)
+    first = run(1.0)
+    assert run(1.0) == first
+    assert run(1.0, seed=4) != first
     assert run(1e-4) == plain_tokens[:3]
 
 

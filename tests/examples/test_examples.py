@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from tests.helpers.paths import EXAMPLES
+
 ARGUMENTS = {
     "attention_ops.py": [],
     "chain_and_tree.py": ["--new-tokens", "32"],

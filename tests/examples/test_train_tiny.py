@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -18,8 +17,9 @@ from spec_ops.models.drafts import Eagle3Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
 from spec_ops.models.pretrained import load_pair
 from spec_ops.models.target import CausalLM
+from tests.helpers.paths import EXAMPLES
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_tiny.py"
+SCRIPT = EXAMPLES / "train_tiny.py"
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 PAGE_SIZE, NUM_PAGES = 4, 16
 

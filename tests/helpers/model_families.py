@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import warnings
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spec_ops.decoding import SpeculationConfig
 from spec_ops.integrations.transformers import TransformersGenerator
+from tests.helpers.paths import DOCS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = DOCS / "models.md"
 FAMILIES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SHAPES = {"plain": None, "chain": SpeculationConfig(3), "tree": SpeculationConfig(3, 2, 6)}
 VOCAB, NEW = 64, 10

@@ -7,9 +7,11 @@ tens of seconds, and fp32 results differ from eager only by what a pass changed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -55,6 +57,62 @@ def compile_interpreted(
         keep_inference_input_mutations=True,
     )
     return torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic), reports
+
+
+@dataclass
+class Ran:
+    """What calls of a module left: results of each call and the buffers after the last."""
+
+    results: list[list[torch.Tensor]]
+    buffers: dict[str, torch.Tensor]
+    report: GraphReport | None
+
+
+class Traced:
+    """A module traced once, which takes most of the time of `compile_interpreted`. Every run begins with the same buffers."""
+
+    def __init__(self, module: torch.nn.Module, *args: Any) -> None:
+        self.module = module
+        self._start = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        self._graph: fx.GraphModule | None = None
+        self._current: Callable | None = None
+        self._call: Callable | None = None
+        self._inputs: list[torch.Tensor] = []
+
+        def compiler(graph: fx.GraphModule, _: list[Any]) -> Callable:
+            self._graph, self._current = graph, graph.forward
+            return make_boxed_func(lambda *given: self._current(*given))
+
+        lower = aot_autograd(
+            fw_compiler=compiler,
+            inference_compiler=compiler,
+            decompositions=select_decomp_table,
+            keep_inference_input_mutations=True,
+        )
+
+        def backend(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+            self._inputs, self._call = list(inputs), lower(graph, inputs)
+            return self._call
+
+        torch._dynamo.reset()
+        with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+            torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*args)
+
+    def run(self, times: int = 1, *, on: bool = True) -> Ran:
+        """Calls with the graph as the passes (`on`) make it, or as it was traced."""
+        assert self._graph is not None
+        assert self._call is not None
+        graph, reports = fx.GraphModule(self._graph, copy.deepcopy(self._graph.graph)), []
+        with torch.no_grad():
+            if on:
+                PassManager(listener=reports.append)(graph.graph)
+                graph.recompile()
+            self._current = graph.forward
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(self._start[name])
+            results = [[result.clone() for result in self._call(*self._inputs)] for _ in range(times)]
+            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        return Ran(results, buffers, reports[0] if on else None)
 
 
 def capture(fn: Callable, *args: Any, write_back: bool = False) -> tuple[fx.GraphModule, list[torch.Tensor]]:

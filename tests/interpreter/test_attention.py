@@ -20,6 +20,7 @@ from spec_ops.backends.triton.attention import mask as visibility  # noqa: E402
 from spec_ops.backends.triton.attention import schedule  # noqa: E402
 from spec_ops.backends.triton.attention.operands import kernel_keys  # noqa: E402
 from spec_ops.backends.triton.attention.tuning import Config  # noqa: E402
+from tests.helpers.pairs import pairwise  # noqa: E402
 from tests.ops.test_attention import FP8, KINDS, UNSEEN, Case, check, differs, make_case, poison_unseen, spread  # noqa: E402
 
 # (block_m, block_n, multiprocessors, min_blocks, tma, clear). With one program on each of so many multiprocessors: one range of
@@ -57,17 +58,13 @@ def made(kind: str, mode: str, **wanted: Any) -> Case:
     return make_case(kind, mode, "cpu", **{"heads": 2, "kv_heads": 1, "num_nodes": 6, **widths, **wanted})
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 32, 64, 128])
-@pytest.mark.parametrize("mode", KERNEL_MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, mode=KERNEL_MODES, page_size=[1, 3, 16, 32, 64, 128])
 def test_page_sizes_and_lengths_around_page_boundaries(kind, mode, page_size):
     case = made(kind, mode, page_size=page_size, seed=page_size)
     check(case, run(case, rotated(kind, mode, page_size) if page_size < 64 else "wide blocks"))
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("mode", ["draft_chain", "verify_tree", "extend"])
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, mode=["draft_chain", "verify_tree", "extend"], cut=CUTS)
 def test_every_cut(kind, mode, cut):
     """Lengths at the edges of blocks of 16, 32 and 64 keys, on pages that tensor descriptors can read."""
     case = made(kind, mode, page_size=64, lens=[16, 26, 69], heads=4, kv_heads=2, q_lens=[0, 9, 5])
@@ -108,13 +105,14 @@ def test_fp8_caches(kind, mode):
         check(case, run(case, cut))
 
 
-@pytest.mark.parametrize("as_pairs", [True, False])
-@pytest.mark.parametrize("mode", ["draft_chain", "verify_tree", "extend"])
-@pytest.mark.parametrize(
-    ("kind", "head_dim", "v_dim"), [("mha", 64, 64), ("mha", 112, 48), ("mla", 96, 64)], ids=["mha", "mha, padded", "mla"]
+@pairwise(
+    as_pairs=[True, False],
+    mode=["draft_chain", "verify_tree", "extend"],
+    widths=[("mha", 64, 64), ("mha", 112, 48), ("mla", 96, 64)],
 )
-def test_fp8_caches_of_even_and_odd_rows(kind, head_dim, v_dim, mode, as_pairs):
-    """Rows that begin at even bytes are read two numbers at a time by small tiles."""
+def test_fp8_caches_of_even_and_odd_rows(widths, mode, as_pairs):
+    """Rows that begin at even bytes are read two numbers at a time by small tiles. Widths of 112 and 48 are padded."""
+    kind, head_dim, v_dim = widths
     heads = {"heads": 4, "kv_heads": 2} if kind == "mha" else {}
     wanted = {"lens": [0, 8, 21, 70], "q_lens": [0, 2, 5, 9], "page_size": 32, "head_dim": head_dim, "v_dim": v_dim, **heads}
     case = made(kind, mode, kv_dtype=FP8, **wanted)
@@ -128,13 +126,11 @@ def test_fp8_caches_of_even_and_odd_rows(kind, head_dim, v_dim, mode, as_pairs):
     caches = [case.arguments[name] for name in (names[0], names[-1])]
     keys = kernel_keys(case.arguments["q"], *caches, v_dim, kind == "mla", Config(16, 16, 4, 2, 1, tma=False))
     assert keys.tensors[0].dtype == keys.tensors[2].dtype == (torch.int16 if as_pairs else FP8)
-    for cut in ("few ranges", "many ranges", "pointers", "wide blocks"):
+    for cut in ("few ranges" if as_pairs else "many ranges", "pointers", "wide blocks"):
         check(case, run(case, cut))
 
 
-@pytest.mark.parametrize("window_left", [0, 1, 5, 17])
-@pytest.mark.parametrize("mode", ["draft_tree", "verify_chain", "verify_tree", "extend"])
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, mode=["draft_tree", "verify_chain", "verify_tree", "extend"], window_left=[0, 1, 5, 17])
 def test_windows_follow_depth(kind, mode, window_left):
     # With the 9 drafts of a `draft_tree`, first keys of the four windows lie just before the edge of a block of 16.
     case = made(kind, mode, window_left=window_left, page_size=16, lens=[0, 28, 32, 44], num_nodes=8)
@@ -160,9 +156,7 @@ def test_extreme_sinks(mode, cut):
     check(case, run(case, cut))
 
 
-@pytest.mark.parametrize("layout", ["layers", "interleaved", "heads first", "one head"])
-@pytest.mark.parametrize("mode", ["verify_tree", "extend"])
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, mode=["verify_tree", "extend"], layout=["layers", "interleaved", "heads first", "one head"])
 def test_strided_caches(kind, mode, layout):
     case = made(
         kind, mode, layout="separate" if "head" in layout else layout, lens=[4, 19, 33], page_size=16,
@@ -197,9 +191,7 @@ def test_strided_queries_tables_and_lengths(kind, mode):
         assert torch.equal(run(case, "few ranges", **views), expected)
 
 
-@pytest.mark.parametrize("window_left", [-1, 4])
-@pytest.mark.parametrize("mode", ["verify_tree", "draft_tree"])
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, mode=["verify_tree", "draft_tree"], window_left=[-1, 4])
 def test_mask_of_full_width(kind, mode, window_left):
     """64 draft positions: bit 63 is the word's sign. As a verified tree, and as step 16 of a draft of width 4."""
     case = made(
@@ -209,9 +201,7 @@ def test_mask_of_full_width(kind, mode, window_left):
     check(case, run(case, "wide blocks"))
 
 
-@pytest.mark.parametrize("tma", [True, False])
-@pytest.mark.parametrize("q_len", [1, 2, 3, 5, 7, 8, 64])
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, q_len=[1, 2, 3, 5, 7, 8, 64], tma=[True, False])
 def test_chains_of_every_length(kind, q_len, tma):
     """Also longer than what is cached: the first queries then see nothing."""
     case = made(kind, "verify_tree", num_nodes=q_len, lens=[0, 1, 30], page_size=16)
@@ -224,14 +214,16 @@ def test_chains_of_every_length(kind, q_len, tma):
     check(case, run(case, (64, 16, 4, 1, tma, False)))
 
 
-@pytest.mark.parametrize("live", ["0", "1", "01", "10", "010", "101", "0000", "0011010", "10000001", "001111100"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_empty_requests_anywhere(kind, live):
-    """Requests without keys before, between and behind others, and a batch of nothing else; 1 to 9 requests."""
+@pairwise(
+    kind=KINDS,
+    live=["0", "1", "01", "10", "010", "101", "0000", "0011010", "10000001", "001111100"],
+    cut=["one range", "few ranges"],
+)
+def test_empty_requests_anywhere(kind, live, cut):
+    """Requests without keys before, between and after others, and a batch of nothing else; 1 to 9 requests."""
     lens = [(15 + 9 * b) * int(c) for b, c in enumerate(live)]
     case = made(kind, "verify_chain", lens=lens, sinks=kind == "mla")
-    for cut in ("one range", "few ranges"):
-        check(case, run(case, cut))
+    check(case, run(case, cut))
 
 
 @pytest.mark.parametrize(
@@ -282,17 +274,16 @@ def test_nothing_to_attend(kind, mode):
 @pytest.mark.parametrize("padding", [0, 1, 16, 100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ragged_padding_of_any_length(kind, padding):
-    """More padded rows than the programs for one request's queries cover in one turn; none at all."""
+    """More padded rows than the programs for one request's queries cover in one iteration; none at all."""
     case = made(kind, "extend", lens=[9, 33, 0], q_lens=[3, 9, 2], slack=5)
     q = case.arguments["q"][:14]
     case = case.but(q=torch.cat([q, q.new_full((padding, *q.shape[1:]), float("nan"))]))
     check(case, run(case, "few ranges"))
 
 
-@pytest.mark.parametrize("cut", ["few ranges", "pointers", "wide blocks", "blocks wider than pages"])
-@pytest.mark.parametrize(("mode", "window_left"), UNSEEN)
-@pytest.mark.parametrize("kind", KINDS)
-def test_keys_that_no_query_sees(kind, mode, window_left, cut):
+@pairwise(kind=KINDS, masked=UNSEEN, cut=["few ranges", "pointers", "wide blocks", "blocks wider than pages"])
+def test_keys_that_no_query_sees(kind, masked, cut):
+    mode, window_left = masked
     wanted = {"page_size": 8 if cut == "blocks wider than pages" else 64, "lens": [0, 3, 30, 150], "q_lens": [0, 1, 3, 40]}
     case = made(kind, mode, window_left=window_left, **wanted)
     assert poison_unseen(case) > 0

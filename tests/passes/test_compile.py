@@ -38,7 +38,7 @@ def compiled_generator(target, draft, config, backend: str) -> Generator:
 CHAIN, TREE = SpeculationConfig(3), SpeculationConfig(3, 2)
 
 
-# Each case costs seconds: every attention kind, draft, shape and acceptance appears twice, not every product of them.
+# Each case costs seconds: every attention kind, draft, shape and acceptance appears, not every product of them.
 @pytest.mark.parametrize(
     ("mla", "kind", "config", "sampled"),
     [
@@ -46,8 +46,6 @@ CHAIN, TREE = SpeculationConfig(3), SpeculationConfig(3, 2)
         pytest.param(False, "mtp", TREE, False, id="gqa-mtp-tree-greedy"),
         pytest.param(True, "standalone", CHAIN, False, id="mla-standalone-chain-greedy"),
         pytest.param(True, "eagle3", TREE, True, id="mla-eagle3-tree-sampled"),
-        pytest.param(True, "mtp", CHAIN, True, id="mla-mtp-chain-sampled"),
-        pytest.param(False, "standalone", TREE, False, id="gqa-standalone-tree-greedy"),
     ],
 )
 def test_round_is_one_graph(mla, kind, config, sampled):
@@ -76,9 +74,10 @@ def test_plain_round_is_one_graph():
 
 
 def test_more_rounds_than_dynamos_recompile_limit(monkeypatch):
-    """Every bucket has a round of its own, and all share one `forward`, for which Dynamo compiles 8 versions at most."""
+    """Every bucket has a round of its own, and all share one `forward`, of which Dynamo compiles only so many versions."""
     torch._dynamo.reset()
-    limit = torch._dynamo.config.recompile_limit
+    limit = 2
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda module, inputs, **options: module.forward)
     generator = Generator(make_target(False), max_batch_size=2**limit, max_seq_len=16, page_size=4, compile=True)
     alone = Generator(generator.target, max_seq_len=16).generate([[1, 2]], max_new_tokens=3).tokens[0]

@@ -6,7 +6,6 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm, Rule
 from tests.helpers.inductor_cuda import generate, launches
 from tests.helpers.pass_harness import capture, run_pass, switched_off, targets, texts
+from tests.helpers.paths import RESULTS
 
 aten = torch.ops.aten
 M, E, WIDE = 4, 256, 768  # rows, hidden size, intermediate size
@@ -27,7 +27,7 @@ RULE = Rule(max_m=64, max_n=400, min_k=E, min_bytes=2 * E * E, max_bytes=1 << 30
 
 
 (AFTER_NORM,) = fuse_norm_linear.AFTER_NORM[90]
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200-skinny-mm.json"
+SKINNY_MM = RESULTS / "h200-skinny-mm.json"
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,7 @@ def test_products_that_cublas_computes_as_fast(monkeypatch):
 def test_what_counts_as_fast():
     """As measured: at 17 to 32 rows qkv of two models takes as long with cuBLAS, gate_up takes less. One of the two is slower
     after launches of its own kernel; a chain of layers gained."""
-    measured = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    measured = json.loads(SKINNY_MM.read_text(encoding="utf-8"))["rows"]
     weights = [r for r in measured if r["m"] == 32 and r["n"] < 10_000 and 2 * r["n"] * r["k"] <= 112 << 20]
     ties = {(r["n"], r["k"]) for r in weights if 0.97 < r["torch_us"] / r["us"] < 1.03}
     assert ties == {(6144, 8192)}

@@ -91,8 +91,10 @@ DRAFTS = [
 ]
 
 
-@pytest.mark.parametrize("bs", [1, 3])
-@pytest.mark.parametrize(("mla", "kind", "layers", "products"), DRAFTS)
+@pytest.mark.parametrize(
+    ("mla", "kind", "layers", "products", "bs"),
+    [pytest.param(*draft.values, bs, id=f"{draft.id}-{bs}") for draft, bs in zip(DRAFTS, (1, 3, 3, 1), strict=True)],
+)
 def test_extend_computes_the_last_layers_queries_and_head_on_one_row(mla, kind, layers, products, bs):
     plain = Extend(make_draft(kind, make_target(mla)), rows_by_gather).eval()
     passed = copy.deepcopy(plain)

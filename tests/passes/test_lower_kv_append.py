@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,8 +38,9 @@ from tests.helpers.append_models import (
 )  # fmt: skip
 from tests.helpers.inductor_cuda import ARCH, cuda_graph, generate, launches
 from tests.helpers.pass_harness import Uncached, cache_copies, capture, run_pass, switched_off, texts
+from tests.helpers.paths import ROOT
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def lowered(module: fx.GraphModule) -> int:

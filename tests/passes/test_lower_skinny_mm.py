@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,10 @@ from spec_ops.ops.linear import skinny_mm_op
 from spec_ops.passes import lower_skinny_mm
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm, Rule
 from tests.helpers.pass_harness import capture, capture_for_cuda, compile_interpreted, run_pass, switched_off, targets, texts
+from tests.helpers.paths import RESULTS
 
 aten = torch.ops.aten
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200-skinny-mm.json"
+SKINNY_MM = RESULTS / "h200-skinny-mm.json"
 M, N, K = 4, 192, 512
 SMALL = Rule(max_m=8, max_n=256, min_k=K, min_bytes=2 * N * K, max_bytes=4 * N * K)
 
@@ -199,7 +199,7 @@ def test_the_measured_rule(monkeypatch):
     monkeypatch.undo()
     gains: dict[tuple[int, int], dict[int | None, list[float]]] = {}
     taken: dict[tuple[int, int], dict[int | None, set[bool]]] = {}
-    for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]:
+    for row in json.loads(SKINNY_MM.read_text(encoding="utf-8"))["rows"]:
         m, n, k = row["m"], row["n"], row["k"]
         rule = next((rule.max_m for rule in lower_skinny_mm.RULES[90] if m <= rule.max_m), None)
         gains.setdefault((n, k), {}).setdefault(rule, []).append(row["torch_us"] / row["us"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import spec_ops
 from tests.helpers.csr_backend import CSR
-from tests.helpers.pass_harness import compile_interpreted, registered
+from tests.helpers.pass_harness import Traced, registered
 
 BS, HEADS, KV_HEADS, DIM, PAGE_SIZE, WIDTH, VOCAB = 2, 4, 2, 16, 4, 48, 11
 
@@ -153,23 +154,14 @@ class Program(torch.nn.Module):
 def test_passes_change_nothing(csr, steps, seed, layout):
     if csr:  # its kernel reads CSR always, and lengths shorter than the queries are not its business
         steps = [Step(**{**vars(s), "indices": "kv" if s.indices == "none" else s.indices, "spelling": "sum"}) for s in steps]
-    torch._dynamo.reset()
     x = torch.randn(BS, 4, HEADS * DIM, generator=torch.Generator().manual_seed(seed))
-    plain, passed = Program(steps, seed, layout), Program(steps, seed, layout)
-    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
-        if csr:
-            with registered(CSR):
-                want = compile_interpreted(plain, on=False)[0](x)
-                run, reports = compile_interpreted(passed)
-                got = run(x)
-        else:
-            want = compile_interpreted(plain, on=False)[0](x)
-            run, reports = compile_interpreted(passed)
-            got = run(x)
-    assert reports[0].matches("select_backends") == len(steps)
-    assert reports[0].matches("write_in_place") == (len(steps) if layout == "one pool" else 0)
+    with registered(CSR) if csr else contextlib.nullcontext():
+        traced = Traced(Program(steps, seed, layout), x)
+        plain, passed = traced.run(on=False), traced.run()
+    assert passed.report.matches("select_backends") == len(steps)
+    assert passed.report.matches("write_in_place") == (len(steps) if layout == "one pool" else 0)
     # Row selection hoisted above a matrix product changes its shape, hence the order of summation; all else is exact.
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(passed.results[0], plain.results[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    for (name, b), a in zip(plain.named_buffers(), passed.buffers(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    for name, want in plain.buffers.items():
+        torch.testing.assert_close(passed.buffers[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")

@@ -1,0 +1,76 @@
+"""The command line of the benchmarks, run in process: what it prints, its exit codes, its errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+
+import pytest
+import torch
+
+from spec_ops.decoding import Generator
+from tests.helpers.command_line import refusal
+from tests.helpers.command_line import run_benchmarks as run
+
+
+def test_held_out_accept_length(tmp_path):
+    """A small sample of what `python -m benchmarks accept` prints for more prompts; the promise is 2.5."""
+    small = ["--prompts", "8", "--prompt-tokens", "128", "--max-new-tokens", "64", "--device", "cpu"]
+    path = tmp_path / "figures" / "accept.json"
+    result = run("accept", *small, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    length = float(re.search(r"accept length ([\d.]+)", result.output).group(1))
+    assert length >= 2.5
+    figures = json.loads(path.read_text())
+    assert figures["rows"][0]["accept_length"] == length
+    assert figures["environment"]["torch"] == torch.__version__
+    plain = run("accept", *small, "--plain")
+    assert "plain: accept length 1.000" in plain.output
+
+
+@pytest.mark.parametrize(
+    ("args", "option", "problem"),
+    [
+        (["accept", "--device", "meta"], "--device", "got 'meta'"),
+        (["kernels", "--device", "mps"], "--device", "got 'mps'"),
+        (["accept", "--tree-width", "300", "--steps", "1"], "--tree-width", "the draft's vocabulary of 128, got 300"),
+        (["accept", "--prompts", "100000"], "--prompts", "at most"),
+        (["accept", "--corpus", "absent"], "--corpus", "does not exist"),
+        (["accept", "--json", "."], "--json", "must be a file, got the folder ."),
+        (["accept", "--json", "/dev/null/x.json"], "--json", "which is a file"),
+        (["kernels", "--out", "."], "--out", "must be a file"),
+        (["kernels", "--plot", "/dev/null/x.png"], "--plot", "which is a file"),
+        (["round", "--json", "."], "--json", "must be a file"),
+        (["round", "--timeline", "."], "--timeline", "must be a file"),
+        (["tune", "--json", "."], "--json", "must be a file"),
+        (["tune", "--table", "absent"], "--table", "does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_before_anything_runs(monkeypatch, args, option, problem):
+    def ran(*_args, **_options):
+        raise AssertionError("a model ran")
+
+    monkeypatch.setattr(Generator, "generate", ran)
+    assert problem in refusal(run(*args), option)
+
+
+@pytest.mark.parametrize("args", [["kernels", "--plot"], ["round", "--timeline"]])
+def test_a_plot_needs_matplotlib_before_it_measures(monkeypatch, tmp_path, args):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    command, option = args
+    line = refusal(run(command, option, str(tmp_path / "x.png")), option)
+    assert 'needs matplotlib, which is not installed: pip install ".[bench]" in a checkout of spec_ops' in line
+
+
+def test_a_file_without_permission_is_found_early(monkeypatch, tmp_path):
+    """By `os.access`: for root every file can be written to."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert f"{tmp_path} cannot be written to" in refusal(run("accept", "--json", f"{tmp_path}/a/b.json"), "--json")
+
+
+def test_few_new_tokens_are_measured():
+    """The warm-up asks for no more than the prompts have room for."""
+    result = run("accept", "--prompts", "1", "--prompt-tokens", "16", "--max-new-tokens", "2", "--device", "cpu")
+    assert result.exit_code == 0, result.output

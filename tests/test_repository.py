@@ -1,0 +1,107 @@
+"""What packages, citations and continuous integration say of versions and files agrees with the package and its constraints."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+
+import pytest
+import yaml
+
+import spec_ops
+from tests.helpers.paths import ROOT
+
+tomllib = pytest.importorskip("tomllib", reason="comes with Python 3.11")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8"))
+PINS = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
+long_description = runpy.run_path(str(ROOT / "setup.py"))["long_description"]
+
+
+def pythons() -> list[str]:
+    prefix = "Programming Language :: Python :: 3."
+    return ["3." + each.removeprefix(prefix) for each in PROJECT["classifiers"] if each.startswith(prefix)]
+
+
+def test_one_range_of_python_versions():
+    """Metadata, classifiers, the Makefile's comment and the workflow."""
+    least, end = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups()
+    assert pythons() == [f"3.{minor}" for minor in range(int(least), int(end))]
+    assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python"] == pythons()
+    assert f"({pythons()[0]} to {pythons()[-1]})" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in pythons()
+
+
+def test_the_oldest_pinned_and_newest_torch_are_tested():
+    matrix = WORKFLOW["jobs"]["test"]["strategy"]["matrix"]
+    (oldest,) = (each.split(">=")[1] for each in PROJECT["dependencies"] if each.startswith("torch>="))
+    assert matrix["torch"] == [PINS["torch"]]
+    assert [entry["torch"] for entry in matrix["include"]] == [f"{oldest}.0", "newest"]
+    conditions = [step["if"] for step in WORKFLOW["jobs"]["test"]["steps"] if "if" in step]
+    assert conditions == [f"matrix.torch != '{PINS['torch']}'"]
+
+
+def test_the_workflow_runs_targets_that_exist():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    run = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if step.get("run", "").startswith("make")]
+    assert sorted(run) == ["make lint", "make test", "make wheel"]
+    assert {command.split()[1] for command in run} <= set(targets)
+
+
+def test_hooks_are_of_the_pinned_versions():
+    repos = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert [repo["rev"] for repo in repos if "rev" in repo] == [f"v{PINS['ruff']}"]
+
+
+def test_issue_forms_are_complete():
+    """A form without these keys is ignored by GitHub without a word."""
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    assert forms
+    for path in forms:
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= form.keys()
+        ids = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+        assert len(set(ids)) == len(ids)
+        assert all(field["attributes"]["label"] for field in form["body"])
+
+
+def test_the_citation_names_version_and_license():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == spec_ops.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
+
+
+RELATIVE = re.compile(r"\]\((?!https?://|#|mailto:)[^)]*\)|src=\"(?!https?://)")
+
+
+def test_the_long_description_needs_no_checkout():
+    """No relative image or link, which a package index could not resolve; and all else of the README."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = long_description(readme)
+    assert not RELATIVE.findall(text)
+    assert [line for line in readme.splitlines() if line.startswith("#")] == [
+        line for line in text.splitlines() if line.startswith("#")
+    ]
+    assert readme.count("```") == text.count("```")
+
+
+def test_what_the_long_description_leaves_out():
+    given = """# Name
+
+![A chart](docs/chart.png)
+
+See [limits](docs/limits.md), [below](#below) and [torch](https://pytorch.org).
+
+[![Again](docs/chart.png)](docs/page.md)
+<img src="docs/chart.png" alt="A chart">
+![Badge](https://example.org/badge.svg)
+"""
+    want = """# Name
+
+See limits, [below](#below) and [torch](https://pytorch.org).
+
+![Badge](https://example.org/badge.svg)
+"""
+    assert long_description(given) == want

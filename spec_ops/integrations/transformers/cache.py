@@ -142,9 +142,8 @@ class SpecCache(Cache):
         The columns of forgotten tokens stay: an `attention_mask` has to mark them as padding from then on.
 
         Args:
-            count: `[bs]` integers on the device, how many tokens of each row, in [0, length]. On CUDA, a count out of range is
-            a
-                device-side assertion.
+            count: `[bs]` integers on the device, how many tokens of each row, in [0, length]. On CUDA, a count out of
+                range is a device-side assertion.
 
         Raises:
             ValueError: `count` has another shape or dtype, or on the CPU is out of range.

@@ -1,7 +1,7 @@
 """RoPE and KV append three ways: an append op behind Inductor's RoPE, the pass `lower_kv_append`, and `rope_append_kv`.
 
-    python benchmarks/kv_append.py                                              # prints; about a minute
-    python benchmarks/kv_append.py --json benchmarks/results/h200-kv-append.json
+    python -m benchmarks.kv_append                                            # prints; about a minute
+    python -m benchmarks.kv_append --json benchmarks/results/h200-kv-append.json
 
 Times are of CUDA-graph replays of `LAYERS` layers, each of which ends in one small kernel that stands for attention, the same
 in every variant. Some rows have slot -1. `bytes_differing` counts bytes of the caches that are not those of the case's first
@@ -11,8 +11,6 @@ variant; `copy_kernels` would show a copied cache. The pass takes `MAX_ROWS` fro
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +20,7 @@ import torch.nn.functional as F
 
 import spec_ops
 from benchmarks.round.profile import profile
-from benchmarks.rows import environment, write_rows
+from benchmarks.rows import write_rows
 from benchmarks.timing import time_calls
 
 LAYERS = 8
@@ -170,8 +168,7 @@ def main() -> None:
                 flush=True,
             )
     if options.json is not None:
-        command = shlex.join(["python", "benchmarks/kv_append.py", *sys.argv[1:]])
-        write_rows(options.json, rows, environment=environment() | {"command": command})
+        write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

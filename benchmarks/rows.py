@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+_ROOT = Path(__file__).resolve().parents[1]
+
 
 def environment() -> dict[str, str]:
     """What a figure depends on besides the code's arguments."""
@@ -24,8 +26,19 @@ def environment() -> dict[str, str]:
         **{name: version for name in ("triton", "flashinfer-python") if (version := _version(name))},
         "python": platform.python_version(),
         "commit": _commit(),
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    """The command that this process runs, from the root of the checkout: a module (`python -m`) or a file."""
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    if main is not None:
+        started = ["-m", main.name.removesuffix(".__main__")]
+    else:
+        file = Path(sys.argv[0]).resolve()
+        started = [str(file.relative_to(_ROOT)) if _ROOT in file.parents else str(file)]
+    return shlex.join(["python", *started, *sys.argv[1:]])
 
 
 def _version(package: str) -> str | None:
@@ -36,14 +49,15 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """Short hash of the checkout the package runs from, marked if it has changes; "unknown" for an installed package."""
-    folder = Path(__file__).resolve().parent
+    """Short hash of the checkout that is measured, marked if anything but results has changed; "unknown" without git."""
 
     def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", str(_ROOT), *args], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=10", "HEAD") + ("-modified" if git("status", "--porcelain", "--", ".") else "")
+        return git("rev-parse", "--short=10", "HEAD") + (
+            "-modified" if git("status", "--porcelain", "--", ".", ":!benchmarks/results") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -1,7 +1,7 @@
 """`skinny_mm` next to `torch.mm` on the weights of models' layers: CUDA-graph replay over more weights than L2 holds.
 
-    python benchmarks/skinny_mm.py                                              # prints
-    python benchmarks/skinny_mm.py --json benchmarks/results/h200-skinny-mm.json
+    python -m benchmarks.skinny_mm                                              # prints
+    python -m benchmarks.skinny_mm --json benchmarks/results/h200-skinny-mm.json
 
 The pass `lower_skinny_mm` takes its rule from these rows: a product is replaced where `us` is below `torch_us`.
 """
@@ -9,14 +9,12 @@ The pass `lower_skinny_mm` takes its rule from these rows: a product is replaced
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.rows import environment, write_rows
+from benchmarks.rows import write_rows
 from benchmarks.timing import measure_ceilings, time_calls
 from spec_ops.backends.triton.linear.skinny_mm import skinny_mm
 
@@ -63,8 +61,7 @@ def main() -> None:
                 f"{n} x {k}, {m} rows: {us} us, torch.mm {torch_us} ({torch_us / us:.2f} times), floor {floor_us}", flush=True
             )
     if options.json is not None:
-        command = shlex.join(["python", "benchmarks/skinny_mm.py", *sys.argv[1:]])
-        write_rows(options.json, rows, environment=environment() | {"command": command}, copy_rate=copy)
+        write_rows(options.json, rows, copy_rate=copy)
 
 
 if __name__ == "__main__":

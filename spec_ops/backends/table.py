@@ -1,4 +1,4 @@
-"""Which backend takes which attention call on an architecture, as rows: what `python -m spec_ops backends` prints."""
+"""Which backend takes which attention call on an architecture: rows, and what `python -m spec_ops backends` prints of them."""
 
 from __future__ import annotations
 
@@ -61,3 +61,39 @@ def choices(arch: int | None, missing: frozenset[str] = frozenset(), page_size: 
         except BackendError as error:
             rows.append(Choice(meta.step, kind, meta.dtype, meta.kv_dtype, None, {"": str(error)}))
     return rows
+
+
+def compact(rows: list[Choice]) -> list[str]:
+    """A table with a line for each step and kind of queries, and a column for each cache dtype; one line if all are alike."""
+    chosen = {row.chosen or "none" for row in rows}
+    if len(chosen) == 1:
+        return [f"every call: {chosen.pop()}"]
+    caches = list(dict.fromkeys(row.kv_dtype for row in rows))
+    cells: dict[tuple[str, str], dict[torch.dtype, str]] = {}
+    for row in rows:
+        cells.setdefault((row.step, row.kind), {})[row.kv_dtype] = row.chosen or "none"
+    lines = [["step", "queries", *(f"{_short(cache)} cache" for cache in caches)]]
+    lines += [[*call, *(names[cache] for cache in caches)] for call, names in cells.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def reasons(rows: list[Choice]) -> list[str]:
+    """Why a backend was not chosen, each reason once, with the calls that it is said of."""
+    said: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for row in rows:
+        for name, why in row.reasons.items():
+            calls = said.setdefault(name or "any backend", {}).setdefault(why, {})
+            calls.setdefault(f"{row.step} {row.kind}", []).append(_short(row.kv_dtype))
+    every = len({row.kv_dtype for row in rows})
+    lines = []
+    for name, found in said.items():
+        lines.append(f"not {name}")
+        for why, calls in found.items():
+            named = [call if len(caches) == every else f"{call} {' '.join(caches)}" for call, caches in calls.items()]
+            lines.append(f"  {why}" + (f": {', '.join(named)}" if len(found) > 1 else ""))
+    return lines
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}.get(dtype, str(dtype).removeprefix("torch."))

@@ -15,7 +15,18 @@ import torch
 import typer
 from torch.utils._pytree import tree_map
 
-from spec_ops.cli.options import Device, Steps, TopK, TreeTokens, console, parse_config, parse_device, parse_dtype
+from spec_ops.cli.options import (
+    Device,
+    Steps,
+    TopK,
+    TreeTokens,
+    console,
+    parse_arch_option,
+    parse_config,
+    parse_device,
+    parse_dtype,
+    writable_file,
+)
 from spec_ops.decoding import Generator
 from spec_ops.models.pretrained import load_pair
 
@@ -38,15 +49,18 @@ def explain(
         str | None,
         typer.Option("--dtype", help="bfloat16, float16 or float32; default: bfloat16, for FACTORY what it makes."),
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Every count, rewrite and refusal, and why not another kernel.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(callback=writable_file, help="Write a page with the graph before and after, to open in a browser."),
+    ] = None,
 ) -> None:
-    """What the graph passes make of a round: kernels chosen and refused, what was removed, what stays and why. Runs nothing."""
+    """What the graph passes make of a round: kernels chosen, what was removed, what stays and why. Runs nothing."""
     from spec_ops.passes import explain as explain_graph
-    from spec_ops.passes.plan import parse_arch
 
-    try:
-        capability = parse_arch(arch)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--arch") from error
+    capability = parse_arch_option(arch)
     # `.item()` becomes a node that a pass can remove, instead of a graph break.
     with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
         if factory is None:
@@ -66,7 +80,13 @@ def explain(
                 report = explain_graph(*parts, arch=capability)
             except Exception as error:  # of the user's code, which a traceback through the compiler does not show
                 raise _bad_factory(_in_a_line(error)) from error
-    console.print(str(report), markup=False, soft_wrap=True)
+    console.print(report.text(verbose), markup=False, soft_wrap=True)
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(report.to_html(), encoding="utf-8")
+        console.print(f"\nwrote {html}", markup=False, soft_wrap=True)
+    elif not verbose:
+        console.print("\n--verbose shows every rewrite and refusal, --html FILE the graph before and after", soft_wrap=True)
 
 
 def _bad_factory(message: str) -> typer.BadParameter:
@@ -98,9 +118,13 @@ def _in_dtype(parts: tuple, dtype: torch.dtype) -> tuple:
 
 
 def _cannot_call(fn: Callable, *args: Any) -> str | None:
-    """Why `fn` does not take `args`; None if it does."""
+    """Why `fn` does not take `args`; None if it does, or has no signature that says (some builtins)."""
     try:
-        inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).bind(*args)
+        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+    except ValueError:
+        return None
+    try:
+        signature.bind(*args)
     except TypeError as error:
         return str(error)
     return None

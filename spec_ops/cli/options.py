@@ -65,6 +65,16 @@ def parse_dtype(name: str, known: dict[str, torch.dtype] = DTYPES) -> torch.dtyp
     return known[name]
 
 
+def parse_arch_option(name: str | None) -> int | None:
+    """The value of `--arch`; imported late, since the compiler takes a second to import."""
+    from spec_ops.passes.plan import parse_arch
+
+    try:
+        return parse_arch(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error).removeprefix("`arch` "), param_hint="--arch") from error
+
+
 def parse_device(name: str | None) -> torch.device:
     """A device that rounds run on. The CPU has no index: tensors on `cpu:0` are not on `cpu`."""
     if name is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,12 +20,15 @@ class Note:
     """One thing that a pass did or refused, with the line of the user's source.
 
     Attributes:
-        text: what it did, or why it did not.
+        text: what it did, or why it did not: `"subject: reason"` where several things may share a reason, which a report then
+            names once.
         where: `file:line`.
+        why: reasons against what it might have done instead.
     """
 
     text: str
     where: str
+    why: tuple[str, ...] = ()
 
 
 @dataclass
@@ -36,6 +41,7 @@ class PassResult:
         done: the rewrites.
         refused: near misses (graphs that almost match the pass), each with the reason.
         warnings: what will be slow.
+        about: what the pass is for, in one sentence.
     """
 
     name: str
@@ -43,11 +49,12 @@ class PassResult:
     done: list[Note] = field(default_factory=list)
     refused: list[Note] = field(default_factory=list)
     warnings: list[Note] = field(default_factory=list)
+    about: str = ""
 
-    def did(self, node: fx.Node, text: str) -> None:
+    def did(self, node: fx.Node, text: str, why: Iterable[str] = ()) -> None:
         """Count a rewrite of `node`, or because of it."""
         self.matches += 1
-        self.done.append(Note(text, source_line(node)))
+        self.done.append(Note(text, source_line(node), tuple(why)))
 
     def refuse(self, node: fx.Node, reason: str) -> None:
         """Note why `node` was left as it is."""
@@ -84,6 +91,11 @@ class GraphPass(ABC):
     """
 
     name: ClassVar[str]
+
+    @classmethod
+    def about(cls) -> str:
+        """The first sentence of the docstring of the pass's file."""
+        return ((sys.modules[cls.__module__].__doc__ or "").strip().splitlines() or [""])[0].rstrip(".")
 
     @abstractmethod
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:

@@ -24,9 +24,9 @@ from torch import fx
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
+from spec_ops.passes.analysis.counts import is_host_copy
 from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, attention_calls, has_arg, set_arg, source_line, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.report import is_host_copy
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 _ASSERT = torch.ops.aten._assert_scalar.default

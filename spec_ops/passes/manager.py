@@ -25,6 +25,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from spec_ops.backends.registry import declarations
+from spec_ops.passes.analysis.counts import count_nodes
 from spec_ops.passes.analysis.graph import op_of
 from spec_ops.passes.analysis.outputs import Watch
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
@@ -32,10 +33,11 @@ from spec_ops.passes.elide_host_syncs import ElideHostSyncs
 from spec_ops.passes.elide_unread_inputs import ElideUnreadInputs
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
+from spec_ops.passes.history import History
 from spec_ops.passes.hoist_row_select import HoistRowSelect
 from spec_ops.passes.lower_kv_append import LowerKvAppend
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
-from spec_ops.passes.report import GraphReport, count_nodes
+from spec_ops.passes.report import GraphReport, Place
 from spec_ops.passes.select_backends import SelectBackends
 from spec_ops.passes.share_op_inputs import ShareOpInputs
 from spec_ops.passes.split_argmax import SplitArgmax
@@ -79,6 +81,7 @@ class PassManager(CustomGraphPass):
         switches: pass name to on or off; passes that are not named are on.
         arch: compute capability to plan for, see `PassContext`.
         listener: called with the `GraphReport` of every graph that calls our ops.
+        keep_history: whether reports hold what each pass did to each node.
     """
 
     def __init__(
@@ -86,13 +89,14 @@ class PassManager(CustomGraphPass):
         switches: Mapping[str, bool] | None = None,
         arch: int | None = None,
         listener: Callable[[GraphReport], None] | None = None,
+        keep_history: bool = False,
     ) -> None:
         switches = dict(switches or {})
         if unknown := set(switches) - set(pass_names()):
             raise ValueError(f"passes: unknown pass {sorted(unknown)}; there are {list(pass_names())}")
         self.passes = tuple(p for p in PASSES if switches.get(p.name, True))
         self.context = PassContext(arch)
-        self.listener = listener
+        self.listener, self.keep_history = listener, keep_history
         # The manager that this one replaces, and Inductor's setting without any manager.
         self.below = next((part for part in _installed() if isinstance(part, PassManager)), None)
         self.shape_padding: bool = self.below.shape_padding if self.below else inductor_config.shape_padding
@@ -102,10 +106,12 @@ class PassManager(CustomGraphPass):
         if not any(op_of(node) for node in graph.nodes):
             return
         refuse_misplaced_views(graph)
-        report = GraphReport(before=count_nodes(graph))
+        report = GraphReport(count_nodes(graph), place=Place.of(graph, self.context))
+        if self.keep_history:
+            report.history = History(graph)
         watch = Watch(graph)
         for graph_pass in self.passes:
-            result = PassResult(graph_pass.name)
+            result = PassResult(graph_pass.name, about=graph_pass.about())
             graph_pass.run(graph, self.context, result)
             graph.eliminate_dead_code()
             watch.check(result)
@@ -113,6 +119,10 @@ class PassManager(CustomGraphPass):
             for note in result.refused:
                 logger.debug("%s refused at %s: %s", graph_pass.name, note.where, note.text)
             report.results.append(result)
+            if report.history is not None:
+                report.history.note(graph, graph_pass.name)
+        if report.history is not None:
+            report.history.close()
         graph.lint()
         report.after = count_nodes(graph)
         if self.listener is not None:
@@ -159,19 +169,27 @@ class _Chain(_InferenceAware):
         return None if None in ids else tuple(ids)
 
 
-def _installed(slot: Any = None) -> list[Any]:
-    """The passes in `slot`, by default Inductor's. It holds None, one pass, or a list of them (torch 2.13)."""
-    slot = getattr(inductor_config, SLOT) if slot is None else slot
+def chained(parts: list[Any]) -> Any:
+    """The contents of a slot that runs `parts` one after another."""
+    return None if not parts else parts[0] if len(parts) == 1 else _Chain(parts)
+
+
+def parts_of(slot: Any) -> list[Any]:
+    """The passes in a slot. It holds None, one pass, or a list of them (torch 2.13)."""
     if slot is None:
         return []
     parts = slot.parts if isinstance(slot, _Chain) else slot
-    return [p for part in parts for p in _installed(part)] if isinstance(parts, (list, tuple)) else [parts]
+    return [p for part in parts for p in parts_of(part)] if isinstance(parts, (list, tuple)) else [parts]
+
+
+def _installed() -> list[Any]:
+    return parts_of(getattr(inductor_config, SLOT))
 
 
 def _slot(manager: PassManager | None) -> Any:
     """The slot's contents with `manager` as its last pass and no other manager; with None, without any manager."""
     parts = [part for part in _installed() if not isinstance(part, PassManager)] + ([manager] if manager else [])
-    return None if not parts else parts[0] if len(parts) == 1 else _Chain(parts)
+    return chained(parts)
 
 
 @contextlib.contextmanager
@@ -180,6 +198,7 @@ def enabled(
     *,
     arch: int | None = None,
     listener: Callable[[GraphReport], None] | None = None,
+    keep_history: bool = False,
 ) -> Iterator[PassManager]:
     """Run our passes in every graph that Inductor compiles inside the `with` block, after passes that the user installed.
 
@@ -187,12 +206,13 @@ def enabled(
         switches: pass name to on or off; passes that are not named are on.
         arch: compute capability to plan for (100 for sm_100); default: that of the tensors' device.
         listener: called with the `GraphReport` of every graph that calls our ops.
+        keep_history: whether reports hold what each pass did to each node.
 
     Raises:
         ValueError: an unknown pass name.
     """
     _assemble_as_inductor_does()
-    manager = PassManager(switches, arch, listener)
+    manager = PassManager(switches, arch, listener, keep_history)
     with inductor_config.patch({SLOT: _slot(manager), "shape_padding": False}):
         yield manager
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from spec_ops.passes.analysis.graph import EAGER, arg, attention_calls
 from spec_ops.passes.compile import with_own_code
-from spec_ops.passes.manager import enabled
+from spec_ops.passes.manager import chained, enabled, parts_of
 from spec_ops.passes.report import GraphReport
 
 ARCHS = {"Turing": (75,), "Ampere": (80, 86, 87), "Ada": (89,), "Hopper": (90,), "Blackwell": (100, 103, 110, 120, 121)}
@@ -50,7 +50,10 @@ def explain(
         RuntimeError: `fn` calls none of our ops.
         torch._dynamo.exc.Unsupported: `fn` is not one graph.
     """
-    capability = parse_arch(arch)
+    try:
+        capability = parse_arch(arch)
+    except ValueError as error:
+        raise ValueError(f"explain: {error}") from error
     with enabled(passes):  # an unknown name raises here, not as an error of the compiler
         pass
     if capability is None or _on_gpu(fn, args, kwargs):
@@ -81,7 +84,7 @@ def _plan(fn: Callable, args: tuple, kwargs: dict, passes: Mapping[str, bool] | 
     def backend(graph_module: fx.GraphModule, example_inputs: list) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        with enabled(passes, arch=arch, listener=listener):
+        with enabled(passes, arch=arch, listener=listener, keep_history=True):
             return compile_fx(graph_module, example_inputs, inner_compile=inner_compile)
 
     try:
@@ -112,7 +115,7 @@ def _as_on_gpu(host: set[int]) -> Iterator[None]:
         return fake
 
     settings = {
-        "joint_custom_pre_pass": _OnCuda(inductor_config.joint_custom_pre_pass),
+        "joint_custom_pre_pass": chained([*parts_of(inductor_config.joint_custom_pre_pass), _OnCuda()]),
         # It folds `full(...) + 1` by computing it, on the device.
         "joint_graph_constant_folding": inductor_config.joint_graph_constant_folding and torch.cuda.is_available(),
     }
@@ -121,15 +124,9 @@ def _as_on_gpu(host: set[int]) -> Iterator[None]:
 
 
 class _OnCuda(CustomGraphPass):
-    """Puts on `cuda` what the graph has on `meta`, after the user's passes in the same slot."""
-
-    def __init__(self, users: Any) -> None:
-        self.users = users if isinstance(users, (list, tuple)) else [] if users is None else [users]
+    """Puts on `cuda` what the graph has on `meta`."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        for users_pass in self.users:
-            users_pass(graph)
-
         def moved(item: Any) -> Any:
             return _CUDA if item == _META else item
 
@@ -178,5 +175,5 @@ def parse_arch(arch: int | str | None) -> int | None:
     digits = str(arch).lower().removeprefix("sm").removeprefix("_").rstrip("af")
     if not digits.isdigit() or not any(int(digits) in family for family in ARCHS.values()):
         known = ", ".join(f"{' '.join(f'sm{number}' for number in family)} ({name})" for name, family in ARCHS.items())
-        raise ValueError(f"explain: `arch` must be one of {known}, got {arch!r}")
+        raise ValueError(f"`arch` must be one of {known}, got {arch!r}")
     return int(digits)

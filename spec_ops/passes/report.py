@@ -2,148 +2,77 @@
 
 from __future__ import annotations
 
-import math
-import operator
+import os
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from spec_ops.passes.analysis.graph import ATTENTION_OPS, INDEX_OPS, op_of, value
-from spec_ops.passes.analysis.lengths import INTEGERS
-from spec_ops.passes.analysis.rows import RESHAPES, is_product
-from spec_ops.passes.base import PassResult
+from spec_ops.passes.analysis import counts
+from spec_ops.passes.analysis.graph import arg, attention_calls, has_arg, value
+from spec_ops.passes.base import Note, PassContext, PassResult
+from spec_ops.passes.history import History
 
-KV_GENERATIONS, PAGE_TABLES = "kv-index generations", "page tables"
-HOST_COPIES, ITEMS = "device-to-host copies", "item calls"
-METADATA_LAUNCHES, HEAD_ROWS, PREFILLS = "metadata launches", "LM-head rows in extend", "extends on a prefill kernel"
-HOST_PLANNED, CUDA_GRAPHS = "host-planned calls", "CUDA graphs"
-SUMMARY = (
-    KV_GENERATIONS, PAGE_TABLES, HOST_COPIES, ITEMS, METADATA_LAUNCHES, HEAD_ROWS, PREFILLS, HOST_PLANNED, CUDA_GRAPHS,
-)  # fmt: skip
-
-aten = torch.ops.aten
-_VIEWS = RESHAPES | {aten.select.int, aten.slice.Tensor, aten.expand.default, aten.permute.default}
-_METADATA = {"block_tables", "seq_lens", "q_indptr", "kv_indptr", "kv_indices", "slots", "src_slots", "dst_slots"}
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_SHOWN_OF_A_PASS = 4  # lines, unless everything is asked for
+_ON_GPU_ALONE = (counts.HOST_COPIES, counts.CUDA_GRAPHS)
+_SELECTION = "select_backends"
 
 
-def is_host_copy(node: fx.Node) -> bool:
-    """Whether `node` copies a tensor from another device to the CPU."""
-    if node.op != "call_function" or not isinstance(out := value(node), torch.Tensor) or out.device.type != "cpu":
-        return False
-    return any(isinstance(v := value(n), torch.Tensor) and v.device.type != "cpu" for n in node.all_input_nodes)
+class Place(NamedTuple):
+    """What a graph was compiled or planned for: the compute capability (None: CPU) and the dtypes of attention."""
+
+    arch: int | None = None
+    dtypes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, graph: fx.Graph, context: PassContext) -> Place:
+        arch, dtypes = context.arch, dict[str, None]()
+        for call in attention_calls(graph):
+            q, cache = value(arg(call, "q")), value(arg(call, "k_cache" if has_arg(call, "k_cache") else "kv_cache"))
+            if isinstance(q, torch.Tensor) and isinstance(cache, torch.Tensor):
+                arch = context.machine(q.device)[0]
+                dtypes[_short(q.dtype) + ("" if cache.dtype == q.dtype else f" with {_short(cache.dtype)} caches")] = None
+        return cls(arch, tuple(dtypes))
+
+    def __str__(self) -> str:
+        return ", ".join(["the CPU" if self.arch is None else f"sm_{self.arch}", *self.dtypes])
 
 
-def is_item(node: fx.Node) -> bool:
-    return node.target is aten._local_scalar_dense.default
+class Kernel(NamedTuple):
+    """The backend of some attention calls, counted by op; why not another, each reason with its ops; what is not
+    installed; where the calls are, by op."""
 
-
-def plans_on_host(node: fx.Node) -> bool:
-    """Whether `node` calls an op of ours that Inductor keeps out of CUDA graphs."""
-    op = op_of(node)
-    return op is not None and torch.Tag.cudagraph_unsafe in op.tags
-
-
-def count_nodes(graph: fx.Graph) -> dict[str, int]:
-    """Counts of what the passes are after (`SUMMARY`), of our ops by name, and of all calls.
-
-    * metadata launches: page tables and kv-indices, and integer tensors that only describe where keys lie (lengths, slots) and
-      are computed for an op of ours; each is a kernel of its own unless it finds one to ride on. Rows of one tensor count once.
-    * LM-head rows in extend: rows of matrix products that choose tokens after an extend, in the example that was traced.
-    * CUDA graphs: runs of work between what cannot be recorded, in the order of the graph; Inductor may reorder to fewer.
-    """
-    found: Counter[str] = Counter(dict.fromkeys(SUMMARY, 0))
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        found["calls"] += 1
-        found[HOST_COPIES] += is_host_copy(node)
-        found[ITEMS] += is_item(node)
-        found[HOST_PLANNED] += plans_on_host(node)
-        if (op := op_of(node)) is None:
-            continue
-        name = op._schema.name.removeprefix("spec_ops::")
-        found[name] += 1
-        found[PAGE_TABLES] += name == "page_table"
-        found[KV_GENERATIONS] += name in INDEX_OPS.values() and name != "page_table"
-        found[PREFILLS] += name in ("mha_extend", "mla_extend")
-    found[METADATA_LAUNCHES] = found[PAGE_TABLES] + found[KV_GENERATIONS] + len(_computed_metadata(graph))
-    found[HEAD_ROWS] = _head_rows(graph)
-    found[CUDA_GRAPHS] = cuda_graphs(graph)
-    return dict(found)
-
-
-def _computed_metadata(graph: fx.Graph) -> set[fx.Node]:
-    """Integer tensors that ops of ours take as metadata and that plain tensor ops compute."""
-    made: set[fx.Node] = set()
-    for call in graph.nodes:
-        if (op := op_of(call)) is None:
-            continue
-        names = [argument.name for argument in op._schema.arguments]
-        given = {**dict(zip(names, call.args if call.target is op else (), strict=False)), **call.kwargs}
-        for node in (given[name] for name in _METADATA & given.keys()):
-            while isinstance(node, fx.Node) and node.target in _VIEWS:
-                node = node.args[0]
-            plain = isinstance(node, fx.Node) and node.op == "call_function" and node.target is not operator.getitem
-            if plain and op_of(node) is None and value(node).dtype in INTEGERS:
-                made.add(node)
-    return made
-
-
-def _head_rows(graph: fx.Graph) -> int:
-    """Rows of the matrix products from which token ids come, if the last attention call above them is an extend."""
-    chooses: set[fx.Node] = set()  # values from which ids or probabilities come without another matrix product
-    for node in reversed(graph.nodes):
-        for user in node.users:
-            parts = value(user)
-            ids = isinstance(parts, torch.Tensor) and parts.dtype in INTEGERS
-            sampled = (op := op_of(user)) is not None and op._schema.name.removeprefix("spec_ops::") == "sampling_probs"
-            if ids or sampled or (user in chooses and not is_product(user) and op is None):
-                chooses.add(node)
-    last: dict[fx.Node, tuple[int, str]] = {}  # the last attention call above a value: its place and step
-    rows = 0
-    for place, node in enumerate(graph.nodes):
-        last[node] = max((last[n] for n in node.all_input_nodes), default=(-1, ""))
-        if node.target in ATTENTION_OPS:
-            last[node] = (place, ATTENTION_OPS[node.target])
-        elif is_product(node) and node in chooses and last[node][1].endswith("_extend"):
-            rows += math.prod(map(_example, value(node).shape[:-1]))
-    return rows
-
-
-def _example(size: int | torch.SymInt) -> int:
-    """A dynamic size as it is in the example that is traced, without a guard; 1 where only the device knows it."""
-    return size if isinstance(size, int) else size.node.hint or 1
-
-
-def cuda_graphs(graph: fx.Graph) -> int:
-    """Runs of nodes that do work, between calls that CUDA graphs cannot record."""
-    runs, inside = 0, False
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem or node.target in _VIEWS:
-            continue
-        if plans_on_host(node) or is_host_copy(node) or is_item(node):
-            inside = False
-        elif not inside and (op_of(node) is not None or isinstance(value(node), (torch.Tensor, tuple, list))):
-            runs, inside = runs + 1, True
-    return runs
+    backend: str
+    calls: Counter[str]
+    others: dict[str, list[str]]
+    missing: str | None
+    places: dict[str, list[str]]
 
 
 @dataclass
 class GraphReport:
-    """One compiled graph: counts before and after (`count_nodes`), and every pass's result."""
+    """One compiled graph: counts before and after (`count_nodes`), and every pass's result.
+
+    `print(report)` shows what changed; `text(verbose=True)` shows everything, and `to_html()` shows it on a page.
+    """
 
     before: dict[str, int]
     after: dict[str, int] = field(default_factory=dict)
     results: list[PassResult] = field(default_factory=list)
+    place: Place = field(default_factory=lambda: Place())
+    history: History | None = None
 
     def matches(self, name: str) -> int:
         return sum(result.matches for result in self.results if result.name == name)
 
     def kernels(self) -> list[str]:
-        """The selections, in call order."""
-        return [note.text for result in self.results if result.name == "select_backends" for note in result.done]
+        """The selections with the reasons against the other kernels, in call order."""
+        return [note.text + (f" ({'; '.join(note.why)})" if note.why else "") for note in self._selections()]
 
     def warnings(self) -> list[str]:
         """What is slow and need not be, each once: calls without a kernel on a GPU."""
@@ -151,21 +80,173 @@ class GraphReport:
 
     def host_plan_cost(self) -> str | None:
         """What calls that plan on the host cost; None if there are none."""
-        if not (calls := self.after.get(HOST_PLANNED, 0)):
+        if not (calls := self.after.get(counts.HOST_PLANNED, 0)):
             return None
-        graphs = self.after[CUDA_GRAPHS]
+        graphs = self.after[counts.CUDA_GRAPHS]
         return f"{calls} calls plan on the host and run outside CUDA graphs: {graphs} graphs instead of 1"
 
+    def verdict(self) -> str:
+        """One line: what it is a plan for, what the passes changed, and who computes attention."""
+        syncs = (counts.HOST_COPIES, counts.ITEMS)
+        parts = [self._change("host sync", *syncs)]
+        if self.place.arch is not None:
+            parts.insert(0, self._change("CUDA graph", counts.CUDA_GRAPHS))
+        if self.before.get(counts.METADATA_LAUNCHES) or self.after.get(counts.METADATA_LAUNCHES):
+            parts.append(self._change("metadata launch", counts.METADATA_LAUNCHES))
+        backends = [kernel.backend for kernel in self.chosen()]
+        attention = f"; attention by {_listed(backends)}" if backends else ""
+        return f"Plan for {self.place}: {', '.join(parts)}{attention}"
+
+    def text(self, verbose: bool = False) -> str:
+        """The verdict, the counts that changed, kernels, rewrites and refusals, each reason once; `verbose`: everything, with
+        the user's source lines."""
+        parts = [[self.verdict(), *(f"warning: {text}" for text in self.warnings())]]
+        parts[0] += [cost] if (cost := self.host_plan_cost()) else []
+        parts += [self._table(verbose), self._kernel_lines(verbose)]
+        rewrites = [(result, result.done) for result in self.results if result.name != _SELECTION]
+        parts.append(_section("rewrites", rewrites, verbose))
+        parts.append(_section("not done", [(result, result.refused) for result in self.results], verbose))
+        if verbose and (idle := [r.name for r in self.results if not (r.matches or r.refused)]):
+            parts.append([f"found nothing to do: {', '.join(idle)}"])
+        return "\n\n".join("\n".join(part) for part in parts if part)
+
+    def to_html(self) -> str:
+        """The report as one page that needs nothing else: counts, rewrites, refusals, and the graph before and after."""
+        from spec_ops.passes.page import page
+
+        return page(self)
+
     def __str__(self) -> str:
-        others = sorted((self.before.keys() | self.after.keys()) - {*SUMMARY, "calls"})
-        counts = [(name, self.before.get(name, 0), self.after.get(name, 0)) for name in (*SUMMARY, *others, "calls")]
-        lines = [f"{'':28s} {'before':>8s} {'after':>8s}"]
-        lines += [f"{name:28s} {before:8d} {after:8d}" for name, before, after in counts]
-        lines += [cost] if (cost := self.host_plan_cost()) else []
-        lines += [f"warning: {text}" for text in self.warnings()]
-        for result in self.results:
-            lines.append(f"{result.name}: {result.matches}")
-            for verb, notes in (("", result.done), ("refused: ", result.refused)):
-                for (text, where), times in Counter((n.text, n.where) for n in notes).items():
-                    lines.append(f"  {verb}{text}" + (f" (x{times})" if times > 1 else "") + f"  [{where}]")
-        return "\n".join(lines)
+        return self.text()
+
+    def _selections(self) -> list[Note]:
+        return [note for result in self.results if result.name == _SELECTION for note in result.done]
+
+    def chosen(self) -> list[Kernel]:
+        """The backends of the attention calls, in the order in which they first appear."""
+        found: dict[str, Kernel] = {}
+        for note in self._selections():
+            step, _, chosen = note.text.partition(": ")
+            backend, _, missing = chosen.partition(", which ")
+            kernel = found.setdefault(backend, Kernel(backend, Counter(), {}, missing or None, {}))
+            kernel.calls[step] += 1
+            places = kernel.places.setdefault(step, [])
+            places += [note.where] if note.where not in places else []
+            for why in note.why:
+                steps = kernel.others.setdefault(why.replace(" ", ": ", 1), [])
+                steps += [step] if step not in steps else []
+        return list(found.values())
+
+    def _change(self, noun: str, *names: str) -> str:
+        before, after = (sum(found.get(name, 0) for name in names) for found in (self.before, self.after))
+        plural = "es" if noun.endswith("ch") else "s"
+        text = f"{after or 'no'} {noun}{plural if after != 1 else ''}"
+        return text if before == after else f"{text} instead of {before}"
+
+    def rows(self, verbose: bool = False) -> list[tuple[str, int, int]]:
+        """`(name, count without the passes, count with them)`: what the passes are after and changed, or every count."""
+        names = [name for name in counts.SUMMARY if self.place.arch is not None or name not in _ON_GPU_ALONE]
+        if verbose:
+            names += [*sorted((self.before.keys() | self.after.keys()) - {*counts.SUMMARY, "calls"}), "calls"]
+        found = [(name, self.before.get(name, 0), self.after.get(name, 0)) for name in names]
+        return [row for row in found if verbose or row[1] != row[2]]
+
+    def _table(self, verbose: bool) -> list[str]:
+        if not (rows := self.rows(verbose)):
+            return []
+        return [f"{'':28s} {'without':>8s} {'with':>8s}  the passes", *(f"{n:28s} {b:8d} {a:8d}" for n, b, a in rows)]
+
+    def _kernel_lines(self, verbose: bool) -> list[str]:
+        lines = []
+        for kernel in self.chosen():
+            lines.append(f"  {kernel.backend}: {_listed(_times(kernel.calls))}")
+            lines += [f"    {kernel.missing}"] if kernel.missing else []
+            lines += [f"    {step}  [{_places(places)}]" for step, places in kernel.places.items() if verbose]
+            for reason, steps in kernel.others.items() if verbose else ():
+                lines.append(f"    not {reason}" + (f" ({_listed(steps)})" if len(steps) < len(kernel.calls) else ""))
+        return ["attention kernels", *lines] if lines else []
+
+
+class Group(NamedTuple):
+    """Notes that say the same of several things: the reason, what it was said of, and where."""
+
+    reason: str
+    subjects: Counter[str]
+    places: list[str]
+
+
+def groups(notes: Iterable[Note]) -> list[Group]:
+    """Each reason once. A note is `"subject: reason"`, or a reason alone."""
+    found: dict[str, Group] = {}
+    for note in notes:
+        subject, colon, reason = note.text.partition(": ")
+        group = found.setdefault(reason if colon else note.text, Group(reason if colon else note.text, Counter(), []))
+        group.subjects[subject if colon else ""] += 1
+        if note.where not in group.places:
+            group.places.append(note.where)
+    return list(found.values())
+
+
+def short_place(where: str) -> str:
+    """`file:line`, the file relative to the current folder if it is below it."""
+    file, _, line = where.rpartition(":")
+    with_parents = Path(os.path.abspath(file))
+    inside = Path.cwd() in with_parents.parents
+    return f"{with_parents.relative_to(Path.cwd()) if inside else file}:{line}"
+
+
+def _section(title: str, parts: Sequence[tuple[PassResult, list[Note]]], verbose: bool) -> list[str]:
+    lines = []
+    for result, notes in parts:
+        if notes:
+            times = f" ({len(notes)})" if len(notes) > 1 else ""
+            lines.append(f"  {result.name}{times}: {result.about}".rstrip(" :"))
+            lines += _every(notes) if verbose else _briefly(notes)
+    return [title, *lines] if lines else []
+
+
+def _briefly(notes: list[Note]) -> Iterator[str]:
+    found = groups(notes)
+    for group in found[:_SHOWN_OF_A_PASS]:
+        named = _times(group.subjects)
+        subjects = _listed([*named[:3], f"{len(named) - 3} others"] if len(named) > 4 else named)
+        times = f" ({group.subjects['']} times)" if group.subjects[""] > 1 else ""
+        yield f"    {subjects + ': ' if subjects else ''}{group.reason}{times}  [{_places(group.places)}]"
+    if len(found) > _SHOWN_OF_A_PASS:
+        yield f"    and {len(found) - _SHOWN_OF_A_PASS} kinds more"
+
+
+def _every(notes: list[Note]) -> Iterator[str]:
+    for (text, where), times in Counter((note.text, note.where) for note in notes).items():
+        yield f"    {text}" + (f" ({times} times)" if times > 1 else "") + f"  [{short_place(where)}]"
+        yield from (f"        {line}" for line in [source_text(where)] if line)
+
+
+def source_text(where: str) -> str:
+    """The line of source at `file:line`, without its indentation; empty if it cannot be read."""
+    import linecache
+
+    file, _, line = where.rpartition(":")
+    return linecache.getline(file, int(line)).strip()
+
+
+def _places(places: list[str]) -> str:
+    """`file:line, line`, each file once."""
+    files: dict[str, list[str]] = {}
+    for place in places:
+        file, _, line = short_place(place).rpartition(":")
+        files.setdefault(file, []).append(line)
+    return "; ".join(f"{file}:{', '.join(sorted(lines, key=int))}" for file, lines in files.items())
+
+
+def _times(names: Counter[str]) -> list[str]:
+    return [name + (f" x{times}" if times > 1 else "") for name, times in names.items() if name]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1] if names else ""
+
+
+def _short(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return _SHORT.get(dtype, "fp8" if name.startswith("float8") else name)

@@ -43,9 +43,9 @@ class SelectBackends(GraphPass):
                 if context.arch is None:  # not a plan for elsewhere
                     warn_once(meta, arch, text)
             candidates = ((other, why) for other, why in selection.reasons.items() if not why.startswith("has no kernel"))
-            others = "; ".join(f"{other} {why}" for other, why in candidates)
+            others = [f"{other} {why}" for other, why in candidates]
             set_arg(node, "backend", selection.backend.name)
             node.target = (HOST_PLAN_OPS if selection.backend.host_plan else OPS)[op]
             absent = selection.backend.missing()
             here = f", which {absent}" if absent else ""
-            result.did(node, f"{op}: {selection.backend.name}{here}" + (f" ({others})" if others else ""))
+            result.did(node, f"{op}: {selection.backend.name}{here}", others)

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from spec_ops.ops.concatenate import concatenate
+from spec_ops.passes.analysis.counts import cuda_graphs
 from spec_ops.passes.analysis.graph import value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
-from spec_ops.passes.report import cuda_graphs
 
 
 @functools.cache

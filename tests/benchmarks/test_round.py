@@ -16,7 +16,8 @@ from benchmarks.round.measure import CompiledRound, RoundCase, floor_bytes
 from benchmarks.round.profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
 from benchmarks.round.report import above_floor, judge_auto
 from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES
-from spec_ops.passes import explain, report
+from spec_ops.passes import explain
+from spec_ops.passes.analysis import counts
 
 TINY = RoundCase("tiny", 3, (40, 70), device="cpu", dtype="float32", compiled=False, repeats=2)
 
@@ -66,10 +67,10 @@ def test_the_passes_clean_the_naive_round():
     torch._dynamo.reset()
     with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
         plan = explain(naive.step, arch=90)
-    counts = {name: (plan.before[name], plan.after[name]) for name in (report.PAGE_TABLES, report.KV_GENERATIONS)}
-    assert counts == {report.PAGE_TABLES: (4, 1), report.KV_GENERATIONS: (4, 0)}
-    assert (plan.before[report.ITEMS], plan.after[report.ITEMS]) == (4, 0)
-    assert (plan.before[report.PREFILLS], plan.after[report.PREFILLS]) == (1, 0)
+    found = {name: (plan.before[name], plan.after[name]) for name in (counts.PAGE_TABLES, counts.KV_GENERATIONS)}
+    assert found == {counts.PAGE_TABLES: (4, 1), counts.KV_GENERATIONS: (4, 0)}
+    assert (plan.before[counts.ITEMS], plan.after[counts.ITEMS]) == (4, 0)
+    assert (plan.before[counts.PREFILLS], plan.after[counts.PREFILLS]) == (1, 0)
 
 
 def test_naive_rounds_draft_chains_only():

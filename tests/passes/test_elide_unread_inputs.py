@@ -12,9 +12,9 @@ from torch import fx
 import spec_ops
 from spec_ops.ops.attention import OPS
 from spec_ops.ops.kv_indices import kv_indices_op, page_table_op
+from spec_ops.passes.analysis.counts import is_host_copy
 from spec_ops.passes.analysis.graph import arg, attention_calls
 from spec_ops.passes.elide_unread_inputs import OPTIONAL_INPUTS, ElideUnreadInputs
-from spec_ops.passes.report import is_host_copy
 from tests.helpers.pass_harness import capture, capture_for_cuda, run_pass, switched_off, targets, texts, using_provider
 
 BS, PAGE, WIDTH = 2, 4, 16

@@ -7,12 +7,15 @@ import warnings
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from typer.testing import CliRunner
 
 import spec_ops
 from spec_ops.cli import app
 from spec_ops.cli import explain as command
-from spec_ops.passes import explain, report
+from spec_ops.passes import explain
+from spec_ops.passes.analysis import counts
 from spec_ops.passes.plan import parse_arch
 from spec_ops.passes.select_backends import SelectBackends
 from tests.helpers.pass_harness import capture_for_cuda, run_pass, texts
@@ -42,16 +45,16 @@ def fresh(monkeypatch):
 def test_copies_to_the_host_are_counted_without_a_gpu():
     half = (Q.bfloat16(), CACHE.bfloat16(), TABLE, LENS)
     plan = explain(read_back, *half, arch="sm90")
-    assert (plan.before[report.HOST_COPIES], plan.after[report.HOST_COPIES]) == (1, 0)
+    assert (plan.before[counts.HOST_COPIES], plan.after[counts.HOST_COPIES]) == (1, 0)
     assert plan.kernels()[0].startswith("mha_draft_decode: triton")
     assert plan.warnings() == []
-    assert explain(read_back, *half).before[report.HOST_COPIES] == 0  # a plan for the CPU
+    assert explain(read_back, *half).before[counts.HOST_COPIES] == 0  # a plan for the CPU
     assert half[0].device.type == "cpu"
 
 
 def test_lengths_that_are_on_the_host_stay_there():
     plan = explain(lambda q, lens: attend(q, CACHE, TABLE, LENS, seq_lens_cpu=lens[:2].long()), Q, LENS.clone(), arch=90)
-    assert plan.before[report.HOST_COPIES] == 0
+    assert plan.before[counts.HOST_COPIES] == 0
 
 
 def test_a_module_and_its_closed_over_tensors_move_together():
@@ -65,6 +68,29 @@ def test_a_module_and_its_closed_over_tensors_move_together():
             return attend(q @ self.weight, self.cache, TABLE, LENS) + torch.arange(16, device=q.device)
 
     assert explain(Step(), Q, arch="sm_100a").kernels()
+
+
+class Users(CustomGraphPass):
+    """A pass that the user has in Inductor's slot before the joint graph's own passes: it sees the graph as it was traced."""
+
+    def __init__(self) -> None:
+        self.devices: list[str] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.devices.append(next(node.meta["val"].device.type for node in graph.nodes if node.op == "placeholder"))
+
+    def uuid(self) -> str:
+        return "users"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_passes_of_the_user_stay_in_a_plan_for_a_gpu(several):
+    one, other = Users(), Users()
+    users = [one, other] if several else one
+    with inductor_config.patch(joint_custom_pre_pass=users):
+        assert explain(attend, Q.bfloat16(), CACHE.bfloat16(), TABLE, LENS, arch=90).kernels()
+    assert one.devices == ["meta"]
+    assert other.devices == (["meta"] if users is not one else [])
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["elsewhere", "here"])
@@ -103,6 +129,8 @@ FACTORIES = {
     "syntax": "def make(:",
     "breaks": "def make():\n    def f(x):\n        torch._dynamo.graph_break()\n        return x\n    return f, torch.ones(2)",
     "arguments": "def make(): return lambda x: x",
+    "builtin": "make = max",
+    "returns_builtin": "def make(): return torch.tanh, torch.ones(2)",
     "module": "import neighbour\ndef make(): return neighbour.Step(), neighbour.ARGS[0]",
     "neighbour": "from neighbour import step\nimport neighbour\ndef make(): return step, *neighbour.ARGS",
 }
@@ -143,7 +171,8 @@ def test_a_factory_that_imports_its_neighbour(run):
 def test_a_module_in_another_dtype(run):
     code, output = run("module", "--arch", "sm90", "--dtype", "bfloat16")
     assert code == 0, output
-    assert "mha_draft_decode: triton" in output
+    assert "Plan for sm_90, bf16" in output
+    assert "triton: mha_draft_decode" in output
     assert "warning" not in output
     code, output = run("neighbour", "--dtype", "bfloat16")
     assert (code, "is for modules" in output) == (2, True)
@@ -160,6 +189,8 @@ def test_a_module_in_another_dtype(run):
         ("imports", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("syntax", "SyntaxError: invalid syntax"),
         ("breaks", "graph_break()"),
+        ("builtin", "TypeError: max expected at least 1 argument, got 0"),
+        ("returns_builtin", "calls none of the spec_ops operators"),
         ("arguments", "must return what to compile and its arguments: missing a required argument: 'x'"),
     ],
 )

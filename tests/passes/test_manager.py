@@ -280,7 +280,7 @@ def test_explain_plans_for_an_architecture_that_is_not_there():
         (kernel,) = plan.kernels()
         assert kernel.startswith("mha_draft_decode: fast (")
         assert "reference ranks after fast" in kernel
-        assert f"{__file__}:" in str(plan)
+        assert "test_manager.py:" in plan.text(verbose=True)
         here = explain(step, *arguments())
     (kernel,) = here.kernels()
     assert kernel.startswith("mha_draft_decode: reference (")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import spec_ops
-from spec_ops.passes import PassManager, report
+from spec_ops.passes import PassManager
+from spec_ops.passes.analysis import counts
 from tests.examples.test_naive_round import naive_round, table
 from tests.helpers.pass_harness import Traced, compile_interpreted
 
@@ -44,13 +45,13 @@ def test_several_rounds_in_one_graph():
         # The head runs on one row instead of all: another order of summation in fp32.
         torch.testing.assert_close(passed.buffers[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
     counts = table(passed.report)
-    assert counts[report.KV_GENERATIONS] == (8, 0)
-    assert counts[report.PAGE_TABLES] == (8, 2)
-    assert counts[report.ITEMS] == (8, 0)
-    assert counts[report.PREFILLS] == (2, 0)
-    assert counts[report.HEAD_ROWS] == (16, 4)
-    assert counts[report.CUDA_GRAPHS] == (9, 1)
-    assert counts[report.METADATA_LAUNCHES][1] == 2 * 7
+    assert counts[counts.KV_GENERATIONS] == (8, 0)
+    assert counts[counts.PAGE_TABLES] == (8, 2)
+    assert counts[counts.ITEMS] == (8, 0)
+    assert counts[counts.PREFILLS] == (2, 0)
+    assert counts[counts.HEAD_ROWS] == (16, 4)
+    assert counts[counts.CUDA_GRAPHS] == (9, 1)
+    assert counts[counts.METADATA_LAUNCHES][1] == 2 * 7
 
 
 class WindowedDraft(torch.nn.Module):
@@ -111,10 +112,10 @@ def test_layers_with_page_tables_of_their_own(lengths):
         assert torch.equal(passed.buffers[name], want)
     found = passed.report
     assert (found.before["page_table"], found.after["page_table"]) == (6, 2)
-    assert found.after[report.ITEMS] == 0
+    assert found.after[counts.ITEMS] == 0
     assert not [note.text for result in found.results for note in result.refused]
     # Tables and slots of two layers, and the lengths: in int64 those of the tables, in int32 those of attention.
-    assert found.after[report.METADATA_LAUNCHES] == 2 + 2 + (2 if lengths == "int64" else 1)
+    assert found.after[counts.METADATA_LAUNCHES] == 2 + 2 + (2 if lengths == "int64" else 1)
 
 
 def work(**options: Any) -> tuple[int, int]:

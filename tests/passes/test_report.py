@@ -1,4 +1,4 @@
-"""What the report counts, on graphs small enough to count by hand."""
+"""What a report says: a verdict, what changed, and each reason once."""
 
 from __future__ import annotations
 
@@ -6,131 +6,118 @@ import pytest
 import torch
 
 import spec_ops
-from spec_ops.ops.linear import skinny_mm_op
-from spec_ops.passes import report
-from spec_ops.passes.report import count_nodes
-from tests.helpers.pass_harness import capture, capture_for_cuda, using_provider
+from spec_ops.passes import GraphReport, Note, PassResult, explain
+from spec_ops.passes.analysis import counts
+from spec_ops.passes.report import Place, groups, short_place, source_text
+from tests.helpers.pass_harness import using_provider
 
-BS, PAGE, WIDTH, DIM, VOCAB = 2, 4, 16, 8, 11
-
-
-def tensors() -> dict[str, torch.Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return {
-        "x": torch.randn(BS, 3, DIM, generator=g),
-        "k": torch.randn(8, PAGE, 1, DIM, generator=g),
-        "v": torch.randn(8, PAGE, 1, DIM, generator=g),
-        "table": torch.arange(8, dtype=torch.int32).reshape(BS, 4),
-        "base": torch.tensor([3, 6], dtype=torch.int32),
-        "head": torch.randn(DIM, VOCAB, generator=g),
-        "embed": torch.randn(VOCAB, DIM, generator=g),
-    }
+CACHE = torch.randn(4, 4, 2, 64)
+TABLE, LENS = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([3, 4], dtype=torch.int32)
+Q = torch.randn(2, 1, 4, 64)
 
 
-def attend(t: dict[str, torch.Tensor], x: torch.Tensor, step: str, lens: torch.Tensor, **options) -> torch.Tensor:
-    op = getattr(spec_ops, f"mha_{step}")
-    return x + op(x[:, :, None], t["k"], t["v"], t["table"], lens, **options)[:, :, 0]
+def step(q, lens, **options):
+    cache = CACHE.to(q.dtype)
+    return spec_ops.mha_draft_decode(q, cache, cache, TABLE, lens + 1, **options)
 
 
-def counts(fn, on_cuda: bool = False) -> dict[str, int]:
-    if on_cuda:
-        return count_nodes(capture_for_cuda(fn, tensors()).graph)
-    return count_nodes(capture(fn, tensors())[0].graph)
+def two_steps(q, lens):
+    """Each with lengths on the host, and the longest as a number."""
+    for _ in range(2):
+        q = step(q, lens, seq_lens_cpu=lens.cpu(), max_seq_len=lens.max().item())
+    return q
 
 
-def logits_of(step: str, choose=lambda logits: logits.argmax(-1)):
-    return lambda t: choose(attend(t, t["x"], step, t["base"] + 3) @ t["head"])
+@pytest.fixture(autouse=True)
+def scalars_in_the_graph():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        yield
 
 
-def two_rounds(t):
-    """An extend, and the next draft step, which reads the hidden rows and the token of the extend."""
-    hidden = attend(t, t["x"], "draft_extend", t["base"] + 3)
-    token = (hidden @ t["head"]).argmax(-1)[:, -1:]
-    hidden = attend(t, hidden[:, -1:] + t["embed"][token], "draft_decode", t["base"] + 4)
-    return (hidden @ t["head"]).argmax(-1)
+def test_the_verdict_comes_first():
+    plan = explain(two_steps, Q.bfloat16(), LENS, arch="sm_90")
+    assert str(plan).splitlines()[0] == (
+        "Plan for sm_90, bf16: 1 CUDA graph instead of 2, no host syncs instead of 4, "
+        "1 metadata launch instead of 2; attention by triton"
+    )
 
 
-HEADS = {
-    "argmax": (logits_of("draft_extend"), BS * 3),
-    "topk of a softmax": (logits_of("draft_extend", lambda x: torch.log_softmax(x, -1).topk(2)), BS * 3),
-    "one row": (logits_of("draft_extend", lambda x: x[:, -1].argmax(-1)), BS * 3),
-    "sampled": (
-        logits_of("draft_extend", lambda x: spec_ops.sampling_probs(x[:, 0], torch.full((BS,), 0.5))),
-        BS * 3,
-    ),
-    "verify": (logits_of("target_verify"), 0),
-    "returned logits": (logits_of("draft_extend", lambda x: x), 0),
-    "the next round's head is a draft's": (two_rounds, BS * 3),
-    "selected before": (
-        lambda t: (attend(t, t["x"], "draft_extend", t["base"] + 3)[:, -1] @ t["head"]).argmax(-1),
-        BS,
-    ),
-    "other products": (
-        lambda t: ((attend(t, t["x"], "draft_extend", t["base"] + 3) @ t["head"]).relu() @ t["embed"] @ t["head"]).argmax(-1),
-        BS * 3,
-    ),
-}
+def test_the_verdict_on_the_cpu_counts_no_cuda_graphs():
+    verdict = explain(two_steps, Q, LENS).verdict()
+    assert verdict.startswith("Plan for the CPU, fp32: no host syncs instead of 2, 1 metadata launch")
+    assert verdict.endswith("; attention by reference")
 
 
-def skinny_products(t):
-    """As `lower_skinny_mm` leaves them: in front of the head, and the head itself."""
-    hidden = attend(t, t["x"], "draft_extend", t["base"] + 3).flatten(0, 1)
-    hidden = skinny_mm_op(hidden, t["embed"][:DIM], None)
-    return (hidden @ t["head"]).argmax(-1), skinny_mm_op(hidden, t["embed"], None).argmax(-1)
-
-
-HEADS["skinny products"] = (skinny_products, 2 * BS * 3)
-
-
-@pytest.mark.parametrize("case", HEADS)
-def test_rows_of_the_lm_head(case):
-    fn, rows = HEADS[case]
-    assert counts(fn)[report.HEAD_ROWS] == rows
-
-
-def test_metadata_launches():
-    def fn(t):
-        lens, slots = t["base"] + 1, (t["base"] * 2)[:, None].flatten()
-        first = attend(t, t["x"][:, :1], "draft_decode", lens)
-        spec_ops.append_kv(t["k"], t["v"], first, first, slots)
-        spec_ops.append_kv(t["k"], t["v"], first, first, slots.view(BS))  # the same buffer again
-        return attend(t, first, "draft_decode", t["base"])  # an input is no launch
-
-    assert counts(fn)[report.METADATA_LAUNCHES] == 2
-
-
-def test_host_copies_and_items_end_a_graph():
-    def fn(t):
-        x = attend(t, t["x"], "target_verify", t["base"], seq_lens_cpu=(t["base"] + 0 * t["base"]).cpu())
-        return attend(t, x.exp(), "target_verify", t["base"], max_seq_len=t["base"].max().item())
-
-    found = counts(fn, on_cuda=True)
-    assert (found[report.HOST_COPIES], found[report.ITEMS], found[report.CUDA_GRAPHS]) == (1, 1, 3)
-    assert counts(fn)[report.HOST_COPIES] == 0
-
-
-def test_host_planned_calls_split_the_graph():
-    def fn(t):
-        x = t["x"]
-        for _ in range(3):
-            x = attend(t, x @ t["head"] @ t["embed"], "target_verify", t["base"], backend="provider")
-        return x
-
+def test_the_verdict_of_host_planned_kernels():
     with using_provider(host_plan=True):
-        found = counts(fn)
-    assert (found[report.HOST_PLANNED], found[report.CUDA_GRAPHS]) == (3, 4)
-    with using_provider():
-        found = counts(fn)
-    assert (found[report.HOST_PLANNED], found[report.CUDA_GRAPHS]) == (0, 1)
+        plan = explain(lambda q, lens: step(step(q, lens, backend="provider") * 2, lens), Q, LENS, arch=90)
+    assert "Plan for sm_90, fp32: 2 CUDA graphs, no host syncs" in plan.verdict()
+    assert "attention by provider and reference" in plan.verdict()
+    assert str(plan).splitlines()[2] == "1 calls plan on the host and run outside CUDA graphs: 2 graphs instead of 1"
 
 
-def test_back_to_back_calls_need_no_graph_between():
-    def fn(t):
-        x = t["x"][:, :, None]
-        for _ in range(2):
-            x = spec_ops.mha_target_verify(x, t["k"], t["v"], t["table"], t["base"], backend="provider")
-        return x
+def test_counts_that_stay_say_nothing():
+    plan = explain(two_steps, Q.bfloat16(), LENS, arch=90)
+    short, verbose = str(plan).splitlines(), plan.text(verbose=True).splitlines()
+    for name in counts.SUMMARY:
+        row = f"{name:28s} {plan.before[name]:8d} {plan.after[name]:8d}"
+        assert row in verbose
+        assert (row in short) == (plan.before[name] != plan.after[name])
+    assert not any(line.startswith("calls ") for line in short)
+    assert any(line.startswith("calls ") for line in verbose)
 
-    with using_provider(host_plan=True):
-        found = counts(fn)
-    assert (found[report.HOST_PLANNED], found[report.CUDA_GRAPHS]) == (2, 0)
+
+def test_a_reason_is_said_once():
+    plan = explain(two_steps, Q.bfloat16(), LENS, arch=90)
+    reason = "triton does not read seq_lens_cpu"
+    assert sum(note.text.endswith(reason) for result in plan.results for note in result.done) == 2
+    assert str(plan).count(reason) == 1
+    assert f"mha_draft_decode x2: {reason}  [" in str(plan)
+    assert "plans on the host, which breaks a CUDA graph" not in str(plan)  # why not another kernel
+    assert plan.text(verbose=True).count("not flashinfer-fa2: plans on the host") == 1
+    assert "(flashinfer-trtllm" in plan.kernels()[0]
+
+
+def test_everything_with_its_line():
+    lines = explain(two_steps, Q.bfloat16(), LENS, arch=90).text(verbose=True).splitlines()
+    place = next(i for i, line in enumerate(lines) if "does not read seq_lens_cpu (2 times)" in line)
+    assert f"[{short_place(__file__ + ':1')[:-2]}:" in lines[place]
+    assert lines[place + 1].strip() == "return spec_ops.mha_draft_decode(q, cache, cache, TABLE, lens + 1, **options)"
+    assert any(line.startswith("found nothing to do: ") for line in lines)
+
+
+def test_a_graph_without_work_for_the_passes():
+    cache = CACHE.to(torch.float8_e4m3fn)
+    plan = explain(
+        lambda q: spec_ops.mha_draft_decode(q, cache, cache, TABLE, LENS, k_scale=1.0, v_scale=1.0), Q.bfloat16(), arch=90
+    )
+    verdict, _, title, kernels = str(plan).splitlines()
+    assert verdict == "Plan for sm_90, bf16 with fp8 caches: 1 CUDA graph, no host syncs; attention by triton"
+    assert (title, kernels) == ("attention kernels", "  triton: mha_draft_decode")
+
+
+def test_many_kinds_are_cut_short():
+    results = [PassResult("one_pass", about="Does something")]
+    results[0].refused = [Note(f"mm: reason {i}", "file.py:3") for i in range(7)]
+    report = GraphReport({}, {}, results, Place(100, ("bf16",)))
+    assert "mm: reason 3  [file.py:3]\n    and 3 kinds more" in str(report)
+    assert "reason 4" not in str(report)
+    assert all(f"mm: reason {i}  [file.py:3]" in report.text(verbose=True) for i in range(7))
+
+
+def test_groups_by_reason():
+    notes = [
+        Note("a: too large", "f.py:2"),
+        Note("b: too large", "f.py:1"),
+        Note("a: too large", "f.py:2"),
+        Note("gone", "f.py:3"),
+    ]
+    first, second = groups(notes)
+    assert (first.reason, dict(first.subjects), first.places) == ("too large", {"a": 2, "b": 1}, ["f.py:2", "f.py:1"])
+    assert (second.reason, dict(second.subjects)) == ("gone", {"": 1})
+
+
+def test_source_that_cannot_be_read():
+    assert source_text("unknown source:0") == source_text("/no/such/file.py:3") == ""
+    assert short_place("/no/such/file.py:3") == "/no/such/file.py:3"

@@ -15,8 +15,8 @@ import spec_ops
 from spec_ops.ops.kv_cache import append_kv_lowered, append_kv_op, move_kv_op
 from spec_ops.ops.rope import rope_append_kv_op
 from spec_ops.passes import PassManager, enabled, write_in_place
+from spec_ops.passes.analysis.counts import cuda_graphs
 from spec_ops.passes.analysis.graph import AUTO_FUNCTIONALIZED
-from spec_ops.passes.report import cuda_graphs
 from spec_ops.passes.write_in_place import STORAGE_OFFSETS_ARE_RIGHT, WriteInPlace
 from tests.helpers import pass_harness
 from tests.helpers.inductor_cuda import copied

@@ -23,7 +23,7 @@ from spec_ops import ops
 from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.models.corpus import ByteTokenizer, held_out_prompts
 from spec_ops.models.pretrained import load_pair
-from spec_ops.passes.report import CUDA_GRAPHS, HOST_COPIES, ITEMS
+from spec_ops.passes.analysis.counts import CUDA_GRAPHS, HOST_COPIES, ITEMS
 
 PAGE_SIZE = 64
 PREFILL = 128  # queries per request of the ragged extend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import re
 import subprocess
 import sys
 from typing import Any
@@ -20,7 +21,7 @@ from spec_ops.backends.call import STEPS
 from spec_ops.backends.table import choices
 from spec_ops.models import CausalLM, ModelConfig, MTPDraft
 from spec_ops.passes import explain
-from spec_ops.passes.report import HOST_COPIES, ITEMS
+from spec_ops.passes.analysis.counts import HOST_COPIES, ITEMS
 from tests.helpers.paths import DOCS, EXAMPLES, ROOT
 from tests.helpers.provider_fakes import FLASHINFER, FP8, Fakes
 
@@ -217,22 +218,46 @@ def test_backends_command(monkeypatch):
     assert result.exit_code == 0, result.output
     table = {(r.step, r.kind, r.kv_dtype): r.chosen for r in choices(100)}
     for (step, kind, kv_dtype), name in table.items():
-        cells = [step, kind, str(kv_dtype).removeprefix("torch."), name]
-        assert any(all(cell in line for cell in cells) for line in result.output.splitlines()), cells
-    assert "flashinfer-trtllm does not support tree_mask" in result.output
+        column = 2 if kv_dtype == torch.bfloat16 else 3
+        (cells,) = (c for line in result.output.splitlines() if (c := line.split()[:4])[:2] == [step, kind])
+        assert cells[column] == name
+    assert "tree_mask" not in result.output
+    assert len(result.output.splitlines()) < 24
+    assert max(map(len, result.output.splitlines())) < 130
     if importlib.util.find_spec("flashinfer") is None:
         assert 'pip install ".[flashinfer]"' in result.output
-    short = CliRunner().invoke(cli.app, ["backends", "--arch", "90", "--no-reasons"])
-    assert "plans on the host" not in short.output
-    assert CliRunner().invoke(cli.app, ["backends", "--arch", "hopper"]).exit_code == 2
+    verbose = CliRunner().invoke(cli.app, ["backends", "--arch", "sm100", "--verbose"]).output
+    lines = [line.strip() for line in verbose.splitlines()]
+    assert lines.index("not flashinfer-trtllm") < next(
+        i for i, x in enumerate(lines) if x.startswith("does not support tree_mask:")
+    )
+    for row in choices(100):
+        for name, why in row.reasons.items():
+            start = lines.index(f"not {name}")
+            assert any(line.startswith(why) for line in lines[start + 1 :]), (name, why)
+    wrong = CliRunner().invoke(cli.app, ["backends", "--arch", "hopper"])
+    assert wrong.exit_code == 2
+    assert "explain" not in wrong.output
+    assert "Invalid value for --arch: must be one of sm75" in wrong.output
 
 
 def test_backends_command_for_this_machine(monkeypatch):
     monkeypatch.setattr(cli.options.console, "width", 200)
-    result = CliRunner().invoke(cli.app, ["backends"])
+    result = CliRunner().invoke(cli.app, ["backends", "--verbose"])
     assert result.exit_code == 0, result.output
     if not torch.cuda.is_available():
-        assert "flashinfer-xqa needs a CUDA device" in result.output
+        assert "every call: reference" in result.output
+        assert "not flashinfer-xqa\n    needs a CUDA device" in result.output
+
+
+def test_backends_command_of_two_kinds_of_gpu(monkeypatch):
+    """A table for each architecture, once where two GPUs are of one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr("spec_ops.backends.registry._cuda_arch", lambda index: (90, 80, 90)[index])
+    result = CliRunner().invoke(cli.app, ["backends"])
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"^sm_\d+ \(this machine\)", result.output, re.M) == ["sm_90 (this machine)", "sm_80 (this machine)"]
 
 
 @pytest.fixture

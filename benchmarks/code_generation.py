@@ -11,14 +11,12 @@ the root of the repository, since it borrows `tests/helpers/inductor_cuda.py`.
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.rows import environment, write_rows
+from benchmarks.rows import write_rows
 from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig
 from tests.helpers.inductor_cuda import generate
@@ -64,10 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append({"layers": layers, "steps": steps, "seconds": round(seconds(layers, steps), 1)})
         print(f"{layers} layers, {steps} steps: {rows[-1]['seconds']} s", flush=True)
     if options.json is not None:
-        command = shlex.join(
-            ["python", "-m", "benchmarks.code_generation", *(sys.argv[1:] if arguments is None else arguments)]
-        )
-        write_rows(options.json, rows, environment=environment() | {"command": command})
+        write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

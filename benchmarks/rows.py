@@ -55,9 +55,8 @@ def _commit() -> str:
         return subprocess.run(["git", "-C", str(_ROOT), *args], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=10", "HEAD") + (
-            "-modified" if git("status", "--porcelain", "--", ".", ":!benchmarks/results") else ""
-        )
+        changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        return git("rev-parse", "--short=10", "HEAD") + ("-modified" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -82,7 +82,8 @@ def _kernels(report: GraphReport) -> Iterator[str]:
     for kernel in kernels:
         calls = ", ".join(f"{step} &times; {times}" for step, times in kernel.calls.items())
         yield f"<details><summary><b>{escape(kernel.backend)}</b>: {calls}</summary><div class='inside'><ul>"
-        yield from (f"<li>{escape(kernel.backend)} {escape(kernel.missing)}</li>" for _ in range(kernel.missing is not None))
+        if kernel.missing is not None:
+            yield f"<li>{escape(kernel.backend)} {escape(kernel.missing)}</li>"
         for reason, steps in kernel.others.items():
             named = f" ({', '.join(steps)})" if len(steps) < len(kernel.calls) else ""
             yield f"<li>not {escape(reason)}{escape(named)}</li>"

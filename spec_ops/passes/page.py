@@ -7,15 +7,12 @@ the graph before and after. A row of the graph has the color of the last pass th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from spec_ops.passes.base import Note, PassResult
 from spec_ops.passes.history import Form, Record
-
-if TYPE_CHECKING:
-    from spec_ops.passes.report import GraphReport
+from spec_ops.passes.wording import Kernel, short_place, source_text
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1c1f23; background: #fff; max-width: 1500px;
@@ -39,21 +36,27 @@ li { margin: .2rem 0; overflow-wrap: anywhere }
 """
 
 
-def page(report: GraphReport) -> str:
-    """The page's text."""
-    colors = {result.name: f"p{place}" for place, result in enumerate(report.results)}
+def page(
+    verdict: str,
+    warnings: Sequence[str],
+    rows: Sequence[tuple[str, int, int]],
+    kernels: Sequence[Kernel],
+    results: Sequence[PassResult],
+    records: Sequence[Record],
+) -> str:
+    """The page's text. `rows`: name, count without the passes, count with them; `records`: of the graph's history, if kept."""
+    colors = {result.name: f"p{place}" for place, result in enumerate(results)}
     hues = "\n".join(
         f".{name} {{ background: hsl({place * 137 % 360} 70% 89%) }}" for place, name in enumerate(colors.values())
     )
-    verdict = escape(report.verdict())
+    verdict = escape(verdict)
     body = [
         f"<h1>{verdict}</h1>",
-        *(f'<p class="warning">{escape(text)}</p>' for text in report.warnings()),
-        *([f"<p>{escape(cost)}</p>"] if (cost := report.host_plan_cost()) else []),
-        *_counts(report),
-        *_kernels(report),
-        *_passes(report, colors),
-        *_graph(report, colors),
+        *(f'<p class="warning">{escape(text)}</p>' for text in warnings),
+        *_counts(rows),
+        *_kernels(kernels),
+        *_passes(results, colors),
+        *_graph(records, results, colors),
     ]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
@@ -66,17 +69,16 @@ def page(report: GraphReport) -> str:
     )
 
 
-def _counts(report: GraphReport) -> Iterator[str]:
+def _counts(rows: Sequence[tuple[str, int, int]]) -> Iterator[str]:
     yield "<h2>Counts</h2>"
     yield '<table class="counts"><tr><th></th><th>without the passes</th><th>with them</th></tr>'
-    for name, before, after in report.rows(verbose=True):
+    for name, before, after in rows:
         state = "same" if before == after else "changed"
         yield f'<tr class="{state}"><td>{escape(name)}</td><td>{before}</td><td>{after}</td></tr>'
     yield "</table>"
 
 
-def _kernels(report: GraphReport) -> Iterator[str]:
-    kernels = report.chosen()
+def _kernels(kernels: Sequence[Kernel]) -> Iterator[str]:
     if kernels:
         yield "<h2>Attention kernels</h2>"
     for kernel in kernels:
@@ -90,16 +92,16 @@ def _kernels(report: GraphReport) -> Iterator[str]:
         yield "</ul></div></details>"
 
 
-def _passes(report: GraphReport, colors: dict[str, str]) -> Iterator[str]:
+def _passes(results: Sequence[PassResult], colors: dict[str, str]) -> Iterator[str]:
     yield "<h2>What each pass did</h2>"
-    for result in report.results:
+    for result in results:
         if not (result.done or result.refused):
             continue
         refused = f", {len(result.refused)} refused" if result.refused else ""
         chip = _chip(result.name, colors, result.name)
         told = f"{len(result.done)} done{refused} <span class='note'>{escape(result.about)}</span>"
         yield f"<details><summary>{chip} {told}</summary><div class='inside'>{_notes(result)}</div></details>"
-    if idle := [result.name for result in report.results if not (result.done or result.refused)]:
+    if idle := [result.name for result in results if not (result.done or result.refused)]:
         yield f"<p class='note'>found nothing to do: {escape(', '.join(idle))}</p>"
 
 
@@ -112,8 +114,6 @@ def _notes(result: PassResult) -> str:
 
 
 def _note(note: Note, kind: str, times: int, with_place: bool) -> str:
-    from spec_ops.passes.report import short_place, source_text
-
     repeated = f" <span class='note'>({times} times)</span>" if times > 1 else ""
     place = ""
     if with_place:
@@ -123,35 +123,33 @@ def _note(note: Note, kind: str, times: int, with_place: bool) -> str:
     return f"<li class='{kind}'>{escape(note.text)}{repeated}{place}</li>"
 
 
-def _graph(report: GraphReport, colors: dict[str, str]) -> Iterator[str]:
-    from spec_ops.passes.report import short_place, source_text
-
-    if report.history is None:
+def _graph(records: Sequence[Record], results: Sequence[PassResult], colors: dict[str, str]) -> Iterator[str]:
+    if not records:
         return
     lines: dict[str, list[Record]] = {}
-    for record in report.history.records:
+    for record in records:
         lines.setdefault(record.where, []).append(record)
-    before = sum(record.before is not None for record in report.history.records)
-    after = sum(record.after is not None for record in report.history.records)
+    before = sum(record.before is not None for record in records)
+    after = sum(record.after is not None for record in records)
     yield f"<h2>The graph, by line of source: {before} calls before, {after} after</h2>"
     yield "<p class='note'>A row has the color of the last pass that changed it; gray rows are as they were.</p>"
-    for where, records in lines.items():
-        passes = Counter(name for record in records if not _unborn(record) for name, _ in record.passes[-1:])
+    for where, found in lines.items():
+        passes = Counter(name for record in found if not _unborn(record) for name, _ in record.passes[-1:])
         chips = "".join(_chip(name, colors, f"{name} {times}") for name, times in passes.items())
         source = source_text(where)
         shown = f"<code class='source'>{escape(source)}</code>" if source else ""
-        calls = f"{sum(r.before is not None for r in records)} &rarr; {sum(r.after is not None for r in records)} calls"
+        calls = f"{sum(r.before is not None for r in found)} &rarr; {sum(r.after is not None for r in found)} calls"
         yield f"<details><summary><span class='where'>{escape(short_place(where))}</span> {shown} {calls} {chips}</summary>"
         yield "<div class='inside'>"
         notes = [
             _note(note, kind, times, with_place=False).replace("<li class", f"<li title='{escape(result.name)}' class")
-            for result in report.results
-            for kind, found in (("done", result.done), ("refused", result.refused))
-            for note, times in Counter(Note(n.text, n.where) for n in found if n.where == where).items()
+            for result in results
+            for kind, noted in (("done", result.done), ("refused", result.refused))
+            for note, times in Counter(Note(n.text, n.where) for n in noted if n.where == where).items()
         ]
         yield f"<ul>{''.join(notes)}</ul>" if notes else ""
         yield "<table class='graph'><tr><th>before</th><th>after</th></tr>"
-        yield from (_row(record, colors) for record in records if not _unborn(record))
+        yield from (_row(record, colors) for record in found if not _unborn(record))
         yield "</table></div></details>"
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,6 +14,8 @@ from spec_ops.passes.analysis import counts
 from spec_ops.passes.analysis.graph import arg, attention_calls, has_arg, value
 from spec_ops.passes.base import Note, PassContext, PassResult
 from spec_ops.passes.history import History
+from spec_ops.passes.page import page
+from spec_ops.passes.wording import Kernel, groups, listed, places_of, short_place, source_text, with_times
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SHOWN_OF_A_PASS = 4  # lines, unless everything is asked for
@@ -41,17 +41,6 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return ", ".join(["the CPU" if self.arch is None else f"sm_{self.arch}", *self.dtypes])
-
-
-class Kernel(NamedTuple):
-    """The backend of some attention calls, counted by op; why not another, each reason with its ops; what is not
-    installed; where the calls are, by op."""
-
-    backend: str
-    calls: Counter[str]
-    others: dict[str, list[str]]
-    missing: str | None
-    places: dict[str, list[str]]
 
 
 @dataclass
@@ -94,7 +83,7 @@ class GraphReport:
         if self.before.get(counts.METADATA_LAUNCHES) or self.after.get(counts.METADATA_LAUNCHES):
             parts.append(self._change("metadata launch", counts.METADATA_LAUNCHES))
         backends = [kernel.backend for kernel in self.chosen()]
-        attention = f"; attention by {_listed(backends)}" if backends else ""
+        attention = f"; attention by {listed(backends)}" if backends else ""
         return f"Plan for {self.place}: {', '.join(parts)}{attention}"
 
     def text(self, verbose: bool = False) -> str:
@@ -112,9 +101,14 @@ class GraphReport:
 
     def to_html(self) -> str:
         """The report as one page that needs nothing else: counts, rewrites, refusals, and the graph before and after."""
-        from spec_ops.passes.page import page
-
-        return page(self)
+        return page(
+            self.verdict(),
+            [*self.warnings(), *([cost] if (cost := self.host_plan_cost()) else [])],
+            self.rows(verbose=True),
+            self.chosen(),
+            self.results,
+            self.history.records if self.history is not None else [],
+        )
 
     def __str__(self) -> str:
         return self.text()
@@ -159,40 +153,12 @@ class GraphReport:
     def _kernel_lines(self, verbose: bool) -> list[str]:
         lines = []
         for kernel in self.chosen():
-            lines.append(f"  {kernel.backend}: {_listed(_times(kernel.calls))}")
+            lines.append(f"  {kernel.backend}: {listed(with_times(kernel.calls))}")
             lines += [f"    {kernel.missing}"] if kernel.missing else []
-            lines += [f"    {step}  [{_places(places)}]" for step, places in kernel.places.items() if verbose]
+            lines += [f"    {step}  [{places_of(places)}]" for step, places in kernel.places.items() if verbose]
             for reason, steps in kernel.others.items() if verbose else ():
-                lines.append(f"    not {reason}" + (f" ({_listed(steps)})" if len(steps) < len(kernel.calls) else ""))
+                lines.append(f"    not {reason}" + (f" ({listed(steps)})" if len(steps) < len(kernel.calls) else ""))
         return ["attention kernels", *lines] if lines else []
-
-
-class Group(NamedTuple):
-    """Notes that say the same of several things: the reason, what it was said of, and where."""
-
-    reason: str
-    subjects: Counter[str]
-    places: list[str]
-
-
-def groups(notes: Iterable[Note]) -> list[Group]:
-    """Each reason once. A note is `"subject: reason"`, or a reason alone."""
-    found: dict[str, Group] = {}
-    for note in notes:
-        subject, colon, reason = note.text.partition(": ")
-        group = found.setdefault(reason if colon else note.text, Group(reason if colon else note.text, Counter(), []))
-        group.subjects[subject if colon else ""] += 1
-        if note.where not in group.places:
-            group.places.append(note.where)
-    return list(found.values())
-
-
-def short_place(where: str) -> str:
-    """`file:line`, the file relative to the current folder if it is below it."""
-    file, _, line = where.rpartition(":")
-    with_parents = Path(os.path.abspath(file))
-    inside = Path.cwd() in with_parents.parents
-    return f"{with_parents.relative_to(Path.cwd()) if inside else file}:{line}"
 
 
 def _section(title: str, parts: Sequence[tuple[PassResult, list[Note]]], verbose: bool) -> list[str]:
@@ -208,10 +174,10 @@ def _section(title: str, parts: Sequence[tuple[PassResult, list[Note]]], verbose
 def _briefly(notes: list[Note]) -> Iterator[str]:
     found = groups(notes)
     for group in found[:_SHOWN_OF_A_PASS]:
-        named = _times(group.subjects)
-        subjects = _listed([*named[:3], f"{len(named) - 3} others"] if len(named) > 4 else named)
+        named = with_times(group.subjects)
+        subjects = listed([*named[:3], f"{len(named) - 3} others"] if len(named) > 4 else named)
         times = f" ({group.subjects['']} times)" if group.subjects[""] > 1 else ""
-        yield f"    {subjects + ': ' if subjects else ''}{group.reason}{times}  [{_places(group.places)}]"
+        yield f"    {subjects + ': ' if subjects else ''}{group.reason}{times}  [{places_of(group.places)}]"
     if len(found) > _SHOWN_OF_A_PASS:
         yield f"    and {len(found) - _SHOWN_OF_A_PASS} kinds more"
 
@@ -220,31 +186,6 @@ def _every(notes: list[Note]) -> Iterator[str]:
     for (text, where), times in Counter((note.text, note.where) for note in notes).items():
         yield f"    {text}" + (f" ({times} times)" if times > 1 else "") + f"  [{short_place(where)}]"
         yield from (f"        {line}" for line in [source_text(where)] if line)
-
-
-def source_text(where: str) -> str:
-    """The line of source at `file:line`, without its indentation; empty if it cannot be read."""
-    import linecache
-
-    file, _, line = where.rpartition(":")
-    return linecache.getline(file, int(line)).strip()
-
-
-def _places(places: list[str]) -> str:
-    """`file:line, line`, each file once."""
-    files: dict[str, list[str]] = {}
-    for place in places:
-        file, _, line = short_place(place).rpartition(":")
-        files.setdefault(file, []).append(line)
-    return "; ".join(f"{file}:{', '.join(sorted(lines, key=int))}" for file, lines in files.items())
-
-
-def _times(names: Counter[str]) -> list[str]:
-    return [name + (f" x{times}" if times > 1 else "") for name, times in names.items() if name]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1] if names else ""
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -12,7 +12,8 @@ import spec_ops
 from spec_ops.cli import app
 from spec_ops.passes import GraphReport, Note, PassResult, explain
 from spec_ops.passes.history import Form, History, Record
-from spec_ops.passes.report import Place, source_text
+from spec_ops.passes.report import Place
+from spec_ops.passes.wording import source_text
 from tests.helpers.pass_harness import using_provider
 from tests.passes.test_report import LENS, Q, two_steps
 

@@ -8,7 +8,8 @@ import torch
 import spec_ops
 from spec_ops.passes import GraphReport, Note, PassResult, explain
 from spec_ops.passes.analysis import counts
-from spec_ops.passes.report import Place, groups, short_place, source_text
+from spec_ops.passes.report import Place
+from spec_ops.passes.wording import groups, short_place, source_text
 from tests.helpers.pass_harness import using_provider
 
 CACHE = torch.randn(4, 4, 2, 64)

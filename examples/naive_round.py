@@ -25,7 +25,7 @@ class NaiveRound(nn.Module):
     def __init__(self, target: CausalLM, draft: MTPDraft, batch_size: int = 2, steps: int = 3, width: int = 1):
         super().__init__()
         self.target, self.draft, self.steps, self.width = target, draft, steps, width
-        self.num_tokens = steps + 1 if width == 1 else 2 * width
+        self.num_tokens, self.page_size = steps + 1 if width == 1 else 2 * width, PAGE_SIZE
         pages, dtype = MAX_LEN // PAGE_SIZE, next(target.parameters()).dtype
         self.target_cache = PagedKVCache(target.config, batch_size * pages, PAGE_SIZE, dtype=dtype)
         self.draft_cache = PagedKVCache(draft.config, batch_size * pages, PAGE_SIZE, dtype=dtype)
@@ -40,12 +40,15 @@ class NaiveRound(nn.Module):
 
     def attention(self, cache, step, lens, positions, **options):
         """Everything that any kernel might read, for every call anew."""
-        table = spec_ops.page_table(self.req_to_token, self.requests, lens, PAGE_SIZE)
+        table = spec_ops.page_table(self.req_to_token, self.requests, lens, self.page_size)
         slots = self.req_to_token[self.requests[:, None], positions]
         if "kv_indices" not in options:
             options["kv_indptr"], options["kv_indices"] = spec_ops.kv_indices(self.req_to_token, self.requests, lens)
         host = {"seq_lens_cpu": lens.cpu(), "max_seq_len": lens.max().item()}
-        return PagedAttention(cache, step, table, lens, slots, **host, **options)
+        return self.paged_attention(cache, step, table, lens, slots, **host, **options)
+
+    def paged_attention(self, *args, **options):
+        return PagedAttention(*args, **options)
 
     def draft_step(self, step, tokens, hidden, mask):
         """One draft forward over `width` branches; returns hidden states and log-probabilities."""
@@ -53,7 +56,7 @@ class NaiveRound(nn.Module):
         lens = self.committed + (step + 1) * self.width
         positions = (self.committed + step * self.width)[:, None] + branch
         indptr, indices = spec_ops.draft_kv_indices(
-            self.req_to_token, self.requests, self.committed, step, self.steps, self.width, PAGE_SIZE
+            self.req_to_token, self.requests, self.committed, step, self.steps, self.width, self.page_size
         )
         tree = {} if self.width == 1 else {"tree_mask": mask, "mask_len": (step + 1) * self.width}
         attention = self.attention(
@@ -73,7 +76,7 @@ class NaiveRound(nn.Module):
         for step in range(self.steps - 1):
             hidden, log_probs = self.draft_step(step, tokens, hidden, mask)
             best, ids = log_probs.topk(width)
-            all_tokens.append(ids.flatten(1))
+            all_tokens.append(self.draft.to_target(ids).flatten(1))
             all_scores.append((scores[:, :, None] + best).flatten(1))
             scores, chosen = all_scores[-1].topk(width)
             parent = chosen // width
@@ -119,7 +122,7 @@ class NaiveRound(nn.Module):
         self.hidden.copy_(hidden[torch.arange(len(row), device=row.device), row])
         scores, drafts = log_probs[torch.arange(len(row), device=row.device), row].topk(self.width)
         self.first_scores.copy_(scores)
-        self.first_drafts.copy_(drafts)
+        self.first_drafts.copy_(self.draft.to_target(drafts))
         self.last_token.copy_(accepted.tokens.gather(1, row[:, None])[:, 0])
         self.committed.add_(accepted.lens)
         return accepted.tokens, accepted.lens

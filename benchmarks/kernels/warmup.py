@@ -1,4 +1,4 @@
-"""Compiles what `bench kernels` is about to time, in processes side by side.
+"""Compiles what `python -m benchmarks kernels` is about to time, in processes side by side.
 
 Triton, and FlashInfer where it compiles at first use, take seconds a kernel on one processor and keep the binary on disk. So
 every kernel is called once, by some process, on short contexts; the process that measures then finds the binary.

@@ -1,4 +1,4 @@
-"""transformers' own assisted generation on the shapes of `bench round`: one request, a one-layer assistant, random weights."""
+"""transformers' own assisted generation on the same shapes: one request, a one-layer assistant, random weights."""
 
 from __future__ import annotations
 

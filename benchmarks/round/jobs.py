@@ -1,4 +1,4 @@
-"""Runs the cases of `bench round` in processes of their own: compilations side by side, measurements one at a time.
+"""Runs each case of `python -m benchmarks round` in a process of its own: compiling side by side, measuring one at a time.
 
 A process per case makes a cold compilation cold, gives all its memory back, and survives the failure of another. A compilation
 takes a processor for a minute and the device for moments, so as many cases as fit into the device's memory compile at once;

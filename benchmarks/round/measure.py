@@ -38,7 +38,7 @@ class RoundCase:
         model: key of `SHAPES`; layers: of the target, None for all.
         steps, topk, tree_tokens: the draft, as in `SpeculationConfig`.
         contexts: committed tokens per request, one row each.
-        round: `"speculative"`; `"naive"`, see `round_naive`; `"plain"`: one token by the same ops; `"assisted"`: transformers.
+        round: `"speculative"`; `"naive"` (`naive.py`); `"plain"`: one token by the same ops; `"assisted"`: transformers.
         backend: of every attention call. passes: the graph passes on or off.
         repeats: rounds to take the median of. bandwidth: bytes a second, for the floor.
         accept_length: tokens a request gains per round, stated and not measured: random weights accept nothing.
@@ -208,7 +208,7 @@ class CompiledRound:
             return module
         if self.case.passes:
             return compile_with_passes(module)
-        # torch 2.11 records no CUDA graph behind an `.item()`: the node's buffer, None, enters the next partition, where an
+        # torch 2.11 records no CUDA graph after an `.item()`: the node's buffer, None, enters the next partition, where an
         # assertion without a text fails. Without the pass that removes it, the naive round is launched kernel by kernel.
         mode = "default" if self.case.round == "naive" else "reduce-overhead"
         return torch.compile(module, mode=mode, fullgraph=True, dynamic=False)

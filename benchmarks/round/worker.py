@@ -1,4 +1,4 @@
-"""The process of one case of `bench round`: reads the case from stdin, answers in lines of JSON on stdout.
+"""The process of one case of `python -m benchmarks round`: reads the case from stdin, answers in lines of JSON on stdout.
 
 `{"compile_s": ...}` once the round is compiled and recorded; then, told "measure", a `{"row": ...}` per context and
 `{"done": true}`. `{"error": reason, "failed": ...}` instead if something is wrong; `failed` is false for a refusal that the

@@ -1,4 +1,4 @@
-"""compute-sanitizer over every Triton kernel of the package (see `sanitize_kernels.py`):
+"""compute-sanitizer over every Triton kernel of the package (see `kernels.py` beside this file):
 
     python -m benchmarks.sanitize.kernels            # first: compiles the kernels
     python -m benchmarks.sanitize memcheck

@@ -33,7 +33,7 @@ def bench_tune(
 
     A class is what one entry of `tuning.json` stands for. Takes minutes: compiling is most of it."""
     if not torch.cuda.is_available():
-        raise typer.BadParameter("bench tune times kernels on a GPU, and no CUDA device is available")
+        raise typer.BadParameter("times kernels on a GPU, and no CUDA device is available", param_hint="tune")
     from benchmarks.tune import shapes as tune_shapes
     from spec_ops.backends.registry import device_arch
     from spec_ops.backends.triton.attention import tuning

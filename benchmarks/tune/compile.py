@@ -1,4 +1,4 @@
-"""Compiles candidates of `bench tune` in processes of their own, several at a time, and says which of them can be launched.
+"""Compiles candidates of the search in processes of their own, several at a time, and says which of them can be launched.
 
 A candidate is compiled by the launch function's own path, for tensors of the meta device, so that the process that measures
 finds the binary in Triton's cache on disk.
@@ -24,7 +24,7 @@ from spec_ops.backends.triton.runtime.ahead import SHARED_LIMIT, Resources, resi
 from spec_ops.backends.triton.runtime.launch import Launch, pdl_arguments, recorded
 
 PAGE_SIZE = 64
-CHECKED_BATCH = 8  # requests, at most, of binaries that must not spill at all: as many as `bench ahead` compiles for
+CHECKED_BATCH = 8  # requests, at most, of binaries that must not spill at all: as many as `benchmarks/ahead.py` compiles for
 
 
 def call(

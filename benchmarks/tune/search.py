@@ -1,7 +1,7 @@
 """Times candidate block shapes of the attention kernels class by class, and ranks them.
 
-Times are those of CUDA-graph replays over rotating buffers, results are checked against float64 as in `bench kernels`. Classes
-are measured in turn while other processes still compile the candidates of later ones.
+Times are those of CUDA-graph replays over rotating buffers, results are checked against float64 as in `benchmarks/kernels`.
+Classes are measured in turn while other processes still compile the candidates of later ones.
 """
 
 from __future__ import annotations

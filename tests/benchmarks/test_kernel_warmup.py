@@ -1,4 +1,4 @@
-"""What `bench kernels` compiles in other processes before it measures: that it is what will be launched, and what is told."""
+"""What `benchmarks/kernels` compiles in other processes before it measures: what will be launched, and what is told."""
 
 from __future__ import annotations
 

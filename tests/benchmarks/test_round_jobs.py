@@ -1,4 +1,4 @@
-"""Processes of `bench round`: what compiles side by side, what is measured when, and what becomes of failures."""
+"""Processes of `benchmarks/round`: what compiles side by side, what is measured when, and what becomes of failures."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import rows
+from benchmarks.__main__ import app
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,3 +51,20 @@ def test_a_changed_kernel_marks_the_commit_and_new_results_do_not(tmp_path, monk
     assert len(clean) == 10
     kernel.write_text("2")
     assert rows.environment()["commit"] == f"{clean}-modified"
+
+
+def test_the_readme_names_every_command():
+    """And no other: each module that can be run, and each command of `python -m benchmarks`."""
+    folder = ROOT / "benchmarks"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `python -m (benchmarks[\w. ]*?)(?: FILES)?` \|", text, re.M))
+    commands = {f"benchmarks {command.name}" for command in app.registered_commands}
+    assert {name for name in named if " " in name} == commands
+    scripts = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for path in folder.rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    }
+    # Of `python -m benchmarks` itself, a process of `round`, a part of `sanitize`, the picture of `kernels`, and the documents' numbers.
+    beside = {"benchmarks", "benchmarks.round.worker", "benchmarks.sanitize.kernels", "benchmarks.kernels.roofline"}
+    assert {name for name in named if " " not in name} == scripts - beside - {"benchmarks.published"}

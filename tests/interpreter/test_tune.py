@@ -1,4 +1,4 @@
-"""What `bench tune` times, run by Triton's interpreter in float32: results are right, and a wrong one has no time."""
+"""What `benchmarks/tune` times, run by Triton's interpreter in float32: results are right, and a wrong one has no time."""
 
 from __future__ import annotations
 

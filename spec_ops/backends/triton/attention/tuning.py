@@ -56,7 +56,7 @@ class Entry:
         head_dim, rows: the largest of the class; None for any above the other classes. Rows are query rows per (request, KV
             head).
         arch: first and last architecture, as in `(90, 90)`. config: see there.
-        measured: on which machine and with which versions `bench tune` found it; "" if it was entered by hand.
+        measured: on which machine and with which versions `python -m benchmarks tune` found it; "" if it was entered by hand.
         kv_bytes: 1 for caches of 8-bit numbers alone; None for any.
         window: the longest `window_left` of the class; None for any, and for calls without a window.
     """

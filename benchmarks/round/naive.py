@@ -69,7 +69,8 @@ class NaiveRound(example.NaiveRound):  # type: ignore[misc, name-defined]
             self.register_buffer(name, buffer, persistent=False)
 
     def paged_attention(self, *args, **options):
-        return NaiveAttention(*args, **options, **{"backend": self.backend})
+        options["backend"] = self.backend
+        return NaiveAttention(*args, **options)
 
     @torch.no_grad()
     def forward(self) -> None:

@@ -27,6 +27,7 @@ from spec_ops.cli.options import (
     parse_sampling,
     refusing,
 )
+from spec_ops.cli.speed import show_speed
 from spec_ops.cli.text import Text, from_checkpoints, from_pair, local_folder, parse_setting, read_prompt
 from spec_ops.decoding import GenerationResult, Generator
 
@@ -54,7 +55,12 @@ def generate(
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
     seed: Seed = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Decode both ways; exit code 1 if the texts differ.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Decode both ways; exit code 1 if the texts differ. On a GPU also time compiled bfloat16 rounds."
+        ),
+    ] = False,
     pair: PairPath = None,
     model: Annotated[
         str | None,
@@ -88,16 +94,19 @@ def generate(
     if model is not None and (pair is not None or (draft_model is None and not plain)):
         raise typer.BadParameter("needs --draft (or --plain), and no --pair", param_hint="--model")
     words = read_prompt(prompt, prompt_file)
-    if model is None:
-        text = from_pair(words, pair, sampling, max_new_tokens, device=place, dtype=weights)
-    else:
+
+    def read(weights: torch.dtype) -> Text:
+        if model is None:
+            return from_pair(words, pair, sampling, max_new_tokens, device=place, dtype=weights)
         given = {"max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p, "temperature": temperature or None}
         overrides = {name: value for name, value in given.items() if value is not None}
         overrides |= {} if temperature is None else {"do_sample": temperature > 0}
         overrides |= dict(map(parse_setting, settings or ()))
         drafting = None if draft_model is None else Path(draft_model)
         assert sampling.seed is not None
-        text = from_checkpoints(words, Path(model), drafting, overrides, sampling.seed, device=place, dtype=weights)
+        return from_checkpoints(words, Path(model), drafting, overrides, sampling.seed, device=place, dtype=weights)
+
+    text = read(weights)
     if compare and text.sampling.temperature > 0:
         raise typer.BadParameter(
             "compares greedy texts, the model's settings sample: add --temperature 0", param_hint="--compare"
@@ -105,6 +114,8 @@ def generate(
 
     kinds = ["plain", "speculative"] if compare else ["plain" if plain else "speculative"]
     options: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": len(text.tokens) + text.max_new_tokens, "compile": compile}
+    # On a GPU float32 has no kernel, and "auto" would warn of it: equal texts are what it is for here.
+    options |= {"backend": "reference"} if compare and place.type == "cuda" else {}
     # Both before the first runs: what is refused is found early.
     with refusing("--model / --draft / --tree-width / --max-new-tokens"):
         generators = {k: Generator(text.target, None if k == "plain" else text.draft, config, **options) for k in kinds}
@@ -131,6 +142,13 @@ def generate(
             console.print("[red]texts differ: speculation must not change greedy output[/red]")
             raise typer.Exit(1)
         console.print("[green]texts are equal[/green]")
+        if shows_speed(place, compile):
+            show_speed(read(torch.bfloat16), config)
+
+
+def shows_speed(place: torch.device, compile: bool) -> bool:
+    """Whether a comparison goes on to compiled rounds: on a GPU, unless the comparison itself was of compiled rounds."""
+    return place.type == "cuda" and not compile
 
 
 def _stream(generator: Generator, text: Text) -> GenerationResult:

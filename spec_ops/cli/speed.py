@@ -1,0 +1,159 @@
+"""What `python -m spec_ops generate --compare` shows on a GPU once the texts were equal: how fast compiled rounds are.
+
+Plain and speculative rounds, compiled, in bfloat16, on the kernels that `auto` picks; timed over the same request, then counted
+under the profiler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+
+from spec_ops.cli.options import console
+from spec_ops.cli.text import Text
+from spec_ops.decoding import GenerationStats, Generator, SpeculationConfig
+
+PROFILED = 5  # rounds
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one round: replays of CUDA graphs, launches beside them, and waits of the host for the device."""
+
+    graphs: float
+    launches: float
+    syncs: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One way to decode.
+
+    Attributes:
+        stats: of the timed run. compile_seconds: of the first run, the compiler's and the recording's; None if not compiled.
+        counts: None where there is no profiler of the device.
+        kernels: what the plan says of attention, `"triton (mha_target_verify x6)"`.
+    """
+
+    stats: GenerationStats
+    compile_seconds: float | None
+    counts: Counts | None
+    kernels: list[str]
+
+    @property
+    def milliseconds(self) -> float:
+        """Of a round, by the wall clock."""
+        return self.stats.decode_seconds / max(self.stats.rounds, 1) * 1e3
+
+
+def show_speed(text: Text, config: SpeculationConfig, *, compiled: bool = True) -> dict[str, Speed]:
+    """Measure both ways and print the comparison. `text`: models in the dtype to run in."""
+    device, dtype = text.target.embed.weight.device, str(text.target.embed.weight.dtype).removeprefix("torch.")
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    console.rule(f"{'compiled ' if compiled else ''}rounds in {dtype} on {where}", align="left")
+    speeds = {}
+    for kind, draft in (("plain", None), ("speculative", text.draft)):
+        length = len(text.tokens) + text.max_new_tokens
+        generator = Generator(
+            text.target, draft, config if draft is not None else None, max_batch_size=1, max_seq_len=length, compile=compiled
+        )
+        speeds[kind] = measure(generator, text, kind)
+    console.print(speed_table(speeds))
+    for line in remarks(speeds):
+        console.print(line, markup=False, soft_wrap=True)
+    return speeds
+
+
+def measure(generator: Generator, text: Text, kind: str) -> Speed:
+    def run(tokens: int) -> GenerationStats:
+        return generator.generate(
+            [text.tokens], max_new_tokens=tokens, stop_tokens=text.stop_tokens, stop_when=text.stop_when()
+        ).stats
+
+    few = min(text.max_new_tokens, 24)
+    with _telling(f"compiling the {kind} round" if generator.compile else f"warming up the {kind} round"):
+        start = time.perf_counter()
+        run(few)
+        first = time.perf_counter() - start
+        run(few)  # CUDA graphs record in the first rounds, and kernels of another length of the prompt load here
+    stats = run(text.max_new_tokens)
+    return Speed(stats, first if generator.compile else None, _count(generator), _kernels(generator))
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Says what takes long: a spinner in a terminal, lines elsewhere; the seconds when it is done."""
+    start = time.perf_counter()
+    with console.status(f"{what} ..."):
+        if not console.is_terminal:
+            console.print(f"{what} ...")
+        yield
+    console.print(f"{what}: {time.perf_counter() - start:.1f} s")
+
+
+def _count(generator: Generator) -> Counts | None:
+    """Of rounds over the finished request: they do the same work, and nobody reads what they emit."""
+    if generator.device.type != "cuda":
+        return None
+    step = generator._rounds[generator.bucket(1), False]
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.no_grad(), torch.cuda.device(generator.device):
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=activities) as profiler:
+            with torch.profiler.record_function("rounds"):
+                for _ in range(PROFILED):
+                    step()
+            torch.cuda.synchronize()
+    # What the host did inside the mark: the sync after it is not the rounds'.
+    events = list(profiler.events() or ())
+    on_host = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
+    window = next(event.time_range for event in on_host if event.name == "rounds")
+    return counted([event.name for event in on_host if window.start <= event.time_range.start <= window.end], PROFILED)
+
+
+def counted(names: list[str], rounds: int) -> Counts:
+    """`names`: of calls of the CUDA runtime and driver, in any order."""
+    graphs = sum(name.startswith("cudaGraphLaunch") for name in names)
+    launches = sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in names)
+    syncs = sum("Synchronize" in name for name in names)
+    return Counts(graphs / rounds, launches / rounds, syncs / rounds)
+
+
+def _kernels(generator: Generator) -> list[str]:
+    from spec_ops.passes import explain
+
+    with torch.no_grad():
+        plan = explain(generator.round(1))
+    found = {kernel.backend: kernel.calls.items() for kernel in plan.chosen()}
+    return [f"{backend} ({', '.join(f'{step} x{times}' for step, times in calls)})" for backend, calls in found.items()]
+
+
+def speed_table(speeds: dict[str, Speed]) -> Table:
+    table = Table("", *speeds)
+
+    def row(name: str, cells: list[str | None]) -> None:
+        if any(cells):
+            table.add_row(name, *(cell or "" for cell in cells))
+
+    each = list(speeds.values())
+    row("tokens/s", [f"{one.stats.tokens_per_second:.1f}" for one in each])
+    row("milliseconds a round", [f"{one.milliseconds:.2f}" for one in each])
+    row("tokens a round", [f"{one.stats.accept_length:.2f}" for one in each])
+    for name, field in (("CUDA graphs", "graphs"), ("other launches", "launches"), ("host syncs", "syncs")):
+        row(f"{name} a round", [f"{getattr(one.counts, field):g}" if one.counts else None for one in each])
+    row("seconds to compile", [f"{one.compile_seconds:.1f}" if one.compile_seconds is not None else None for one in each])
+    return table
+
+
+def remarks(speeds: dict[str, Speed]) -> Iterator[str]:
+    """What the table does not say: who computes attention, and how much was gained."""
+    for kind, speed in speeds.items():
+        yield f"attention of the {kind} round by {', '.join(speed.kernels) or 'nobody'}"
+    plain, speculative = (speeds[kind].stats.tokens_per_second for kind in ("plain", "speculative"))
+    if plain and speculative:
+        yield f"speculative decoding gives {speculative / plain:.2f} times the tokens/s of plain decoding"

@@ -12,13 +12,14 @@ from benchmarks.tune.command import bench_tune
 
 # Without rich markup: it would break an error's line into the lines of a box, paths too.
 app = typer.Typer(
-    help="Measure.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-)
-app.command("round")(bench_round)
-app.command("kernels")(bench_kernels)
-app.command("tune")(bench_tune)
-app.command("accept")(bench_accept)
-app.command("ahead")(bench_ahead)
+    help="Measure; benchmarks/README.md says what is measured how.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+app.command("round", short_help="Whole rounds beside the bytes floor.")(bench_round)
+app.command("kernels", short_help="Every attention kernel: error and microseconds.")(bench_kernels)
+app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
+app.command("accept", short_help="Accept length of the shipped pair.")(bench_accept)
+app.command("ahead", short_help="Registers, shared memory and spills, without a GPU.")(bench_ahead)
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ from spec_ops.cli import backends, explain, generate
 
 # Without rich markup: it would break an error's line into the lines of a box, paths too.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command()(generate.generate)
-app.command()(explain.explain)
-app.command()(backends.backends)
+app.command(short_help="Continue a prompt, plainly or speculatively.")(generate.generate)
+app.command(short_help="What the graph passes make of a model's round.")(explain.explain)
+app.command(short_help="Which kernel runs which attention call.")(backends.backends)
 
 
 def _version(asked: bool) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +31,10 @@ from spec_ops.cli.options import (
 )
 from spec_ops.decoding import Generator
 from spec_ops.models.pretrained import load_pair
+
+_COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch")
+_RAISED = re.compile(r"raised exception (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*)(?P=quote)\)")
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
 
 
 def explain(
@@ -57,7 +63,10 @@ def explain(
         typer.Option(callback=writable_file, help="Write a page with the graph before and after, to open in a browser."),
     ] = None,
 ) -> None:
-    """What the graph passes make of a round: kernels chosen, what was removed, what stays and why. Runs nothing."""
+    """What the graph passes make of a round: kernels chosen, what was removed, what stays and why. Runs nothing.
+
+    For example: explain examples/naive_round.py:make_round --arch sm100 --html plan.html
+    """
     from spec_ops.passes import explain as explain_graph
 
     capability = parse_arch_option(arch)
@@ -77,7 +86,8 @@ def explain(
             if problem := _cannot_call(*parts):
                 raise _bad_factory(f"must return what to compile and its arguments: {problem}")
             try:
-                report = explain_graph(*parts, arch=capability)
+                with _quiet():
+                    report = explain_graph(*parts, arch=capability)
             except Exception as error:  # of the user's code, which a traceback through the compiler does not show
                 raise _bad_factory(_in_a_line(error)) from error
     console.print(report.text(verbose), markup=False, soft_wrap=True)
@@ -86,7 +96,9 @@ def explain(
         html.write_text(report.to_html(), encoding="utf-8")
         console.print(f"\nwrote {html}", markup=False, soft_wrap=True)
     elif not verbose:
-        console.print("\n--verbose shows every rewrite and refusal, --html FILE the graph before and after", soft_wrap=True)
+        elsewhere = "; --arch sm100 plans for a GPU" if report.place.arch is None else ""
+        more = f"\n--verbose shows every rewrite and refusal, --html FILE the graph before and after{elsewhere}"
+        console.print(more, markup=False, soft_wrap=True)
 
 
 def _bad_factory(message: str) -> typer.BadParameter:
@@ -95,6 +107,8 @@ def _bad_factory(message: str) -> typer.BadParameter:
 
 def _made_by(factory: str) -> Any:
     file, _, name = factory.rpartition(":")
+    if not file and Path(name).is_file():
+        raise _bad_factory(f"must name a function of that file: {name}:FUNCTION")
     if not Path(file).is_file():
         raise _bad_factory(f"no such file: {file or factory!r}; write FILE.py:FUNCTION")
     function = _load(Path(file), name)
@@ -146,11 +160,28 @@ def _load(file: Path, name: str) -> Callable:
     return found
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs of an error before it is raised: tracebacks through the compiler."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def _in_a_line(error: Exception) -> str:
-    """What went wrong and where in the user's code: as the compiler says it, or else where it was raised."""
+    """What went wrong and where in the user's code: as the user's code or an op of ours says it, not as the compiler does."""
     text = str(error)
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    cause: BaseException | None = error
+    while cause is not None and type(cause).__module__.startswith(_COMPILER):
+        cause = cause.__cause__ or cause.__context__
+    first = next((line.strip() for line in str(cause or text).splitlines() if line.strip()), "no message")
+    said = f"{type(cause or error).__name__}: {first}"
+    if cause is None and (raised := _RAISED.search(text)):
+        said = f"{raised['kind']}: {raised['message']}"
     frames = re.findall(r'File "(.+?)", line (\d+)', text.partition("from user code")[2])
     frames = frames or [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    file, line = frames[-1]
-    return f"{type(error).__name__}: {first} ({file}:{line})"
+    file, line = ([frame for frame in frames if not frame[0].startswith(_PACKAGE)] or frames)[-1]
+    return f"{said} ({file}:{line})"

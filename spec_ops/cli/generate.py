@@ -39,7 +39,7 @@ DEFAULT_PROMPT = '''class Matrix:
 
 
 def generate(
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = DEFAULT_PROMPT,
+    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="the start of a Python class")] = DEFAULT_PROMPT,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Read the prompt from a file instead.")
     ] = None,
@@ -49,10 +49,12 @@ def generate(
     tree_tokens: TreeTokens = None,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="0 is greedy. Of this and the next two: the model's setting, else off."),
+        typer.Option(min=0.0, help="Above 0 samples. Default of this and the next two: the model's setting, else greedy."),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=0)] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among this many tokens; 0: among all.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest tokens of this total probability.")
+    ] = None,
     seed: Seed = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation.")] = False,
     compare: Annotated[

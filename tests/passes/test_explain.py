@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 
@@ -131,6 +132,10 @@ FACTORIES = {
     "arguments": "def make(): return lambda x: x",
     "builtin": "make = max",
     "returns_builtin": "def make(): return torch.tanh, torch.ones(2)",
+    "wrong_table": "import neighbour as n\ndef make(): return n.step, *(x.long() if x.dim() == 2 else x for x in n.ARGS)",
+    "wrong_scale": "import neighbour as n\nA = n.ARGS[1].to(torch.float8_e4m3fn)\n"
+    "def make(): return n.step, n.ARGS[0], A, *n.ARGS[2:]",
+    "wrong_method": "def make(): return lambda x: x.foo(), torch.ones(2)",
     "module": "import neighbour\ndef make(): return neighbour.Step(), neighbour.ARGS[0]",
     "neighbour": "from neighbour import step\nimport neighbour\ndef make(): return step, *neighbour.ARGS",
 }
@@ -200,6 +205,40 @@ def test_mistakes_get_a_line_each(name, said, run):
     (line,) = (line for line in output.splitlines() if said in line)
     assert "FACTORY" in line
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("wrong_table", "TypeError: mha_draft_decode: `block_tables` must be of dtype int32, got int64 ("),
+        ("wrong_scale", "ValueError: mha_draft_decode: `k_scale` must be given, since `k_cache` is float8_e4m3fn, got None ("),
+        ("wrong_method", "AttributeError: 'Tensor' object has no attribute 'foo' ("),
+    ],
+)
+def test_what_an_op_refuses_is_said_in_its_words(name, said, run, tmp_path):
+    """Not in the compiler's, and at the line that called the op; what torch logs of it beforehand is not shown."""
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    try:
+        code, output = run(name, "--arch", "sm90")
+    finally:
+        logger.removeHandler(handler)
+    assert code == 2
+    (line,) = (line for line in output.splitlines() if said in line)
+    file = f"factory_{name}.py" if name == "wrong_method" else "neighbour.py"
+    assert f"({tmp_path / file}:" in line
+    assert logged == []
+    assert logging.root.manager.disable == 0
+
+
+def test_a_file_without_a_function(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    result = CliRunner().invoke(app, ["explain", "mine.py"])
+    assert (result.exit_code, "FACTORY: must name a function of that file: mine.py:FUNCTION" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize(

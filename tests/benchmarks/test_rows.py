@@ -65,6 +65,6 @@ def test_the_readme_names_every_command():
         for path in folder.rglob("*.py")
         if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
     }
-    # Of `python -m benchmarks` itself, a process of `round`, a part of `sanitize`, the picture of `kernels`, and the documents' numbers.
+    # The command line itself, a process of `round`, a part of `sanitize`, the picture of `kernels`, the documents' numbers.
     beside = {"benchmarks", "benchmarks.round.worker", "benchmarks.sanitize.kernels", "benchmarks.kernels.roofline"}
     assert {name for name in named if " " not in name} == scripts - beside - {"benchmarks.published"}

@@ -183,5 +183,5 @@ def _in_a_line(error: Exception) -> str:
         said = f"{raised['kind']}: {raised['message']}"
     frames = re.findall(r'File "(.+?)", line (\d+)', text.partition("from user code")[2])
     frames = frames or [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    file, line = ([frame for frame in frames if not frame[0].startswith(_PACKAGE)] or frames)[-1]
-    return f"{said} ({file}:{line})"
+    own = [f"{file}:{line}" for file, line in frames if not file.startswith(_PACKAGE)]
+    return f"{said} ({own[-1]})" if own else said.removeprefix("RuntimeError: explain: ")

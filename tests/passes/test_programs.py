@@ -44,14 +44,14 @@ def test_several_rounds_in_one_graph():
     for name, want in plain.buffers.items():
         # The head runs on one row instead of all: another order of summation in fp32.
         torch.testing.assert_close(passed.buffers[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
-    counts = table(passed.report)
-    assert counts[counts.KV_GENERATIONS] == (8, 0)
-    assert counts[counts.PAGE_TABLES] == (8, 2)
-    assert counts[counts.ITEMS] == (8, 0)
-    assert counts[counts.PREFILLS] == (2, 0)
-    assert counts[counts.HEAD_ROWS] == (16, 4)
-    assert counts[counts.CUDA_GRAPHS] == (9, 1)
-    assert counts[counts.METADATA_LAUNCHES][1] == 2 * 7
+    found = table(passed.report)
+    assert found[counts.KV_GENERATIONS] == (8, 0)
+    assert found[counts.PAGE_TABLES] == (8, 2)
+    assert found[counts.ITEMS] == (8, 0)
+    assert found[counts.PREFILLS] == (2, 0)
+    assert found[counts.HEAD_ROWS] == (16, 4)
+    assert found[counts.CUDA_GRAPHS] == (3, 1)
+    assert found[counts.METADATA_LAUNCHES][1] == 2 * 7
 
 
 class WindowedDraft(torch.nn.Module):

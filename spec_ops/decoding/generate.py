@@ -523,7 +523,8 @@ def generate(
         RuntimeError: see `Generator.generate`.
     """
     vocab = target.config.vocab_size
-    requests = check_requests(prompts, max_new_tokens, stop_tokens, vocab, options.get("max_seq_len", sys.maxsize))
+    bound = integer("generate", "max_seq_len", options["max_seq_len"], 1) if "max_seq_len" in options else sys.maxsize
+    requests = check_requests(prompts, max_new_tokens, stop_tokens, vocab, bound)
     longest = max((len(p) + n for p, n in zip(requests.prompts, requests.limits, strict=True)), default=1)
     options.setdefault("max_seq_len", longest)
     options.setdefault("max_batch_size", max(1, min(len(requests.prompts), 32)))

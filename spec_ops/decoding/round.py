@@ -96,7 +96,7 @@ class SpeculativeRound(nn.Module):
         return self.target(drafted.candidates, drafted.positions, attention)
 
     def accept(self, drafted: Drafted, logits: torch.Tensor) -> ops.Accepted:
-        """The path that the target's `logits [bs, D, V]` accept."""
+        """The path through the `drafted` tokens that the target's `logits [bs, D, V]` accept."""
         config, state = self.config, self.state
         if not self.sampled:
             return ops.accept_greedy(drafted.candidates, logits.argmax(-1), drafted.parents, config.path_len)
@@ -128,7 +128,15 @@ class SpeculativeRound(nn.Module):
     def extend(self, output: TargetOutput, accepted: ops.Accepted, committed, count, active) -> None:
         """Draft extend: run the draft over the accepted path with the target's features. The row of the last accepted token
         drafts the first tokens of the next round. Rows past the accepted length write slots that later steps overwrite before
-        they are read."""
+        they are read.
+
+        Args:
+            output: of the target, for the verified tokens.
+            accepted: the accepted path.
+            committed: `[bs]` int32, committed lengths before this round.
+            count: `[bs]` int32, how many tokens the round emitted.
+            active: `[bs]` bool, requests that were not finished before this round.
+        """
         state, length = self.state, self.config.path_len
         encoded = self.draft.encode(output)
         node = accepted.path.clamp(min=0)

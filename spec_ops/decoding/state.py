@@ -102,7 +102,16 @@ class RoundState(nn.Module):
         self.top_p.fill_(1.0)
 
     def slots(self, positions: torch.Tensor, page_size: int, keep: torch.Tensor) -> torch.Tensor:
-        """KV slots `[bs, n]` of the token `positions [bs, n]`, both integers; -1 where the bool `keep` is false."""
+        """KV slots of tokens.
+
+        Args:
+            positions: `[bs, n]` integers, in the sequence.
+            page_size: of the caches.
+            keep: bool that broadcasts to `[bs, n]`.
+
+        Returns:
+            `[bs, n]` integers; -1 where `keep` is false.
+        """
         pages = self.block_tables.gather(1, (positions // page_size).clamp(0, self.block_tables.shape[1] - 1).long())
         return torch.where(keep, pages * page_size + positions % page_size, -1)
 

@@ -1,14 +1,16 @@
 """Reference targets and drafts that call the ops, all with paged KV."""
 
-from spec_ops.models.checkpoint import CheckpointError
+from spec_ops.models.checkpoint import CheckpointError, CheckpointNotFoundError
 from spec_ops.models.config import ModelConfig, ModelSizes
 from spec_ops.models.drafts import Draft, Eagle3Draft, MTPDraft, StandaloneDraft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
-from spec_ops.models.target import CausalLM, Target, TargetOutput
+from spec_ops.models.pretrained import load_pair, save_pair
+from spec_ops.models.target import CausalLM, PositionLimit, Target, TargetOutput
 
 __all__ = [
     "CausalLM",
     "CheckpointError",
+    "CheckpointNotFoundError",
     "Draft",
     "Eagle3Draft",
     "MTPDraft",
@@ -16,7 +18,10 @@ __all__ = [
     "ModelSizes",
     "PagedAttention",
     "PagedKVCache",
+    "PositionLimit",
     "StandaloneDraft",
     "Target",
     "TargetOutput",
+    "load_pair",
+    "save_pair",
 ]

@@ -1,5 +1,6 @@
 """Graph passes for Inductor: naive speculative code compiles to one CUDA graph with nothing redundant."""
 
+from spec_ops.passes.analysis.outputs import PassError
 from spec_ops.passes.base import GraphPass, Note, PassContext, PassResult
 from spec_ops.passes.compile import compile
 from spec_ops.passes.manager import PassManager, enabled, install, pass_names
@@ -11,6 +12,7 @@ __all__ = [
     "GraphReport",
     "Note",
     "PassContext",
+    "PassError",
     "PassManager",
     "PassResult",
     "compile",

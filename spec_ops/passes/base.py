@@ -52,16 +52,16 @@ class PassResult:
     about: str = ""
 
     def did(self, node: fx.Node, text: str, why: Iterable[str] = ()) -> None:
-        """Count a rewrite of `node`, or because of it."""
+        """Count a rewrite of `node`, or because of it; `text` says what was done, and `why` gives reasons."""
         self.matches += 1
         self.done.append(Note(text, source_line(node), tuple(why)))
 
     def refuse(self, node: fx.Node, reason: str) -> None:
-        """Note why `node` was left as it is."""
+        """Note the `reason` why `node` was left as it is."""
         self.refused.append(Note(reason, source_line(node)))
 
     def warn(self, node: fx.Node, text: str) -> None:
-        """Note that `node` will be slow."""
+        """Note that `node` will be slow; `text` says why."""
         self.warnings.append(Note(text, source_line(node)))
 
 
@@ -99,4 +99,10 @@ class GraphPass(ABC):
 
     @abstractmethod
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
-        """Rewrite `graph` in place, and note in `result` what was done and refused. The manager removes dead nodes."""
+        """Rewrite a graph. The manager removes dead nodes afterwards.
+
+        Args:
+            graph: is changed in place.
+            context: what the rewrite may depend on besides the graph.
+            result: notes what was done and refused.
+        """

@@ -298,7 +298,7 @@ class _DecoderCalls:
 
 
 class _TableReads(TorchDispatchMode):
-    """Finds the table whose rows are read by position: learned or sinusoidal embeddings, of which there are so many."""
+    """Finds the table whose rows are read by position: learned or sinusoidal embeddings, which have a last position."""
 
     def __init__(self, positions: torch.Tensor, record: _Recorder) -> None:
         super().__init__()

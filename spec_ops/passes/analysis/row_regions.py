@@ -113,7 +113,7 @@ class Region:
 
     @property
     def needs_mask(self) -> bool:
-        """Whether the selected queries are no causal block: several rows at places known only at run time."""
+        """Whether the selected queries are not a causal block: several rows at places that are known only at run time."""
         return self.first.start is None and self.space.wanted > 1
 
     def parts(self, order: Order) -> list[Part]:

@@ -1,0 +1,51 @@
+"""The API reference: every name that a package offers is on one of its pages, and has a docstring that says something."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+PACKAGES = ("decoding", "models", "passes", "integrations.transformers")
+
+
+def offered(package: str) -> dict[str, object]:
+    module = importlib.import_module(f"spec_ops.{package}")
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_in_the_reference(package):
+    written = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in REFERENCE.glob("*.md")), re.M)
+    there = {f"{thing.__module__}.{thing.__qualname__}" for thing in offered(package).values()}
+    assert not sorted(there - set(written))
+
+
+def functions(name: str, thing: object) -> Iterator[tuple[str, Callable]]:
+    """A function, or the public methods that a class defines."""
+    if inspect.isfunction(thing):
+        yield name, thing
+    for method, function in vars(thing).items() if inspect.isclass(thing) else ():
+        if inspect.isfunction(function) and not method.startswith("_"):
+            yield f"{name}.{method}", getattr(thing, method)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_name_the_arguments(package):
+    """Where there are several; one says itself what it is."""
+    unnamed = {}
+    for name, thing in offered(package).items():
+        assert inspect.getdoc(thing), name
+        for place, function in functions(name, thing):
+            parameters = inspect.signature(function).parameters.values()
+            arguments = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            text = inspect.getdoc(function) or ""
+            missing = [a for a in arguments if a != "self" and not re.search(rf"\b{a}\b", text)]
+            if missing and len(arguments) > 2:
+                unnamed[place] = missing
+    assert not unnamed

@@ -32,6 +32,15 @@ class TransformersSizes:
     aux_layers: tuple[int, ...]
 
 
+class _Watched(threading.local):
+    """The inputs of watched layers in this thread's forward. Generators of several threads may share a target."""
+
+    inputs: dict[int, torch.Tensor] | None = None
+
+
+_WATCHED = _Watched()
+
+
 class TransformersModel(Target):
     """A causal language model of transformers as a `spec_ops.models.Target`.
 
@@ -89,7 +98,6 @@ class TransformersModel(Target):
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
         self.generation_config = model.generation_config
-        self._inputs: dict[int, torch.Tensor] | None = None  # hidden states a forward is to collect
         # Modules that are not called themselves. The decoder runs its hooks, but not a `forward` of its instance.
         parents = [found.decoder.rsplit(".", cut)[0] for cut in range(1, found.decoder.count(".") + 1)]
         self._bypassed = [(name, model.get_submodule(name), name != found.decoder) for name in ("", *parents, found.decoder)]
@@ -126,15 +134,15 @@ class TransformersModel(Target):
             tokens, positions = tokens[None], positions[None]
         if self.position_limit is not None:
             positions = positions.clamp(max=self.position_limit.count - 1)
-        self._inputs = {}
+        _WATCHED.inputs = {}
         hidden = self.decoder(
             input_ids=tokens,
             position_ids=positions,
             past_key_values=StepCache(attention, self.spec.latent),
             use_cache=True,
         ).last_hidden_state
-        aux = [self._inputs[layer] for layer in self.config.aux_layers]
-        self._inputs = None
+        aux = [_WATCHED.inputs[layer] for layer in self.config.aux_layers]
+        _WATCHED.inputs = None
         features = torch.cat(aux, -1) if aux else None
         if flat:
             return TargetOutput(hidden[0], None if features is None else features[0])
@@ -174,9 +182,9 @@ class TransformersModel(Target):
             raise ValueError(f"{self._argument} must have one list of {count} layers, found {len(stacks)}")
 
         def keep(layer: int, hidden) -> None:
-            assert self._inputs is not None
+            assert _WATCHED.inputs is not None
             if layer in self.config.aux_layers:
-                self._inputs[layer] = hidden[0] if isinstance(hidden, tuple) else hidden
+                _WATCHED.inputs[layer] = hidden[0] if isinstance(hidden, tuple) else hidden
 
         for layer in {min(layer, count - 1) for layer in self.config.aux_layers}:
             name = f"{stacks[0]}.{layer}"

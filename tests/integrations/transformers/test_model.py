@@ -4,6 +4,7 @@ compute are refused."""
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -14,7 +15,8 @@ from torch._dynamo.testing import CompileCounter
 from spec_ops.decoding import SpeculationConfig
 from spec_ops.integrations.transformers import TransformersGenerator, TransformersModel, speculative_generate
 from spec_ops.integrations.transformers.attention import NoUpdate, attention_forward
-from spec_ops.models import Eagle3Draft, ModelConfig
+from spec_ops.integrations.transformers.probe import extend_from_start
+from spec_ops.models import Eagle3Draft, ModelConfig, PagedKVCache
 from tests.helpers.tiny_transformers import CONFIGS, VOCAB, batch, eager_tokens, make_model
 
 NEW = {"max_new_tokens": 20, "eos_token_id": (), "return_dict_in_generate": True}
@@ -135,6 +137,31 @@ def test_an_attention_module_without_an_index_attends_without_a_cache():
     query = torch.zeros(1, 2, 3, 4)
     with pytest.raises(NoUpdate, match="Module attends without a `SpecCache`"):
         attention_forward(module, query, query, query, None)
+
+
+def test_threads_may_share_a_target():
+    """As generators of two threads share what `load_eagle3` returned: a forward runs inside another one here."""
+    model = make_model("llama")
+    target = TransformersModel(model, aux_layers=(0, 2, 3))
+    texts = torch.tensor([[5, 6, 7], [8, 9, 10]])
+
+    @torch.no_grad()
+    def features(text: torch.Tensor) -> torch.Tensor:
+        step = extend_from_start(PagedKVCache(target.config, 1, 3), 3, backend="reference")
+        return target(text, torch.arange(3), step).aux
+
+    want, got = [features(text) for text in texts], {}
+
+    def meanwhile(*_) -> None:
+        hook.remove()
+        thread = threading.Thread(target=lambda: got.update({1: features(texts[1])}))
+        thread.start()
+        thread.join()
+
+    hook = model.model.layers[1].register_forward_pre_hook(meanwhile)
+    got[0] = features(texts[0])
+    for i in (0, 1):
+        torch.testing.assert_close(got[i], want[i], rtol=0, atol=0)
 
 
 def test_generate_meanwhile_names_the_way_back():

@@ -273,6 +273,8 @@ def _read_call(
     settings = resolve_settings(target.generation_config, overrides, vocab_size=target.config.vocab_size, seed=seed)
     # As in `generate`, prompts and padding go by the settings, also where a criterion stands for one of them.
     prompts = read_prompts(input_ids, attention_mask, settings)
+    if settings.max_length is not None:  # without room it is an error, also where a criterion stands for it
+        settings.new_tokens(prompts.ids.shape[1])
     given = [] if stopping_criteria is None else stopping_criteria
     settings, criteria = replace_settings(settings, given, prompts.ids.shape[1], target.config.vocab_size)
     limits = settings.new_tokens(prompts.ids.shape[1], getattr(model_config, "max_position_embeddings", None))

@@ -43,7 +43,8 @@ class Case:
         rng = random.Random(seed)
         self.model = RandomModel(rng, rng.choice(FAMILIES), rng.randint(30, 60))
         vocab, longest = self.model.vocab, rng.choice([1, 1, 2, 5, 9])
-        rows = [[rng.randrange(1, vocab) for _ in range(rng.randint(1, longest))] for _ in range(rng.choice([1, 1, 2, 3]))]
+        # Without padding tokens: one inside a prompt is a hole in the mask that both infer, and is refused here.
+        rows = [[rng.randrange(1, vocab - 1) for _ in range(rng.randint(1, longest))] for _ in range(rng.choice([1, 1, 2, 3]))]
         self.length = max(map(len, rows))
         pad = rng.choice([None, 0, 0, vocab - 1])
         missing = [self.length - len(row) for row in rows]

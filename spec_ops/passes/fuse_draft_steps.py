@@ -1,4 +1,4 @@
-"""One launch for values that an unrolled draft loop computes in every step: page tables, kv-indices, lengths and slots.
+"""Compute in one launch what an unrolled draft loop computes in every step: page tables, kv-indices, lengths and slots.
 
     len1 = where(active, base + 1, 0); t1 = page_table(r, req, len1, ps, n)
     ip0, ix0 = draft_kv_indices(r, req, base, 0, 2, ...)

@@ -1,4 +1,4 @@
-"""An RMS norm between products of few rows gets no kernel of its own.
+"""Fuse an RMS norm between products of few rows into these products.
 
     y = residual + skinny_mm(x, w0, None)                     y, z, squares = add_skinny_mm(x, w0, residual, g)
     h = y * rsqrt(mean(y ** 2, -1) + eps) * g

@@ -1,4 +1,4 @@
-"""Products of few rows go to a kernel that reads the weight once, where that is faster than cuBLAS.
+"""Compute products of few rows by a kernel that reads the weight once, where that is faster than cuBLAS.
 
     mm(x [4, 4096], permute(weight [6144, 4096], [1, 0]))   ->   skinny_mm(x, weight, None)
 

@@ -42,7 +42,7 @@ wheel: $(VENV)/.demo
 	cd $(VENV)-wheel && bin/spec-ops generate --device cpu --max-new-tokens 32
 
 clean:
-	rm -rf $(VENV) $(VENV)-wheel build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-wheel build dist site *.egg-info
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -56,6 +56,15 @@ def test_ops_block_runs(tmp_path):
     assert "torch.Size([2, 4, 8, 64])" in run(block, tmp_path)
 
 
+def test_the_versions_are_those_of_the_package():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    least, end = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', project).groups()
+    assert f"| 3.{least} to 3.{int(end) - 1} |" in README
+    for package in ("torch", "transformers"):
+        (version,) = set(re.findall(rf'"{package}>=([\d.]+)"', project))
+        assert re.search(rf"^\| {package} \|.*\| {version} and newer \|$", README, re.MULTILINE), package
+
+
 def test_links_lead_to_files():
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", README)
     assert len(links) > 15

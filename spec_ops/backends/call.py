@@ -86,13 +86,14 @@ class AttentionCall:
     @classmethod
     def of(cls, step: str, args: Sequence[Any]) -> AttentionCall:
         """The call of op `step` with `args` in the order of its schema; nothing of them is looked at."""
-        q, k_cache, second, tables, lens, queries, span, indptr, indices, lens_cpu, scale, window, sinks, softcap = args[:14]
         if step.startswith("mla_"):
-            k_scale, max_seq_len, backend = args[14:]
-            v_cache, rank, v_scale = k_cache, second, k_scale
+            (q, k_cache, rank, tables, lens, queries, span, indptr, indices, lens_cpu, scale, window, sinks, softcap,
+             k_scale, max_seq_len, backend) = args  # fmt: skip
+            v_cache, v_scale = k_cache, k_scale
         else:
-            k_scale, v_scale, max_seq_len, backend = args[14:]
-            v_cache, rank = second, None
+            (q, k_cache, v_cache, tables, lens, queries, span, indptr, indices, lens_cpu, scale, window, sinks, softcap,
+             k_scale, v_scale, max_seq_len, backend) = args  # fmt: skip
+            rank = None
         tree_mask, mask_len, q_indptr, max_q_len = (None, 0, queries, span) if step in RAGGED else (queries, span, None, 0)
         return cls(
             step, q, k_cache, v_cache, rank, tables, lens, tree_mask, mask_len, q_indptr, max_q_len, indptr, indices, lens_cpu,

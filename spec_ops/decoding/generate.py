@@ -408,6 +408,8 @@ def _check_kinds(target: Any, draft: Any, config: Any) -> None:
             hint = ": models of transformers need `spec_ops.integrations.transformers.TransformersGenerator`"
         elif isinstance(target, Draft):
             hint = ": are `target` and `draft` swapped?"
+        elif isinstance(model, (list, tuple)):
+            hint = ": prompts come after it, `generate(target, draft, prompts)`, where None is no draft"
         elif isinstance(model, Target):
             hint = ": a language model drafts as `StandaloneDraft(model)`"
         raise ValueError(
@@ -500,8 +502,8 @@ class _OutputReader:
 
 def generate(
     target: Target,
+    draft: Draft | None,
     prompts: Sequence[Sequence[int]],
-    draft: Draft | None = None,
     config: SpeculationConfig | None = None,
     *,
     max_new_tokens: int | Sequence[int] = 128,
@@ -510,18 +512,20 @@ def generate(
     on_tokens: OnTokens | None = None,
     stop_when: StopWhen | None = None,
     progress: bool = False,
-    **options,
+    **options: Any,
 ) -> GenerationResult:
     """Decode `prompts` once. For more than one call, keep a `Generator`: it reuses caches and compiled rounds.
 
     Args:
-        target, draft, config, options: see `Generator`. Default sizes are those that the prompts need.
+        target, draft, config, options: see `Generator`; `draft` is None for plain decoding. Default sizes are those that the
+            prompts need.
         prompts, max_new_tokens, stop_tokens, sampling, on_tokens, stop_when, progress: see `Generator.generate`.
 
     Raises:
         ValueError: naming the argument.
         RuntimeError: see `Generator.generate`.
     """
+    _check_kinds(target, draft, config)
     vocab = target.config.vocab_size
     bound = integer("generate", "max_seq_len", options["max_seq_len"], 1) if "max_seq_len" in options else sys.maxsize
     requests = check_requests(prompts, max_new_tokens, stop_tokens, vocab, bound)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spec_ops.backends.call import FP8_DTYPES, AttentionCall
+from spec_ops.backends.call import FP8_DTYPES, RAGGED, AttentionCall
 from spec_ops.backends.registry import attention_backend
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.tree import MAX_TREE_TOKENS
@@ -16,7 +16,7 @@ INT32_MAX = 2**31 - 1
 def check_tensors(call: AttentionCall) -> None:
     """What the tensors of an attention step must be, and the width that MLA takes of one."""
     check = Checker(call.step)
-    mla, ragged = call.step.startswith("mla_"), call.is_ragged
+    mla, ragged = call.step.startswith("mla_"), call.step in RAGGED
     q, cache, values, seq_lens = call.q, call.k_cache, call.v_cache, call.seq_lens
     check.tensor("q", q, rank=3 if ragged else 4, dtypes=FLOAT_DTYPES)
     heads, dim = q.shape[-2:]

@@ -6,6 +6,9 @@ implementation imports its kernels the first time it runs, so `import spec_ops` 
 
 The ops are for inference: none has a derivative. Without a kernel of ours for the Autograd keys torch would run them all the
 same, and hand back tensors, or caches, with a graph that leads nowhere (`torch.compile` and `torch.func`: no gradient at all).
+
+That kernel calls the implementation itself, past the dispatcher. So a kernel that a user puts in its place with `torch.library`
+(`allow_override=True`) is called in `torch.inference_mode()` alone, where no autograd kernel runs. Register a backend instead.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_generation():
         found = {key.rpartition("metric=")[2]: value for key, value in metrics.generation(options, 2)}
     target, draft, tokenizer = load_pair()
     prompts = held_out_prompts(tokenizer, 2, metrics.PROMPT)
-    stats = generate(target, prompts, draft, SpeculationConfig(1), max_new_tokens=40).stats
+    stats = generate(target, draft, prompts, SpeculationConfig(1), max_new_tokens=40).stats
     assert found["accept_length"] == stats.accept_length > 1.5
     assert min(found["tokens_per_second"], found["round_latency_ms"]) > 0
     assert found["planned_host_syncs"] == 0
@@ -131,7 +131,7 @@ def test_rounds_rewind_and_decode_what_the_target_would():
 
     target, _, tokenizer = load_pair()
     prompts = [tokenizer.encode(chain.PROMPTS[i % len(chain.PROMPTS)]) for i in range(5)]
-    plain = generate(target, prompts, max_new_tokens=1 + 3 * 3).tokens
+    plain = generate(target, None, prompts, max_new_tokens=1 + 3 * 3).tokens
     for row, tokens, committed in zip(first, plain, start["committed_lens"], strict=True):
         emitted = [token for one in row.tolist() for token in one[: one[-2]]]
         assert len(emitted) > 3  # some drafts were accepted

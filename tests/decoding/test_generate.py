@@ -60,13 +60,13 @@ def target(request) -> CausalLM:
 
 @pytest.fixture(scope="module")
 def plain_tokens(target) -> list[list[int]]:
-    return generate(target, PROMPTS, max_new_tokens=24, page_size=4).tokens
+    return generate(target, None, PROMPTS, max_new_tokens=24, page_size=4).tokens
 
 
 @pairwise(kind=["eagle3", "mtp", "standalone", "self"], config=CHAINS + TREES, batch=[1, 3, 8])
 def test_greedy_speculation_equals_plain_greedy(target, plain_tokens, kind, config, batch):
     draft = make_draft(kind, target)
-    result = generate(target, PROMPTS[:batch], draft, config, max_new_tokens=24, page_size=4)
+    result = generate(target, draft, PROMPTS[:batch], config, max_new_tokens=24, page_size=4)
     assert result.tokens == plain_tokens[:batch]
     if kind == "self" and config.topk == 1:
         # 23 tokens after the prefill's: all drafts are accepted, so only the last round is cut short.
@@ -78,9 +78,9 @@ def test_greedy_speculation_equals_plain_greedy(target, plain_tokens, kind, conf
 @pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(3, 4, 10)], ids=config_id)
 def test_greedy_speculation_equals_plain_greedy_on_cuda(mla, config):
     target = make_target(mla, "cuda")
-    plain = generate(target, PROMPTS, max_new_tokens=24)
+    plain = generate(target, None, PROMPTS, max_new_tokens=24)
     for kind in ("eagle3", "mtp", "standalone", "self"):
-        assert generate(target, PROMPTS, make_draft(kind, target), config, max_new_tokens=24).tokens == plain.tokens
+        assert generate(target, make_draft(kind, target), PROMPTS, config, max_new_tokens=24).tokens == plain.tokens
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "self"])
@@ -88,9 +88,9 @@ def test_greedy_speculation_equals_plain_greedy_on_cuda(mla, config):
 def test_trees_of_fewer_tokens_than_steps(target, plain_tokens, kind, config):
     """The tree cannot hold a path as long as the draft's."""
     draft = make_draft(kind, target)
-    assert generate(target, PROMPTS[:3], draft, config, max_new_tokens=24, page_size=4).tokens == plain_tokens[:3]
+    assert generate(target, draft, PROMPTS[:3], config, max_new_tokens=24, page_size=4).tokens == plain_tokens[:3]
     sampling = SamplingParams(1.0, top_k=1)
-    sampled = generate(target, PROMPTS[:3], draft, config, max_new_tokens=24, page_size=4, sampling=sampling)
+    sampled = generate(target, draft, PROMPTS[:3], config, max_new_tokens=24, page_size=4, sampling=sampling)
     assert sampled.tokens == plain_tokens[:3]
 
 
@@ -109,7 +109,7 @@ def test_round_keeps_no_autograd_graph(target):
 @pytest.mark.parametrize("convert", [tuple, np.array, torch.tensor], ids=["tuple", "numpy", "torch"])
 def test_prompts_as_other_sequences(target, plain_tokens, convert):
     prompts = [convert(prompt) for prompt in PROMPTS[:3]]
-    assert generate(target, prompts, max_new_tokens=np.int64(24), page_size=4).tokens == plain_tokens[:3]
+    assert generate(target, None, prompts, max_new_tokens=np.int64(24), page_size=4).tokens == plain_tokens[:3]
 
 
 def test_generator_is_usable_after_an_interrupt(target, plain_tokens):
@@ -124,7 +124,7 @@ def test_generator_is_usable_after_an_interrupt(target, plain_tokens):
 
 def test_plain_decoding_equals_recomputing_every_token(target):
     """Against an argmax over a full prefill per token: no KV of an earlier call is reused."""
-    result = generate(target, PROMPTS[:3], max_new_tokens=6, page_size=4)
+    result = generate(target, None, PROMPTS[:3], max_new_tokens=6, page_size=4)
     for prompt, got in zip(PROMPTS, result.tokens, strict=False):
         text = list(prompt)
         for _ in range(6):
@@ -181,11 +181,11 @@ def test_caches_after_generation_equal_a_fresh_prefill(target, kind, config):
 
 def test_sliding_window_target(plain_tokens):
     target = make_target(False, sliding_window=6)
-    plain = generate(target, PROMPTS, max_new_tokens=24, page_size=4).tokens
+    plain = generate(target, None, PROMPTS, max_new_tokens=24, page_size=4).tokens
     assert plain != plain_tokens
     for config in (SpeculationConfig(3), SpeculationConfig(3, 4, 10)):
         for kind in ("eagle3", "self"):
-            assert generate(target, PROMPTS, make_draft(kind, target), config, max_new_tokens=24).tokens == plain
+            assert generate(target, make_draft(kind, target), PROMPTS, config, max_new_tokens=24).tokens == plain
 
 
 @pytest.mark.parametrize("kind", [None, "eagle3", "self"])
@@ -194,7 +194,7 @@ def test_stop_tokens_and_lengths(target, plain_tokens, kind):
     full = plain_tokens[:3]
     stop = full[0][10]  # appears in the middle of a round for some configurations
     limits = [24, 5, 1]
-    result = generate(target, PROMPTS[:3], draft, max_new_tokens=limits, stop_tokens=[stop], page_size=4)
+    result = generate(target, draft, PROMPTS[:3], max_new_tokens=limits, stop_tokens=[stop], page_size=4)
     for got, want, limit in zip(result.tokens, full, limits, strict=True):
         want = want[:limit]
         assert got == (want[: want.index(stop) + 1] if stop in want else want)
@@ -205,17 +205,17 @@ def test_a_request_does_not_depend_on_its_batch(target):
     """Row `i` of a seed is the same in groups of any size, and beside other prompts."""
     draft = make_draft("eagle3", target)
     options = {"max_new_tokens": 16, "sampling": SamplingParams(temperature=1.0, seed=5)}
-    together = generate(target, PROMPTS, draft, **options).tokens
-    assert generate(target, PROMPTS, draft, max_batch_size=3, **options).tokens == together
-    assert generate(target, PROMPTS[:1], draft, **options).tokens == together[:1]
+    together = generate(target, draft, PROMPTS, **options).tokens
+    assert generate(target, draft, PROMPTS, max_batch_size=3, **options).tokens == together
+    assert generate(target, draft, PROMPTS[:1], **options).tokens == together[:1]
     others = [PROMPTS[0], PROMPTS[5], PROMPTS[2]]
-    assert generate(target, others, draft, **options).tokens[::2] == together[:3:2]
+    assert generate(target, draft, others, **options).tokens[::2] == together[:3:2]
 
 
 def test_rows_and_seeds_draw_differently(target):
     """The same prompt in every row, with neighbouring seeds: no row of one run is a row of another."""
     runs = [
-        generate(target, [PROMPTS[0]] * 4, max_new_tokens=16, sampling=SamplingParams(1.0, seed=seed)).tokens
+        generate(target, None, [PROMPTS[0]] * 4, max_new_tokens=16, sampling=SamplingParams(1.0, seed=seed)).tokens
         for seed in (0, 1, 2)
     ]
     assert len({tuple(row) for run in runs for row in run}) == 12
@@ -223,7 +223,7 @@ def test_rows_and_seeds_draw_differently(target):
 
 def test_without_a_seed_torchs_generator_decides(target):
     def run(seed: int | None = None):
-        return generate(target, PROMPTS[:2], max_new_tokens=16, sampling=SamplingParams(1.0, seed=seed))
+        return generate(target, None, PROMPTS[:2], max_new_tokens=16, sampling=SamplingParams(1.0, seed=seed))
 
     torch.manual_seed(7)
     first, second = run(), run()
@@ -233,7 +233,7 @@ def test_without_a_seed_torchs_generator_decides(target):
     assert (again.tokens, again.seed) == (first.tokens, first.seed)
     assert run(second.seed).tokens == second.tokens
     state = torch.get_rng_state()
-    assert generate(target, PROMPTS[:1], max_new_tokens=2).seed is None
+    assert generate(target, None, PROMPTS[:1], max_new_tokens=2).seed is None
     assert torch.equal(torch.get_rng_state(), state)  # greedy decoding draws nothing
 
 
@@ -295,7 +295,7 @@ def test_a_generator_serves_one_call_at_a_time(target, plain_tokens):
 @pytest.mark.parametrize("keep", [-1, 3, 1.0, True, "1"])
 def test_stop_when_returns_a_count(target, keep):
     with pytest.raises(ValueError, match=r"`stop_when` must return None or how many of the 1 new tokens to keep, got"):
-        generate(target, PROMPTS[:1], max_new_tokens=8, stop_when=lambda request, tokens, count: keep)
+        generate(target, None, PROMPTS[:1], max_new_tokens=8, stop_when=lambda request, tokens, count: keep)
 
 
 def test_groups_buckets_and_reuse(target, plain_tokens):
@@ -316,7 +316,7 @@ def test_streaming_and_statistics(target):
         seen.setdefault(request, []).extend(tokens)
         calls.append(len(tokens))
 
-    result = generate(target, PROMPTS[:3], make_draft("self", target), max_new_tokens=[24, 9, 1], on_tokens=on_tokens)
+    result = generate(target, make_draft("self", target), PROMPTS[:3], max_new_tokens=[24, 9, 1], on_tokens=on_tokens)
     assert [seen[i] for i in range(3)] == result.tokens
     stats = result.stats
     assert max(calls) == 4
@@ -328,9 +328,9 @@ def test_streaming_and_statistics(target):
 
 
 def test_progress_bar_is_shown(target, capsys):
-    generate(target, PROMPTS[:1], max_new_tokens=3, progress=True)
+    generate(target, None, PROMPTS[:1], max_new_tokens=3, progress=True)
     assert "3/3" in capsys.readouterr().err
-    generate(target, PROMPTS[:1], max_new_tokens=3)
+    generate(target, None, PROMPTS[:1], max_new_tokens=3)
     assert capsys.readouterr().err == ""
 
 
@@ -344,7 +344,7 @@ def test_sampling_repeats_and_near_zero_temperature_is_greedy(target, plain_toke
 
     def run(temperature: float, seed: int = 3) -> list[list[int]]:
         sampling = SamplingParams(temperature, top_k=20, top_p=0.95, seed=seed)
-        return generate(target, PROMPTS[:3], draft, config, max_new_tokens=24, sampling=sampling, page_size=4).tokens
+        return generate(target, draft, PROMPTS[:3], config, max_new_tokens=24, sampling=sampling, page_size=4).tokens
 
     first = run(1.0)
     assert run(1.0) == first
@@ -355,7 +355,7 @@ def test_sampling_repeats_and_near_zero_temperature_is_greedy(target, plain_toke
 def test_thresholds_accept_more(target):
     sampling, draft = SamplingParams(1.0), make_draft("self", target)
     strict, lossy = (
-        generate(target, PROMPTS, draft, SpeculationConfig(3, 4, 10, **thresholds), max_new_tokens=24, sampling=sampling).stats
+        generate(target, draft, PROMPTS, SpeculationConfig(3, 4, 10, **thresholds), max_new_tokens=24, sampling=sampling).stats
         for thresholds in ({}, {"threshold_single": 0.1, "threshold_acc": 0.3})
     )
     assert lossy.accept_length > strict.accept_length + 0.1
@@ -364,8 +364,8 @@ def test_thresholds_accept_more(target):
 def test_fp8_cache_decodes(target):
     """Tokens may change with the cache's rounding; speculation must still start as plain decoding does, and run."""
     options = {"max_new_tokens": 12, "cache_dtype": torch.float8_e4m3fn}
-    plain = generate(target, PROMPTS[:3], **options).tokens
-    chain = generate(target, PROMPTS[:3], make_draft("eagle3", target), **options).tokens
+    plain = generate(target, None, PROMPTS[:3], **options).tokens
+    chain = generate(target, make_draft("eagle3", target), PROMPTS[:3], **options).tokens
     assert [t[0] for t in chain] == [t[0] for t in plain]
     assert [len(t) for t in chain] == [12] * 3
 
@@ -413,6 +413,11 @@ def test_bad_generate_arguments(target, kwargs, name):
     generator = Generator(target, max_seq_len=64)
     with pytest.raises(ValueError, match=name.replace("[", r"\[").replace("]", r"\]")):
         generator.generate(**kwargs)
+
+
+def test_prompts_come_after_the_models(target):
+    with pytest.raises(ValueError, match=r"`draft` must be a .*Draft, got list: prompts come after it, `generate\(target,"):
+        generate(target, PROMPTS, make_draft("self", target))
 
 
 @pytest.mark.parametrize("name", ["max_batch_size", "max_seq_len", "page_size"])

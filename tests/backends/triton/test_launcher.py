@@ -14,8 +14,6 @@ from spec_ops.backends.triton.attention.deterministic import launcher as determi
 from spec_ops.backends.triton.runtime import cooperative
 from spec_ops.backends.triton.runtime.cooperative import resident_or_none
 
-GPU = torch.device("cuda", 0)
-
 
 @pytest.mark.parametrize(("family", "uniform", "ragged"), [(launcher, None, 65_534), (deterministic, 65_535, 65_535)])
 def test_more_requests_than_a_grid_holds(family, uniform, ragged):
@@ -55,13 +53,13 @@ def test_a_refused_grid_is_not_tried_again(contexts):
     """By context: another one, green or not, may have the multiprocessors."""
     start = Refusing()
     for _ in range(3):
-        assert resident_or_none(GPU, ("kernel", 132), start) is None
+        assert resident_or_none(("kernel", 132), start) is None
     assert start.tried == 1
-    assert resident_or_none(GPU, ("kernel", 66), lambda: "launched") == "launched"
+    assert resident_or_none(("kernel", 66), lambda: "launched") == "launched"
     contexts[0] = 2
-    assert resident_or_none(GPU, ("kernel", 132), lambda: "launched") == "launched"
+    assert resident_or_none(("kernel", 132), lambda: "launched") == "launched"
     contexts[0] = 1
-    assert resident_or_none(GPU, ("kernel", 132), start) is None
+    assert resident_or_none(("kernel", 132), start) is None
     assert start.tried == 1
 
 
@@ -69,5 +67,5 @@ def test_other_failures_are_raised_each_time(contexts):
     start = Refusing("Triton Error [CUDA]: out of memory")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
-            resident_or_none(GPU, ("kernel", 132), start)
+            resident_or_none(("kernel", 132), start)
     assert start.tried == 2

@@ -108,7 +108,7 @@ def _launch_split(o: Operands) -> None:
     # More programs than are resident at once cannot wait for one another.
     cooperative = config.cooperative and o.q.is_cuda and ranges * tiles <= sms * config.programs
     grid = ("split", ranges * tiles, config)
-    if not cooperative or resident_or_none(o.q.device, grid, lambda: start(True)) is None:
+    if not cooperative or resident_or_none(grid, lambda: start(True)) is None:
         start(False)
 
 
@@ -144,7 +144,7 @@ def _on_hopper(call: AttentionCall) -> torch.Tensor | None:
             return None
         kernel = gqa.mha
     with device_guard(q):
-        return resident_or_none(q.device, (kernel.__module__, q.shape, call.num_kv_heads), lambda: kernel(call))
+        return resident_or_none((kernel.__module__, q.shape, call.num_kv_heads), lambda: kernel(call))
 
 
 SPLIT = Policy(

@@ -8,21 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-import torch
-
 from spec_ops.backends.capture import current_context
 
 _Result = TypeVar("_Result")
 _refused: set[tuple[int, Hashable]] = set()
 
 
-def resident_or_none(device: torch.device, grid: Hashable, start: Callable[[], _Result]) -> _Result | None:
+def resident_or_none(grid: Hashable, start: Callable[[], _Result]) -> _Result | None:
     """What `start` gives, or None if CUDA refuses its grid as too large, now or at an earlier call in this context.
 
     Refusals are remembered, since a failed launch takes its time, and may end a capture.
 
     Args:
-        device: the current one. grid: what the answer depends on, besides the context: kernel and size.
+        grid: what the answer depends on, besides the context: kernel and size.
     """
     if _refused and (current_context(), grid) in _refused:
         return None

@@ -70,7 +70,7 @@ def define_op(
 def _inference_only(op: torch._ops.OpOverload, on_cpu: Callable, on_cuda: Callable) -> Callable:
     """The Autograd kernel of `op`: refuses inputs that gradients are asked of, and calls what comes next.
 
-    For plain tensors that is the implementation itself. A second turn through the dispatcher would cost 4 us a call, this
+    For plain tensors that is the implementation itself. A second pass through the dispatcher would cost 4 us a call; this
     kernel as it is costs less than one.
     """
     kernels = {_CPU: on_cpu, _CUDA: on_cuda, _CPU | _CUDA: on_cuda}  # both: `seq_lens_cpu` beside tensors on a GPU

@@ -29,7 +29,7 @@ skinny_mm_op = define_op(
 )
 
 # An RMS norm between two products is divided among them, since its factor of a row, `rstd = rsqrt(mean(y^2) + eps)`, can be
-# applied behind the second one: `(y * rstd * g) weight^T = ((y * g) weight^T) * rstd`. The first product adds up the squares.
+# applied after the second one: `(y * rstd * g) weight^T = ((y * g) weight^T) * rstd`. The first product adds up the squares.
 
 
 def _add_skinny_mm_fake(x, weight, residual, norm_weight):

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,23 @@ from spec_ops.backends import (
     available_backends,
     get_backend,
 )
-from spec_ops.backends.flashinfer.planned import Planned, plan
 from spec_ops.backends.registry import device_arch, plans_on_host
 
+if TYPE_CHECKING:
+    from spec_ops.backends.flashinfer.planned import Planned
+
 SDPA, FLEX = "torch-sdpa", "torch-flex"
+
+
+def _flashinfer(kernel: str, call: AttentionCall) -> Planned:
+    from spec_ops.backends.flashinfer.planned import plan  # it imports triton, which is not there on every platform
+
+    return plan(call, kernel)
+
+
 # Of backends that plan on the host: what plans a call once, to run it many times.
 PLANNERS: dict[str, Callable[[AttentionCall], Planned]] = {
-    f"flashinfer-{kernel}": functools.partial(plan, kernel=kernel) for kernel in ("fa2", "fa3")
+    f"flashinfer-{kernel}": functools.partial(_flashinfer, kernel) for kernel in ("fa2", "fa3")
 }
 MAX_ERROR_RATIO = 1.5  # of a kernel's error to that of torch's own attention
 # A kernel on fp8 caches may round queries and softmax weights to e4m3 as well (FlashInfer's xqa does): each rounding is 2.6%

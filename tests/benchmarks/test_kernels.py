@@ -27,7 +27,6 @@ from benchmarks.kernels.cases import Batch, Case, Heads, Pool, Problem
 from benchmarks.timing import Ceilings, measure_ceilings, time_calls
 from spec_ops.backends import AttentionCall, registry
 from spec_ops.backends.call import STEPS
-from spec_ops.backends.flashinfer.planned import Planned
 from spec_ops.ops.reference import attention as reference
 from tests.helpers import dense_attention
 
@@ -419,6 +418,9 @@ def planning(call):
 
 
 def test_host_planning_is_left_out(tmp_path, register, monkeypatch):
+    pytest.importorskip("triton", reason="triton comes for Linux only")
+    from spec_ops.backends.flashinfer.planned import Planned
+
     planned: list[AttentionCall] = []
 
     def plan(call: AttentionCall) -> Planned:

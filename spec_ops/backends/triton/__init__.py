@@ -1,5 +1,5 @@
 """Our Triton kernels: one module per family, each with the functions that launch its kernels and `ahead()`, the variants of
-them that are compiled without a GPU (`ahead.py`).
+them that are compiled without a GPU (`runtime/ahead.py`).
 
 Importing this package registers the attention backends and imports no triton; its modules do, when an op first runs on CUDA.
 """

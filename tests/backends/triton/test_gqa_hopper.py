@@ -1,4 +1,4 @@
-"""Which calls the Hopper GQA kernel serves; `test_gqa_hopper.py` has what it computes."""
+"""Which calls the Hopper GQA kernel serves; `tests/gpu/test_gqa_hopper.py` has what it computes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def kernel_keys(q, k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning
     head_dim = k_cache.shape[-1]
     d0, d1 = tuning.head_parts(head_dim)
     block_dv = tuning.value_width(v_dim)
-    # `mma.sync`, up to 32 rows, takes e4m3 as pairs (`attend.py`); a product is at least 16 long and wide.
+    # `mma.sync`, up to 32 rows, takes e4m3 as pairs (`tile.py`); a product is at least 16 long and wide.
     per = 1
     if config.block_m < 64 and min(d0, d1 or d0, block_dv) >= 32 and all(map(_holds_pairs, (k_cache, v_cache))):
         per = 2

@@ -1,7 +1,7 @@
 """Paged split-KV attention for draft decode, verify and draft extend: GQA and absorbed MLA, chains and trees.
 
-One kernel, one launch: tiles of `attend.py`, divided as `schedule.py` says, and the combination of what several programs have
-of a tile. Splitting the keys is FlashDecoding's.
+One kernel, one launch: tiles of `tile.py`, divided as `schedule.py` says, and the combination of what several programs have of
+a tile. Splitting the keys is FlashDecoding's.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def _merged(
 ):  # fmt: skip
     """Maximum, sum and output `[rows, columns]` over the partial results of `SPLITS` splits from `start` on.
 
-    Triton gives columns to the lanes of a warp and rows to warps, so that sums over splits stay in a thread. With splits in
-    front they went to warps, and a turn took 3.5 us. Loads have no masks: a split too many is the last one, with weight zero,
-    and rows behind the tile's hold what was there before, which is not stored.
+    Triton gives columns to the lanes of a warp and rows to warps, so that sums over splits stay in a thread; with splits as the
+    first dimension, warps would share them. Loads have no masks: beyond the last split the last one is read again, with weight
+    zero, and rows past the end of the tile hold what was there before, which is not stored.
     """
     i = tl.minimum(start + tl.arange(0, SPLITS), splits - 1)
     slot = slots + (2 * i + (i < splits - 1)) * HM
@@ -209,7 +209,7 @@ def split_kv_attention_kernel(
             result = acc * (denominator(m, l, sinks, head, in_use, HAS_SINKS) * v_scale)[:, None]
             tl.store(o[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=store_mask)
         else:
-            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on behind it (slot 1).
+            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on after it (slot 1).
             slot = ((index * 2 + (last < end).to(tl.int32)) * HM + hm).to(tl.int64)
             local = tl.arange(0, BLOCK_M)
             tl.store(partial_acc + (slot * BLOCK_M + local)[:, None] * BLOCK_DV + dv[None, :], acc, mask=in_use[:, None])
@@ -243,7 +243,7 @@ def split_kv_attention_kernel(
             o = out + ((request * Q_LEN).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP) * DV
             row0 = (hm % ROW_BLOCKS) * BLOCK_M
             # For up to 4, 16 and more splits: all at once and, as far as 32 registers a thread hold them, each share in
-            # one turn (64 for up to 16: with 64 in all, kernels with 64 rows spill in Triton 3.7).
+            # one iteration (64 for up to 16: with 64 in all, kernels with 64 rows spill in Triton 3.7).
             for few in tl.static_range(0, 6, 2):
                 if ((few == 0) | (splits > 2**few)) & ((few == 4) | (splits <= 4 * 2**few)):
                     _combine(

@@ -1,6 +1,6 @@
 """One tile of attention: some query rows of a request and KV head over a stretch of its keys.
 
-The online softmax is that of FlashAttention-2 (arXiv:2307.08691) in base 2; masks: `visibility.py`.
+The online softmax is that of FlashAttention-2 (arXiv:2307.08691) in base 2; masks: `mask.py`.
 
 Caches of e4m3 come in two forms. As themselves, where the products are `wgmma`: a block is converted on its way through
 registers. For `mma.sync`, as int16: pairs of numbers. A register of its operands holds two keys of a column, which 8-bit
@@ -47,7 +47,7 @@ def _softmax_step(
 ):  # fmt: skip
     """One block of the online softmax: from products `s [rows, keys]` to weights, and what scales the output so far."""
     if HAS_SOFTCAP:
-        x = s * qk_scale  # already divided by the cap; tanh by way of exp2
+        x = s * qk_scale  # already divided by the cap; tanh from exp2
         e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
         s = softcap * tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e)
         logit_scale = 1.0
@@ -66,9 +66,9 @@ def _softmax_step(
 def opaque_zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Zeros that the compiler cannot write a second time.
 
-    It would where a loop has no turns, into the loop's accumulator, and that code may come to stand between the loop's last
-    `wgmma` and the wait for it. ptxas then takes it for a write to an accumulator in use, and runs every `wgmma` of the kernel
-    by itself (its C7515): 615 us became 787. `ahead.Resources.serialized` tells.
+    For a loop without iterations it would write them into the loop's accumulator, and that code may end up between the loop's
+    last `wgmma` and the wait for it. ptxas then takes it for a write to an accumulator in use and serializes every `wgmma` of
+    the kernel (its warning C7515), which makes it a quarter slower. `ahead.Resources.serialized` shows it.
     """
     zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
     if INTERPRETED or ROWS < 64:  # `wgmma` has 64 rows
@@ -224,7 +224,7 @@ def attend(
                 acc_odd = acc if PAIRS else 0.0
                 full = first_key
                 page = first_pages(table, first_key, last_key, seq_len, PAGE, BLOCK_N)
-        # Otherwise one turn at most: a loop, so that its keys and values are asked for together.
+        # Otherwise one iteration at most: a loop, so that its keys and values are asked for together.
         for start in tl.range(full, last_key, BLOCK_N, num_stages=2):
             slot = page * PAGE + start % PAGE
             if SOME_UNSEEN:

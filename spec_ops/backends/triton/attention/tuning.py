@@ -25,7 +25,7 @@ class Config:
 
     `min_blocks`: shortest range of key blocks; `tma`: read through tensor descriptors where the cache's layout allows;
     `cooperative`: the programs of a tile share the work of combining it. `clear`: the loop over blocks takes a request's last,
-    partly filled one too, and clears the values behind its end. `full`: no SM has room for more than `programs` that
+    partly filled one too, and clears the values after its end. `full`: no SM has room for more than `programs` that
     read through descriptors. `fitted` decides on both.
     """
 
@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def class_name(self) -> str:
-        """`"split/gqa/64/16"`; `any` and `more` where there is no largest; behind it `/fp8` and `/window-128`."""
+        """`"split/gqa/64/16"`; `any` and `more` where there is no largest; then `/fp8` and `/window-128`."""
         cache = "/fp8" if self.kv_bytes == 1 else ""
         window = "" if self.window is None else f"/window-{self.window}"
         return f"{self.kernel}/{self.attention}/{self.head_dim or 'any'}/{self.rows or 'more'}{cache}{window}"
@@ -193,7 +193,7 @@ def _block_bytes(config: Config, arch: int, shared_kv: bool, head_dim: int, v_di
     """Blocks of the cache that are on their way or in use, as they are stored, and copies of some in the layout and dtype of a
     product's operand.
 
-    Two loops take turns, and the larger one counts: the one over whole blocks, some of them ahead, and, behind tensor
+    Two loops take turns, and the larger one counts: the one over whole blocks, some of them ahead, and, with tensor
     descriptors, the one over the last block, which clears values (`tile.attend`).
     """
     keys, values = sum(head_parts(head_dim)), value_width(v_dim)

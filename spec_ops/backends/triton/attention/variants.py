@@ -1,4 +1,4 @@
-"""The attention kernels as the usual models launch them, for compilation without a GPU (see `ahead.py`).
+"""The attention kernels as the usual models launch them, for compilation without a GPU (see `runtime/ahead.py`).
 
 Signatures and constants are not written down a second time: the launch functions run on tensors of the meta device, and what
 they would launch is recorded.
@@ -200,7 +200,7 @@ def ahead() -> Iterator[Variant]:
             hopper = (mla_hopper_few if mla_hopper_few.preferred(call.q) else mla_hopper).mla
         if hopper is not None:
             (launch,) = launches_of(functools.partial(hopper, call))
-            for striped in (True, False) if "STRIPED" in launch.arguments else (None,):  # by the batch: hopper_combine.py
+            for striped in (True, False) if "STRIPED" in launch.arguments else (None,):  # by the batch: hopper/combine.py
                 if striped is not None:
                     launch.arguments["STRIPED"] = striped
                 suffix = ", many splits" if striped is False else ""

@@ -125,7 +125,7 @@ SELECT_RUN = tl.constexpr(16)
 
 @triton.jit
 def _pick(items, index):
-    """`items[index]` of a tuple of pointers: runs of selects behind a branch each, since one long chain takes a microsecond."""
+    """`items[index]` of a tuple of pointers: runs of selects, each after a branch, since one long chain takes a microsecond."""
     picked = items[0]
     for start in tl.static_range(0, len(items), SELECT_RUN):
         if (index >= start) & (index < start + SELECT_RUN):

@@ -35,7 +35,7 @@ def rope_append_kv_kernel(
     PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program `(row, block)`: `BLOCK_HEADS` heads of a row's queries, or behind those of its keys and values."""
+    """Program `(row, block)`: `BLOCK_HEADS` heads of a row's queries, or, after those, of its keys and values."""
     await_predecessors(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

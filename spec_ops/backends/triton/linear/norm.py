@@ -1,4 +1,4 @@
-"""An RMS norm without a kernel of its own: divided among the product in front of it and those behind it.
+"""An RMS norm without a kernel of its own: divided among the product before it and those after it.
 
     y = residual + x0 @ w0^T                             y, z, squares = add_skinny_mm(x0, w0, residual, g)
     rstd = rsqrt(mean(y^2, -1) + eps)            ->
@@ -7,7 +7,7 @@
 The first product has each element of y in a register once: it adds the residual, multiplies by `g` and sums the squares of its
 columns, in one order and without atomics. The second one multiplies its rows by `rstd` at its end. The main loops are those of
 `skinny_mm`, and what is added to them is read while weights are on their way. Where cuBLAS computes the second product, the
-SiLU behind it scales.
+the SiLU after it scales.
 
 The result is as exact as a norm in float32 that is rounded once: `z` is rounded in place of the normalized value, with the same
 relative error. It is not normalized though, and in float16 it could overflow where that would not.

@@ -35,7 +35,7 @@ ASKED = 2  # blocks of the weight that a program asks for before it may begin, i
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time, `block_k` of k in each turn, and how many programs a multiprocessor gets at most.
+    """What a program computes at a time, `block_k` of k in each iteration, and how many programs a multiprocessor gets at most.
 
     Below `WARPGROUP` columns each warp has a chunk of k.
     """
@@ -274,8 +274,8 @@ def ahead() -> Iterator[Variant]:
 def variants(
     kernel: Any, name: str, shape: tuple[int, int, int], signature: dict[str, str], constexprs: dict[str, Any]
 ) -> Iterator[Variant]:
-    """Those of `kernel` for m, n and k; `signature` and `constexprs` are of the arguments that `skinny_mm_kernel` lacks or that
-    follow its `row_stride`."""
+    """The variants of `kernel` for m, n and k; `signature` and `constexprs` are of the arguments that `skinny_mm_kernel` lacks
+    or that follow its `row_stride`."""
     chosen: dict[Config, list[int]] = {}
     for arch in (a for a in ARCHS if a >= 90):  # older ones have no tensor descriptors, and no pass gives them these products
         chosen.setdefault(choose(*shape, 132, arch), []).append(arch)

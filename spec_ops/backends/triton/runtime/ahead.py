@@ -100,7 +100,7 @@ def resident_blocks(used: Resources, num_warps: int, arch: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    """Those of every kernel module of this package."""
+    """The variants that the kernel modules of this package declare."""
     package = importlib.import_module("spec_ops.backends.triton")
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         module = importlib.import_module(info.name)

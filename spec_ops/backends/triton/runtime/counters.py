@@ -23,7 +23,7 @@ _room: dict[int, torch.Tensor] = kept({})  # by device: what is left of its last
 def arrival_counters(device: torch.device, count: int, kernel: str = "split_kv") -> torch.Tensor:
     """At least `count` int32 counters for launches of `kernel` on the current stream, zero at the first.
 
-    A set is a part of a slab, which is zeroed once. A CUDA graph keeps its set for good (nobody tells when a graph is gone):
+    A set is a part of a slab, which is zeroed once. A CUDA graph keeps its set for good (nothing tells when a graph is gone):
     4 KiB for each kernel in it, four bytes a tile if it has more than 1024. `release_workspaces` frees all.
 
     Raises:

@@ -19,12 +19,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-INTERPRETER_SMS = 4  # on CPU, for Triton's interpreter: small, so that loops over work take more than one turn
+INTERPRETER_SMS = 4  # on CPU, for Triton's interpreter: small, so that loops over work take more than one iteration
 
 
 @triton.jit
 def await_predecessors(PDL: tl.constexpr):
-    """What every kernel does before it reads or writes: what earlier ones wrote is there behind it, and what they read may be
+    """What every kernel does before it reads or writes: after it, what earlier ones wrote is there, and what they read may be
     written.
 
     Then the next kernel may come as soon as a multiprocessor has room. It waits here for this one's end, as this one did, so at

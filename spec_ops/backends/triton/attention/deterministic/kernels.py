@@ -78,8 +78,9 @@ def attend_chunks(
 def divide(seq_lens, bs, span, ranges, capacity, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr):
     """`[BS]` pieces of each request: its chunks if it is split, else 1 (also for an empty one, whose zeros someone must write).
 
-    A request stays whole if `ranges` programs that took requests like this one in turns would lose at most a quarter to
-    uneven turns. At most `capacity` chunks in all get a place for their partial results. `span`: see `kv_blocks`.
+    A request stays whole if requests like this one, dealt to `ranges` programs, would take at most a quarter longer than an
+    even division of their chunks. At most `capacity` chunks in all get a place for their partial results. `span`: see
+    `kv_blocks`.
     """
     ids = tl.arange(0, BS)
     lens = tl.load(seq_lens + ids, mask=ids < bs, other=0)
@@ -94,7 +95,7 @@ def divide(seq_lens, bs, span, ranges, capacity, WINDOW: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def first_slot(pieces, b, BS: tl.constexpr):
-    """Where request `b`'s partial results begin: behind those of the split requests before it."""
+    """Where request `b`'s partial results begin: after those of the split requests before it."""
     return tl.sum(tl.where((tl.arange(0, BS) < b) & (pieces > 1), pieces, 0), 0)
 
 

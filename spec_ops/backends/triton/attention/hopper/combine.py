@@ -1,13 +1,13 @@
-"""From accumulators to results for `gqa_hopper.py` and `mla_hopper.py`: whole tiles, partial results, and their combination.
+"""From accumulators to results for `gqa.py` and `mla.py`: whole tiles, partial results, and their combination.
 
 A tile is 64 query rows. GQA's has the columns of one warpgroup, and the two warpgroups of a program announce, await and combine
 by themselves; MLA's is shared by two warpgroups with half of the columns each (`COLUMN0`), and counts two arrivals a program.
 
 Partial results lie in memory in one of two ways (`striped`). With up to 16 splits a tile, by strips of 8 columns: `[D / 8, 64
-rows, 8]`. As `wgmma` leaves it in registers four threads hold 8 columns of a row, so a warp writes 256 bytes in a row; and a
-program combines whole strips, so a thread needs the weights of one row and all its loads fit in one turn. With more splits, by
-rows, of which each program combines one or two. A turn costs 1 to 2 us, and so does code that no cache has seen
-(`docs/notebook/mla.md`).
+rows, 8]`. In the layout that `wgmma` leaves in registers four threads hold 8 columns of a row, so a warp writes 256 bytes in a
+row; and a program combines whole strips, so a thread needs the weights of one row and all its loads fit in one iteration. With
+more splits, by rows, of which each program combines one or two. An iteration costs 1 to 2 us, and so does code that is in no
+cache yet (`docs/notebook/mla.md`).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _combine_strips(
         l = gl.full([64], 0.0, gl.float32, row.type.layout)
         acc = gl.full([64, 8 * STRIPS], 0.0, gl.float32, merged)
         for start in range(0, splits if MORE else 1, SPLITS):
-            # Loads have no masks, which would be more instructions than all else: a split too many is the last one, with weight
-            # zero, and rows behind the tile's hold what was there before, which is not stored.
+            # Loads have no masks, which would be more instructions than all else: beyond the last split the last one is
+            # read again, with weight zero, and rows past the end of the tile hold what was there before, which is not stored.
             i = gl.minimum(start + split, splits - 1)
             slot = (slots + (2 * i + (i < splits - 1).to(gl.int32)) * TILES).to(gl.int64)
             # .cg: partials come from other SMs, so L1 must not answer
@@ -180,7 +180,7 @@ def combine_unfinished(
             slots = first_range * 2 * TILES + tile
             o = out + b.to(gl.int64) * (ROWS * KV_HEADS * D)
             if STRIPED:
-                # One turn for the usual numbers of splits: 64 values a thread for GQA's 8 strips, 128 for MLA's 32.
+                # One iteration for the usual numbers of splits: 64 values a thread for GQA's 8 strips, 128 for MLA's 32.
                 LOADS: gl.constexpr = 32 if COLUMNS == 256 else 16
                 STEP: gl.constexpr = 1 if COLUMNS == 256 else 2
                 for few in gl.static_range(2, 5, STEP):

@@ -1,6 +1,6 @@
 """Paged GQA attention for Hopper (sm_90) with many query rows per KV head, in Gluon: draft decode, verify and draft extend.
 
-Same contract and division of work as `attention.py` (see `schedule.py`); what differs is the inside of a program. With 128 rows
+Same contract and division of work as `split_kv.py` (see `schedule.py`); what differs is the inside of a program. With 128 rows
 per KV head the exponentials take about as long as the products, and both together longer than the loads, so they have to
 overlap, as in FlashAttention-3 (arXiv:2407.08608):
 
@@ -117,7 +117,7 @@ def _load(
             side = segments & 1
             mbarrier.wait(free.index(side), ((segments >> 1) & 1) ^ 1)
             mbarrier.expect(full.index(side), 128 * D * 2)
-            # A box is 64 rows: queries by heads of the group. Those behind a request's last query are the next request's.
+            # A box is 64 rows: queries by heads of the group. Those after a request's last query are the next request's.
             for half in gl.static_range(2):
                 query = b * Q_LEN + query0 + half * (64 // GROUP)
                 half_smem = q_smem.index(side * 2 + half)
@@ -181,8 +181,8 @@ def _turns(
             s = visible(s, start + turn * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN)
         weights, m, shrink = softmax_step(s, m, qk_scale)
         l = scale_rows(l, shrink) + thread_sums(weights)
-        # The next turn's values. Here, because without a branch in between the assembler moves the wait for products ahead of
-        # the softmax that they are to overlap with.
+        # The next iteration's values. Here, because without a branch in between the assembler moves the wait for products
+        # ahead of the softmax that they are to overlap with.
         mbarrier.wait(full.index(VALUES + 2 * stage), phase)
         acc, p = warpgroup_mma_wait(0, [o_token, p])  # the operand must stay where it is until then
         arrive(free.index(VALUES + 2 * v_stage))
@@ -281,7 +281,7 @@ def _attend(
             arrive(free.index(VALUES + 2 * v_stage))
 
             is_whole = (first == 0) & (until == end)
-            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on behind it (slot 1).
+            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on after it (slot 1).
             slot = (index * 2 + (end > stop).to(gl.int32)) * TILES + tile
             finish(
                 acc, m, gl.sum(l, 1), out, sinks, partial_acc, partial_ml, counters + b * TILES + tile,
@@ -467,7 +467,7 @@ def mha(call: AttentionCall, block_n: int = BLOCK_N, stages: int = 5, min_blocks
         MASK_LEN=call.mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
         BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box, STRIPED=striped(ranges, bs),
         MIN_BLOCKS=min_blocks, num_warps=4,
-        # With one range no tile is split, and nobody waits for another program.
+        # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,
     )  # fmt: skip
     return out

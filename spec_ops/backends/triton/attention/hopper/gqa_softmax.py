@@ -1,4 +1,4 @@
-"""The softmax of `gqa_hopper.py` on blocks of products `[64, keys]`, in Gluon: masks, and steps of the online softmax.
+"""The softmax of `gqa.py` on blocks of products `[64, keys]`, in Gluon: masks, and steps of the online softmax.
 
 A row lies with four threads, and each has a quarter of every row that it has a part of.
 """

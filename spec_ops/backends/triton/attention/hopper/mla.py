@@ -1,6 +1,6 @@
 """Absorbed-MLA paged attention for Hopper (sm_90), in Gluon: draft decode, verify and draft extend in one launch.
 
-Same contract and division of work as `attention.py` (see `schedule.py`); what differs is the inside of a program. A tile is 64
+Same contract and division of work as `split_kv.py` (see `schedule.py`); what differs is the inside of a program. A tile is 64
 query rows. Their accumulator, 64 x 512 float32, fills the registers of two warpgroups, so two tiles cannot take turns on the
 tensor cores; two KV blocks of one tile do (an idea of FlashMLA's:
 https://github.com/deepseek-ai/FlashMLA/blob/main/docs/20250422-new-kernel-deep-dive.md):
@@ -9,9 +9,9 @@ https://github.com/deepseek-ai/FlashMLA/blob/main/docs/20250422-new-kernel-deep-
 - the *odd* warpgroup those of blocks 1, 3, 5, ... and columns 256 to 511,
 - a third partition of one warp loads queries and KV blocks with TMA, half a block at a time.
 
-Weights and row maxima go through shared memory, each block's relative to the maximum of the blocks up to it. Unlike in FlashMLA
-both warpgroups then finish a block before they start its partner, so that a block is free for reloading half a turn earlier.
-Weights take the place of their block's rotary part, which nobody reads any more by then.
+Weights and row maxima go through shared memory, each block's relative to the maximum of the blocks up to it. Unlike in
+FlashMLA, both warpgroups then finish a block before they start its partner, so that a block is free for reloading half an
+iteration earlier. Weights take the place of their block's rotary part, which is no longer read by then.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def _attend(
                 l = sums.load(S_ROW)
             segments += 1
             is_whole = (first == 0) & (begin + last == end)
-            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on behind it (slot 1).
+            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on after it (slot 1).
             slot = (index * 2 + (end > stop).to(gl.int32)) * HM + hm
             finish(
                 acc, m, l, out, sinks, partial_acc, partial_ml, counters + b * HM + hm,
@@ -485,7 +485,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None) -> torch.Tensor:
         MASK_LEN=call.mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
         BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, STRIPED=striped(ranges, bs),
         MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), num_warps=4,
-        # With one range no tile is split, and nobody waits for another program.
+        # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,
     )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
 """Absorbed-MLA paged attention for Hopper (sm_90) with few query rows per request, in Gluon: 16 heads of one query, and so on.
 
-Same contract and division of work as `attention.py` (see `schedule.py`); what differs is the inside of a program. With few rows
+Same contract and division of work as `split_kv.py` (see `schedule.py`); what differs is the inside of a program. With few rows
 the loads of the KV cache take longer than all else, so that it matters how much of it is under way. `wgmma` multiplies at least
-64 rows, and queries padded to them (`mla_hopper.py`) take the shared memory and the time that loads need. So the operands
+64 rows, and queries padded to them (`mla.py`) take the shared memory and the time that loads need. So the operands
 change places: the rows of a product are keys, or output columns, and the queries are its 16 columns.
 
 - `S^T [64 keys, N] = K Q^T`: both from shared memory,
@@ -48,7 +48,7 @@ from spec_ops.backends.triton.attention.operands import packed, unit_rows
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import launch, num_sms
 
-MAX_ROWS = 16  # of a request: with more, `mla_hopper.py` serves it
+MAX_ROWS = 16  # of a request: with more, `mla.py` serves it
 PARTS = 6  # of the ring: two blocks. 5 take up to 7% longer, 8 up to 3% longer.
 PART_BYTES = gl.constexpr(64 * 192 * 2)
 
@@ -222,7 +222,7 @@ def _attend(
             segments += 1
 
             is_whole = (first == 0) & (until == end)
-            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on behind it (slot 1).
+            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on after it (slot 1).
             slot = index * 2 + (end > stop).to(gl.int32)
             finish(
                 acc,
@@ -335,7 +335,7 @@ def preferred(q: torch.Tensor) -> bool:
 
 
 def mla(call: AttentionCall, parts: int = PARTS, min_blocks: int = 1) -> torch.Tensor:
-    """mla_draft_decode, mla_target_verify, mla_draft_extend of up to `MAX_ROWS` rows, where `mla_hopper.supports` says so."""
+    """mla_draft_decode, mla_target_verify, mla_draft_extend of up to `MAX_ROWS` rows, where `mla.supports` says so."""
     kv_cache, kv_scale, seq_lens = call.k_cache, call.k_scale, call.seq_lens.contiguous()
     bs, q_len, heads, dim = call.q.shape
     out = call.q.new_empty(bs, q_len, heads, 512)
@@ -363,7 +363,7 @@ def mla(call: AttentionCall, parts: int = PARTS, min_blocks: int = 1) -> torch.T
         Q_LEN=q_len, HEADS=heads, PAGE=kv_cache.shape[1], MASK_LEN=call.mask_len if tree_mask is not None else 0,
         HAS_SINKS=sinks is not None, BS=max(32, triton.next_power_of_2(bs)), N=MAX_ROWS, PARTS=parts,
         MIN_BLOCKS=min_blocks, num_warps=4,
-        # With one range no tile is split, and nobody waits for another program.
+        # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,
     )  # fmt: skip
     return out

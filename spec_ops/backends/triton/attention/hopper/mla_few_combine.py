@@ -1,4 +1,4 @@
-"""From accumulators to results for `mla_hopper_few.py`: whole tiles, partial results, and their combination, in Gluon.
+"""From accumulators to results for `mla_few.py`: whole tiles, partial results, and their combination, in Gluon.
 
 A tile is here all rows of a request, up to 16, by 512 columns, transposed: `[512, N]`. One warpgroup of a program has all of
 it, so a program announces once.
@@ -107,7 +107,7 @@ def combine_unfinished(
             o = out + b.to(gl.int64) * (ROWS * 512)
             by_column: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0])
             by_split: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // LANES, LANES], [4, 1, 1], [2, 1, 0])
-            # 8,192 numbers a turn, of the next power of two of splits, up to 64. Few splits: wide pieces.
+            # 8,192 numbers an iteration, of the next power of two of splits, up to 64. Few splits: wide pieces.
             for power in gl.static_range(1, 7):
                 if (splits > 2**power // 2) & ((splits <= 2**power) | (power == 6)):
                     _combine(

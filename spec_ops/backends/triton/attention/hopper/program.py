@@ -1,4 +1,4 @@
-"""What the Gluon kernels for Hopper (`gqa_hopper.py`, `mla_hopper.py`, `mla_hopper_few.py`) share.
+"""What the Gluon kernels for Hopper (`gqa.py`, `mla.py`, `mla_few.py`) share.
 
 The division of work is Triton's in `schedule.py`, which Gluon cannot call: layouts are explicit here. Counters return to zero,
 so these kernels have counters of their own.
@@ -128,7 +128,7 @@ def seen_slots(masks, Q_LEN: gl.constexpr):
 
 @gluon.jit
 def seen_by_any(row, valid, slots, MASK_LEN: gl.constexpr, HOLES: gl.constexpr):
-    """`visibility.seen_by_any` of the keys `row` of a block of which the first `valid` are the request's."""
+    """`mask.seen_by_any` of the keys `row` of a block of which the first `valid` are the request's."""
     seen = row < valid
     if HOLES:
         bit = row - (valid - MASK_LEN)

@@ -426,7 +426,7 @@ def test_sizes_are_integers(target, name, value):
     with pytest.raises(ValueError, match=f"Generator: `{name}` must be an int .*, got {value!r}"):
         Generator(target, **{name: value})
     with pytest.raises(ValueError, match=f": `{name}` must be an int .*, got {value!r}"):
-        generate(target, [[1]], max_new_tokens=2, **{name: value})
+        generate(target, None, [[1]], max_new_tokens=2, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["threshold_single", "threshold_acc"])

@@ -74,4 +74,7 @@ def provenance(results: Path) -> str:
         torch = environment["torch"] + (f", triton {environment['triton']}" if "triton" in environment else "")
         commit = environment.get("commit", "")
         lines.append([f"`{path.name}`", environment["machine"], torch, commit, f"`{environment['command']}`"])
+    command, setting = (results / "h200-demo.txt").read_text(encoding="utf-8").splitlines()[:2]
+    machine, torch, _, commit, *_ = setting.split(", ")
+    lines.append(["`h200-demo.txt`", machine, torch.removeprefix("torch "), commit.removeprefix("commit "), f"`{command}`"])
     return table(("file", "machine", "torch", "commit", "command"), lines)

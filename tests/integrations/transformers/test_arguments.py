@@ -292,6 +292,9 @@ def test_criteria_run_on_a_stream_of_their_own(monkeypatch):
 def test_criteria_do_not_wait_for_the_round():
     """A criterion that reads its tensors returns while the round's stream is still busy."""
     side = stopping._SideStream(torch.device("cuda"))
+    with side.current():
+        assert bool(torch.ones((), device="cuda"))  # memory is allocated, which may wait for the device
+    torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second
     done = torch.cuda.Event()
     done.record()

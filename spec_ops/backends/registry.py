@@ -38,10 +38,15 @@ class Backend:
             function of an attention op takes an `AttentionCall`, and `options`, and returns the op's result; that of an append
             takes the op's arguments without `backend`.
         capabilities: inclusive range of CUDA compute capabilities (`(90, 90)`), or None for every device, CPU included.
-        dtypes, kv_dtypes: of queries and caches.
-        head_dims, page_sizes: supported values, or None for all.
+        dtypes: of queries.
+        kv_dtypes: of caches.
+        head_dims: supported head sizes, or None for all.
+        page_sizes: supported page sizes, or None for all.
         max_q_len: most queries per request (for `extend` its `max_q_len`), or None.
-        tree_mask, window, sinks, softcap: whether it honours these.
+        tree_mask: whether it honours tree masks.
+        window: whether it honours sliding windows.
+        sinks: whether it honours attention sinks.
+        softcap: whether it honours soft caps.
         reads: the optional inputs its kernels look at; passes drop the others.
         host_plan: needs host-side planning, so its calls cannot live inside a CUDA graph; used only by name.
         by_name: why `"auto"` never picks it, or None.

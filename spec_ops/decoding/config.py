@@ -17,8 +17,10 @@ class SpeculationConfig:
         topk: width `K` of the draft tree; 1 drafts a chain.
         num_draft_tokens: tokens verified per request `D`, the root included. A chain has `S + 1`. Default for a tree:
             `min(2 * K * S, candidates + 1, 64)`, where the draft steps yield `K + (S - 1) * K * K` candidates.
-        threshold_single, threshold_acc: in (0, 1]; below 1, sampled trees accept more than their probabilities allow
-            (see `accept_sampled`). 1 keeps the target's distribution, and is the only value for a chain.
+        threshold_single: in (0, 1]; below 1, a sampled tree also accepts a token whose own probability reaches it. 1 keeps the
+            target's distribution, and is the only value for a chain.
+        threshold_acc: in (0, 1]; below 1, a sampled tree accepts a token when the uniform is below the running sum of
+            probabilities divided by it (see `accept_sampled`). 1 keeps the target's distribution.
 
     Raises:
         ValueError: naming the attribute.

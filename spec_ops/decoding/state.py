@@ -33,8 +33,9 @@ class RoundState(nn.Module):
         draft_scores: `[bs, K]` float32, their log-probabilities.
         draft_probs: `[bs, Vd]` float32, the distribution that the first draft was sampled from (sampled chains only).
         draft_hidden: `[bs, hidden]`, the draft's hidden state that gave the first drafts.
-        temperature, top_p: `[bs]` float32, sampling parameters; 0 temperature is greedy.
-        top_k: `[bs]` int32; 0 is off.
+        temperature: `[bs]` float32; 0 is greedy.
+        top_k: `[bs]` int32; 0 keeps all tokens.
+        top_p: `[bs]` float32; 1 keeps all tokens.
         seeds: `[bs]` int64.
         output: `[bs, P + 2]` int64, packed so that the host reads one tensor: the tokens that the last round emitted (-1 past
             their count), their count, and the request's status: 0 goes on, 1 finished, `BROKEN` no token could be drawn.

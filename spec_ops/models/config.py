@@ -39,8 +39,13 @@ class ModelConfig:
     """A decoder-only transformer: pre-norm, RoPE, SwiGLU; GQA or absorbed MLA attention.
 
     Attributes:
-        vocab_size, hidden_size, intermediate_size, num_layers, num_heads: as in Llama.
-        num_kv_heads, head_dim: GQA only.
+        vocab_size: width of the LM head.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP.
+        num_layers: decoder layers.
+        num_heads: query heads.
+        num_kv_heads: GQA only; divides `num_heads`.
+        head_dim: GQA only; even.
         rope_theta: base of RoPE's frequencies.
         rope_scaling: Llama 3.1's scaling of RoPE: factor, low and high frequency factor, original context; None for plain RoPE.
         rms_norm_eps: of every norm.
@@ -50,7 +55,9 @@ class ModelConfig:
         attention_sinks: GQA only: each head has a learned logit in the softmax's denominator (gpt-oss).
         kv_lora_rank: width of the latent rows; above 0 the attention is MLA, with the four sizes below.
         q_lora_rank: width of the query's bottleneck; None for a direct projection.
-        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: MLA head sizes.
+        qk_nope_head_dim: MLA: a head's part without RoPE.
+        qk_rope_head_dim: MLA: a head's part with RoPE; even.
+        v_head_dim: MLA: a head's values.
         aux_layers: layers whose *input* hidden states are handed to an EAGLE-3 draft; empty for none.
 
     Raises:

@@ -97,7 +97,15 @@ class PagedAttention:
         block_tables: `[bs, max_pages]` int32.
         seq_lens: `[bs]` int32, the KV length attended, this step's own tokens included.
         slots: where each token's KV goes, of the shape of the model's token input; a negative slot drops the row.
-        tree_mask, mask_len, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, max_seq_len, backend: as in the ops.
+        tree_mask: `[bs, q_len]` int64, a draft tree's bit masks; None for causal queries.
+        mask_len: the last so many KV positions are those of the masks; default `q_len`.
+        q_indptr: `[bs + 1]` int32, where the queries of each request begin in a ragged step.
+        max_q_len: most queries of a request in a ragged step.
+        kv_indptr: `[bs + 1]` int32, for kernels that read CSR indices.
+        kv_indices: int32, the same.
+        seq_lens_cpu: `seq_lens` on the host, for kernels that plan there.
+        max_seq_len: a bound of `seq_lens`.
+        backend: of the op.
     """
 
     cache: PagedKVCache

@@ -24,7 +24,8 @@ class Tree(NamedTuple):
         parents: parent of each node, -1 for the root.
         positions: committed length + depth: the RoPE position of each node.
         tree_mask: bit mask of visible nodes (itself and its ancestors).
-        first_child, next_sibling: lowest child, next node with the same parent; -1 for none.
+        first_child: lowest child of each node, -1 for none.
+        next_sibling: next node with the same parent, -1 for none.
     """
 
     parents: torch.Tensor

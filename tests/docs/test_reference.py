@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+WRITTEN = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in REFERENCE.glob("*.md")), re.M)
 PACKAGES = ("decoding", "models", "passes", "integrations.transformers")
 
 
@@ -21,9 +22,8 @@ def offered(package: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_is_in_the_reference(package):
-    written = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in REFERENCE.glob("*.md")), re.M)
     there = {f"{thing.__module__}.{thing.__qualname__}" for thing in offered(package).values()}
-    assert not sorted(there - set(written))
+    assert not sorted(there - set(WRITTEN))
 
 
 def functions(name: str, thing: object) -> Iterator[tuple[str, Callable]]:
@@ -49,3 +49,15 @@ def test_docstrings_name_the_arguments(package):
             if missing and len(arguments) > 2:
                 unnamed[place] = missing
     assert not unnamed
+
+
+def test_attributes_are_named_one_by_one():
+    """The site takes what follows the first of several names for their type."""
+    together = []
+    for place in WRITTEN:
+        module, _, name = place.rpartition(".")
+        text = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+        attributes = re.search(r"^Attributes:\n((?:    .*\n?|\n)+)", text, re.M)
+        lines = attributes[1].splitlines() if attributes else []
+        together += [f"{place}: {line.strip()}" for line in lines if re.match(r"    \w+(, \w+)+:", line)]
+    assert not together

@@ -13,7 +13,7 @@ import triton
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention import tuning
-from spec_ops.backends.triton.attention.operands import Operands, Shape, kernel_arch, operands, shape_of, window_within
+from spec_ops.backends.triton.attention.operands import Operands, kernel_arch, operands, window_within
 from spec_ops.backends.triton.attention.ragged import ragged_attention_kernel
 from spec_ops.backends.triton.attention.split_kv import split_kv_attention_kernel
 from spec_ops.backends.triton.runtime.cooperative import resident_or_none
@@ -28,7 +28,7 @@ class Policy(NamedTuple):
 
     Attributes:
         backend: its name.
-        choose, choose_ragged: the block shape for a call.
+        choose, choose_ragged: the block shape for a call; take what `tuning.choose` does.
         uniform, ragged: launch the kernels of a call.
         clears_padding: the ragged kernel writes the rows past `q_indptr[-1]`; otherwise they are zeros before.
         max_requests: of a uniform and of a ragged call; None where a grid does not limit them.
@@ -36,8 +36,8 @@ class Policy(NamedTuple):
     """
 
     backend: str
-    choose: Callable[[Shape], tuning.Config]
-    choose_ragged: Callable[[Shape], tuning.Config]
+    choose: Callable[..., tuning.Config]
+    choose_ragged: Callable[..., tuning.Config]
     uniform: Callable[[Operands], None]
     ragged: Callable[[Operands], None]
     clears_padding: bool
@@ -51,25 +51,23 @@ def run(call: AttentionCall, policy: Policy, config: tuning.Config | None = None
     Raises:
         ValueError: more requests than a grid holds.
     """
-    q, bs = call.q, call.seq_lens.shape[0]
-    most = policy.max_requests[call.is_ragged]
+    q, bs, ragged = call.q, call.seq_lens.shape[0], call.is_ragged
+    most = policy.max_requests[ragged]
     if most is not None and bs > most:
         raise ValueError(
             f"{call.step}: `seq_lens` must hold at most {most} requests, got {bs}: a grid of the backend "
             f"{policy.backend} has no room for more; split the batch"
         )
     window = window_within(call.window_left, call.block_tables, call.page_size)
-    if config is None and not call.is_ragged and (served := policy.special(call)) is not None:
+    if config is None and not ragged and (served := policy.special(call)) is not None:
         return served
-    zeros = call.is_ragged and not policy.clears_padding
+    zeros = ragged and not policy.clears_padding
     out = (q.new_zeros if zeros else q.new_empty)(*q.shape[:-1], call.v_head_dim)
     if out.numel() == 0 or (zeros and bs == 0):
         return out
-    shape = shape_of(call, window)
-    config = config or (policy.choose_ragged if call.is_ragged else policy.choose)(shape)
-    o = operands(call, out, window, shape.rows, config)
+    o = operands(call, out, window, policy.choose_ragged if ragged else policy.choose, config)
     with device_guard(q):
-        (policy.ragged if call.is_ragged else policy.uniform)(o)
+        (policy.ragged if ragged else policy.uniform)(o)
     return out
 
 
@@ -149,8 +147,8 @@ def _on_hopper(call: AttentionCall) -> torch.Tensor | None:
 
 SPLIT = Policy(
     "triton",
-    choose=lambda shape: tuning.choose(*shape),
-    choose_ragged=lambda shape: tuning.choose_ragged(*shape[:-1]),
+    choose=tuning.choose,
+    choose_ragged=lambda *shape: tuning.choose_ragged(*shape[:-1]),  # of any window
     uniform=_launch_split,
     ragged=_launch_ragged,
     clears_padding=True,

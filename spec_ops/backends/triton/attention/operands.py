@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -154,44 +155,36 @@ class Operands(NamedTuple):
         return 0 if self.tree_mask is None else self.tree_mask.stride(0)
 
 
-class Shape(NamedTuple):
-    """What a block shape is chosen by: `tuning.choose`."""
-
-    arch: int
-    shared_kv: bool
-    head_dim: int
-    v_head_dim: int
-    kv_bytes: int
-    rows: int
-    window: int
-
-
-def shape_of(call: AttentionCall, window: int) -> Shape:
-    rows = call.q_len * (call.q.shape[-2] // call.num_kv_heads)
-    widths = call.q.shape[-1], call.v_head_dim, call.k_cache.element_size()
-    return Shape(kernel_arch(call.q.device), call.is_mla, *widths, rows, window)
-
-
-def operands(call: AttentionCall, out: torch.Tensor, window: int, rows: int, config: tuning.Config) -> Operands:
-    """Of a call whose result goes into `out`; `window`, `rows`: of its `shape_of`."""
-    q, tree_mask = unit_rows(call.q), call.tree_mask
+def operands(
+    call: AttentionCall, out: torch.Tensor, window: int, choose: Callable[..., tuning.Config], config: tuning.Config | None
+) -> Operands:
+    """Of a call whose result goes into `out`; `choose` gets what `tuning.choose` does, unless there is a `config`."""
+    q, k_cache, tree_mask, sinks, q_indptr = call.q, call.k_cache, call.tree_mask, call.sinks, call.q_indptr
+    q = unit_rows(q)
     if tree_mask is not None:
         tree_mask = tree_mask.contiguous() if is_wide(tree_mask, 0) else unit_rows(tree_mask)
+    heads, head_dim = q.shape[-2:]
+    v_dim, shared_kv = out.shape[-1], call.kv_lora_rank is not None
+    kv_heads = 1 if shared_kv else k_cache.shape[2]
+    group = heads // kv_heads
+    rows = (q.shape[1] if q_indptr is None else call.max_q_len) * group
+    if config is None:
+        config = choose(kernel_arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows, window)
     return Operands(
-        out=out,
-        q=q,
-        keys=kernel_keys(q, call.k_cache, call.v_cache, call.v_head_dim, call.is_mla, config),
-        block_tables=unit_rows(call.block_tables),
-        seq_lens=call.seq_lens.contiguous(),
-        tree_mask=tree_mask,
-        mask_len=0 if tree_mask is None else call.mask_len,
-        q_indptr=packed(call.q_indptr),
-        sinks=packed(call.sinks),
-        softmax=softmax_arguments(call.scale, call.k_scale, call.v_scale, call.softcap),
-        window=window,
-        has_softcap=call.softcap > 0,
-        kv_heads=call.num_kv_heads,
-        group=q.shape[-2] // call.num_kv_heads,
-        rows=rows,
-        config=config,
+        out,
+        q,
+        kernel_keys(q, k_cache, call.v_cache, v_dim, shared_kv, config),
+        unit_rows(call.block_tables),
+        call.seq_lens.contiguous(),
+        tree_mask,
+        0 if tree_mask is None else call.mask_len,
+        packed(q_indptr),
+        packed(sinks),
+        softmax_arguments(call.scale, call.k_scale, call.v_scale, call.softcap),
+        window,
+        call.softcap > 0,
+        kv_heads,
+        group,
+        rows,
+        config,
     )

@@ -80,8 +80,8 @@ def _launch_extend(o: Operands) -> None:
 
 DETERMINISTIC = Policy(
     "triton-deterministic",
-    choose=lambda shape: choose(*shape[:5]),  # not by rows or window
-    choose_ragged=lambda shape: choose(*shape[:5]),
+    choose=lambda *shape: choose(*shape[:5]),  # not by rows or window
+    choose_ragged=lambda *shape: choose(*shape[:5]),
     uniform=_launch_chunks,
     ragged=_launch_extend,
     clears_padding=False,

@@ -72,7 +72,8 @@ class GraphReport:
         if not (calls := self.after.get(counts.HOST_PLANNED, 0)):
             return None
         graphs = self.after[counts.CUDA_GRAPHS]
-        return f"{calls} calls plan on the host and run outside CUDA graphs: {graphs} graphs instead of 1"
+        said = f"{calls} calls plan on the host and run" if calls > 1 else "1 call plans on the host and runs"
+        return f"{said} outside CUDA graphs: {graphs} graphs instead of 1"
 
     def verdict(self) -> str:
         """One line: what it is a plan for, what the passes changed, and who computes attention."""
@@ -173,13 +174,14 @@ def _section(title: str, parts: Sequence[tuple[PassResult, list[Note]]], verbose
 
 def _briefly(notes: list[Note]) -> Iterator[str]:
     found = groups(notes)
-    for group in found[:_SHOWN_OF_A_PASS]:
+    shown = found if len(found) <= _SHOWN_OF_A_PASS + 1 else found[:_SHOWN_OF_A_PASS]  # not a line to say that one is left
+    for group in shown:
         named = with_times(group.subjects)
         subjects = listed([*named[:3], f"{len(named) - 3} others"] if len(named) > 4 else named)
         times = f" ({group.subjects['']} times)" if group.subjects[""] > 1 else ""
         yield f"    {subjects + ': ' if subjects else ''}{group.reason}{times}  [{places_of(group.places)}]"
-    if len(found) > _SHOWN_OF_A_PASS:
-        yield f"    and {len(found) - _SHOWN_OF_A_PASS} kinds more"
+    if len(found) > len(shown):
+        yield f"    and {len(found) - len(shown)} more kinds"
 
 
 def _every(notes: list[Note]) -> Iterator[str]:

@@ -55,7 +55,7 @@ def test_the_verdict_of_host_planned_kernels():
         plan = explain(lambda q, lens: step(step(q, lens, backend="provider") * 2, lens), Q, LENS, arch=90)
     assert "Plan for sm_90, fp32: 2 CUDA graphs, no host syncs" in plan.verdict()
     assert "attention by provider and reference" in plan.verdict()
-    assert str(plan).splitlines()[2] == "1 calls plan on the host and run outside CUDA graphs: 2 graphs instead of 1"
+    assert str(plan).splitlines()[2] == "1 call plans on the host and runs outside CUDA graphs: 2 graphs instead of 1"
 
 
 def test_counts_that_stay_say_nothing():
@@ -102,8 +102,9 @@ def test_many_kinds_are_cut_short():
     results = [PassResult("one_pass", about="Does something")]
     results[0].refused = [Note(f"mm: reason {i}", "file.py:3") for i in range(7)]
     report = GraphReport({}, {}, results, Place(100, ("bf16",)))
-    assert "mm: reason 3  [file.py:3]\n    and 3 kinds more" in str(report)
+    assert "mm: reason 3  [file.py:3]\n    and 3 more kinds" in str(report)
     assert "reason 4" not in str(report)
+    assert "reason 4" in str(GraphReport({}, {}, [PassResult("one_pass", refused=results[0].refused[:5])]))
     assert all(f"mm: reason {i}  [file.py:3]" in report.text(verbose=True) for i in range(7))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import re
 
 import pytest
@@ -24,7 +25,7 @@ def measured(tokens: int, rounds: int, seconds: float, **more) -> Speed:
 
 
 def shown(speeds: dict[str, Speed]) -> dict[str, list[str]]:
-    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=120, record=True, file=io.StringIO())
     console.print(speed_table(speeds))
     rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in console.export_text().splitlines()]
     return {row[0]: row[1:] for row in rows if len(row) == 3}

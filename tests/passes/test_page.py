@@ -56,7 +56,7 @@ def scalars_in_the_graph():
 def refused(q, lens):
     """The longest length stays a number that the host reads: it is returned."""
     longest = lens.max().item()
-    return two_steps(q, lens) if q.shape[1] < 1 < 2 else two_steps(q * longest, lens), longest
+    return two_steps(q * longest, lens), longest
 
 
 def test_nothing_comes_from_elsewhere():

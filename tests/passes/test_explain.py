@@ -155,6 +155,7 @@ class Step(torch.nn.Module):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "neighbour", raising=False)  # that of an earlier test, in another folder
     (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
 
     def call(name: str, *args: str):

@@ -23,7 +23,7 @@ from spec_ops.backends import (
 )
 from tests.helpers.paths import RESULTS, ROOT
 
-DOCS = ROOT / "docs" / "backends.md"
+PAGE = ROOT / "docs" / "guides" / "backends.md"
 GQA = AttentionMeta(
     step="mha_target_verify", dtype=torch.bfloat16, kv_dtype=torch.bfloat16, num_heads=32, num_kv_heads=8, head_dim=128,
     v_head_dim=128, page_size=64, q_len=4, tree_mask=False, window=False, sinks=False, softcap=False,
@@ -84,7 +84,7 @@ def test_auto_takes_the_fastest_measured_or_the_docs_say_why_not():
                     factor
                 )
     assert cases >= 56
-    lines = DOCS.read_text().splitlines()
+    lines = PAGE.read_text().splitlines()
     said = {line for line in lines if line.startswith("| ") and "slower by" in line}
     assert len(said) == len(slower), slower
     for case, factor in slower.items():

@@ -77,12 +77,12 @@ def test_more_rounds_than_dynamos_recompile_limit(monkeypatch):
     """Every bucket has a round of its own, and all share one `forward`, of which Dynamo compiles only so many versions."""
     torch._dynamo.reset()
     limit = 2
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda module, inputs, **options: module.forward)
     generator = Generator(make_target(False), max_batch_size=2**limit, max_seq_len=16, page_size=4, compile=True)
     alone = Generator(generator.target, max_seq_len=16).generate([[1, 2]], max_new_tokens=3).tokens[0]
-    for size in range(limit + 1):
-        assert generator.generate([[1, 2]] * 2**size, max_new_tokens=3).tokens[-1] == alone
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        for size in range(limit + 1):
+            assert generator.generate([[1, 2]] * 2**size, max_new_tokens=3).tokens[-1] == alone
     assert len(generator._rounds) == limit + 1
 
 

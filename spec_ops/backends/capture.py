@@ -40,7 +40,11 @@ def capture_of_current_stream(index: int) -> int:
     status, number = ctypes.c_int(), ctypes.c_uint64()
     stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))
     _call("cuStreamGetCaptureInfo_v2", stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
-    assert status.value == _ACTIVE, "torch and the driver disagree about a capture"
+    if status.value != _ACTIVE:  # 2: the capture was invalidated, by a call that a capture forbids
+        raise RuntimeError(
+            f"cuStreamGetCaptureInfo_v2: the current stream of cuda:{index} is being captured, but its capture's status is "
+            f"{status.value}, not {_ACTIVE} (active): an earlier call has ended or invalidated it"
+        )
     return number.value
 
 

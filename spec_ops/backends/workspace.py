@@ -85,6 +85,8 @@ def zeros_outside_graph_pools(device: torch.device, num_bytes: int) -> torch.Ten
         if device.type != "cuda":
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         relax_this_thread()
+        # On the legacy default stream, which is this new thread's current one. torch's own streams do not synchronize with
+        # it; a capture on a stream that another library made without `cudaStreamNonBlocking` would be invalidated.
         made = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch.cuda.current_stream(device).synchronize()
         return made

@@ -136,7 +136,8 @@ def accept_sampled(
     uniform is below the running sum over `threshold_acc`.
 
     Args:
-        candidates: `[bs, D]` int32/int64, root first; the root's own token is not looked at.
+        candidates: `[bs, D]` int32/int64, root first; the root's own token is not looked at. -1 stands for no draft: it is
+            neither accepted nor rejected.
         target_probs: `[bs, D, V]` float32, each row summing to 1 (one-hot rows give greedy acceptance).
         uniforms: `[bs, D]` float32 in [0, 1): entry `i` decides among the children of node `i`.
         final_uniforms: `[bs]` float32 in [0, 1), for the last token.

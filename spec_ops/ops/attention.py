@@ -10,7 +10,8 @@ Common contract (FlashInfer's and TensorRT-LLM's conventions):
   `<= seq_lens[b] - q_len + j`.
 * With `tree_mask [bs, q_len] int64`, the last `mask_len` KV positions are draft positions: bit `j` of a query's word says
   that it sees draft position `j`; everything before is visible. A row must hold the query itself and all its ancestors
-  (bits in topological order, as `build_tree` makes them).
+  (bits in topological order, as `build_tree` makes them), so no slot is unseen where there are as many queries as draft
+  positions. Bits from `mask_len` on mean nothing.
 * `window_left` (-1: none) hides keys more than that many positions before the query. Positions follow tree *depth*, not slot
   index: the depth of a draft key, seen from a query, is the number of that query's ancestors before it.
 * `sinks [num_q_heads] float32` are logits added to the softmax denominator alone (gpt-oss).

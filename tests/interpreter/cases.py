@@ -297,6 +297,8 @@ def accept_sampled(rng: Rng, exact_fp8: bool) -> Args:
     exact = vocab == 6 and rng.random() < 0.7
     if exact:
         target, coins = dyadic(rng, bs, nodes, vocab), (rng.ints(128, bs, nodes) / 128, rng.ints(128, bs) / 128)
+    if rng.random() < 0.2:
+        candidates[rng.ints(3, *candidates.shape) == 0] = -1  # no draft there
     candidates[:, 0] = -1
     if parents is not None or rng.random() < 0.3:
         thresholds = rng.choice([(1.0, 1.0), (0.25, 1.0), (1.0, 0.5), (0.3, 0.7)])

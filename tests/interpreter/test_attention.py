@@ -201,6 +201,19 @@ def test_mask_of_full_width(kind, mode, window_left):
     check(case, run(case, "wide blocks"))
 
 
+@pytest.mark.parametrize("window_left", [-1, 2])
+@pytest.mark.parametrize("mode", ["verify_tree", "draft_tree"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_past_the_draft_positions_mean_nothing(kind, mode, window_left):
+    """A window counts the bits of a word: those from `mask_len` on are no ancestors."""
+    case = made(kind, mode, window_left=window_left, lens=[0, 5, 40])
+    words = case.arguments["tree_mask"]
+    for cut in ("few ranges", "pointers"):
+        expected = run(case, cut)
+        check(case, expected)
+        assert torch.equal(run(case, cut, tree_mask=words | (-1 << case.arguments["mask_len"])), expected)
+
+
 @pairwise(kind=KINDS, q_len=[1, 2, 3, 5, 7, 8, 64], tma=[True, False])
 def test_chains_of_every_length(kind, q_len, tma):
     """Also longer than what is cached: the first queries then see nothing."""

@@ -76,6 +76,11 @@ def test_no_rows():
             lambda x, weight: (x[:, :64], weight[:, 4:68]),
             "`weight` must have contiguous rows that start at multiples of 16 bytes",
         ),
+        # Only the pages that are touched exist.
+        (
+            lambda x, weight: (torch.cat([x] * 16), torch.empty(2**25, 128, dtype=x.dtype)),
+            r"rows times `weight` rows must be less than 2\^31, got 64 times 33554432",
+        ),
         (lambda x, weight: (x, weight.t().contiguous().t()), r"`weight` .* got strides \(1, 64\)"),
     ],
 )

@@ -118,6 +118,26 @@ def test_acceptance_ends_where_the_target_is_no_distribution(kind):
     compare(wanted, kernel("accept_sampled")(*args), args)
 
 
+@pytest.mark.parametrize("kind", ["chain", "reduced", "tree"])
+def test_a_missing_draft_is_neither_accepted_nor_rejected(kind):
+    """A candidate of -1 is no token: the walk ends before it, and the target alone decides. What lies in front of a row of
+    probabilities is another row's last token, here the likeliest."""
+    p = torch.full((3, 3, 200), 0.25 / 199)
+    p[:, :, 199] = 0.75
+    candidates = torch.tensor([[0, -1, 199], [0, -1, -1], [0, 199, -1]])
+    coins, final = torch.zeros(3, 3), torch.full((3,), ALMOST_ONE)
+    ids = torch.arange(199, -1, -1) if kind == "reduced" else None
+    q = p[:, :2] if ids is None else p[:, :2].flip(2)
+    if kind == "tree":
+        args = (candidates, p, coins, final, torch.tensor([[-1, 0, 1]] * 3), None, None, 3, 1.0, 1.0)
+    else:
+        args = (candidates, p, coins, final, None, q, ids, 3, 1.0, 1.0)
+    wanted = reference("accept_sampled")(*args)
+    assert wanted[0].tolist() == [[199, -1, -1], [199, -1, -1], [199, 199, -1]]
+    assert wanted[2].tolist() == [1, 1, 2]
+    compare(wanted, kernel("accept_sampled")(*args), args)
+
+
 @pytest.mark.parametrize("uniform", [0.0, 0.25, 0.75, ALMOST_ONE])
 def test_empty_residual_falls_back_to_the_target(uniform):
     """Rows whose float32 sum is a little below 1 can reject a draft and leave nothing."""

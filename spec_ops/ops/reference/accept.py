@@ -54,8 +54,8 @@ def _walk_target_only(candidates, target_probs, uniforms, parents, path_len, thr
     nodes, alive = [node], [going]
     for _ in range(path_len - 1):
         probs = target_probs.gather(1, node[:, None, None].expand(-1, 1, target_probs.shape[2]))[:, 0]
-        child = parents == node[:, None]
-        p = torch.where(child, probs.gather(1, candidates), 0.0)
+        child = (parents == node[:, None]) & (candidates >= 0)
+        p = torch.where(child, probs.gather(1, candidates.clamp(min=0)), 0.0)
         coin = uniforms.gather(1, node[:, None])
         take = child & (p > 0) & ((coin < p.cumsum(1) / threshold_acc) | (p >= threshold_single))
         going = going & take.any(1)
@@ -67,10 +67,11 @@ def _walk_target_only(candidates, target_probs, uniforms, parents, path_len, thr
 
 def _walk_rejection(candidates, target_probs, uniforms, draft_probs, path_len):
     bs = candidates.shape[0]
-    drafted = candidates[:, 1:, None]
-    p = target_probs[:, :-1].gather(2, drafted)[..., 0]
-    q = draft_probs.gather(2, drafted)[..., 0]
-    accepted = ((p > 0) & (uniforms[:, :-1] * q < p)).long().cumprod(1)
+    drafted = candidates[:, 1:]
+    token = drafted.clamp(min=0)[..., None]
+    p = target_probs[:, :-1].gather(2, token)[..., 0]
+    q = draft_probs.gather(2, token)[..., 0]
+    accepted = ((drafted >= 0) & (p > 0) & (uniforms[:, :-1] * q < p)).long().cumprod(1)
     alive = torch.cat([accepted.new_ones(bs, 1), accepted], 1).bool()
     nodes = [torch.full((bs,), i, device=candidates.device) for i in range(path_len)]
     return nodes, list(alive.unbind(1)), accepted.sum(1)
@@ -89,7 +90,8 @@ def accept_sampled(
             full = draft_probs.new_zeros(*draft_probs.shape[:2], vocab)
             draft_probs = full.index_copy(2, draft_to_target, draft_probs)
         nodes, alive, last = _walk_rejection(candidates, target_probs, uniforms, draft_probs, path_len)
-        # After full acceptance nothing was rejected: subtract a zero distribution.
+        # After full acceptance, or where no draft was given, nothing was rejected: subtract a zero distribution.
+        draft_probs = torch.where(candidates[:, 1:, None] >= 0, draft_probs, 0.0)
         rejected = torch.cat([draft_probs, torch.zeros_like(target_probs[:, :1])], 1)[row, last]
         residual = (target_probs[row, last] - rejected).clamp(min=0)
     else:
@@ -97,10 +99,10 @@ def accept_sampled(
         nodes, alive, last = _walk_target_only(
             candidates, target_probs, uniforms, parents, path_len, threshold_single, threshold_acc
         )
-        child = (parents == last[:, None]).to(target_probs.dtype)
+        child = ((parents == last[:, None]) & (candidates >= 0)).to(target_probs.dtype)
         # A walk that stopped because the path is full has rejected nothing; its node's children are no candidates.
         child = child * (~alive[-1])[:, None] if path_len > 1 else child * 0
-        rejected = torch.zeros(bs, vocab, device=candidates.device).scatter_add(1, candidates, child)
+        rejected = torch.zeros(bs, vocab, device=candidates.device).scatter_add(1, candidates.clamp(min=0), child)
         residual = torch.where(rejected > 0, 0.0, target_probs[row, last])
     # Rounding may leave no residual although the draft was rejected; the target itself is then the distribution.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target_probs[row, last])

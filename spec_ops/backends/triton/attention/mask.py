@@ -20,6 +20,14 @@ def popcount(x):
 
 
 @triton.jit
+def _in_tree(words, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr):
+    """Tree masks without the bits from `MASK_LEN` on, which mean nothing. Only a window counts bits, and would notice them."""
+    if WINDOW >= 0 and MASK_LEN > 0 and MASK_LEN < 64:
+        words = words & ((1 << MASK_LEN) - 1)
+    return words
+
+
+@triton.jit
 def _nearest(words, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr):
     """Tree masks without the ancestors that are more than `WINDOW` levels above a query: bits are in topological order."""
     if WINDOW >= 0:
@@ -44,6 +52,7 @@ def query_rows(seq_len, query, q_len, words, MASK_LEN: tl.constexpr, WINDOW: tl.
     if MASK_LEN == 0:
         return seq_len - q_len + query, words
     else:
+        words = _in_tree(words, MASK_LEN, WINDOW)
         return seq_len - MASK_LEN + _depth(words), _nearest(words, MASK_LEN, WINDOW)
 
 
@@ -81,7 +90,7 @@ def seen_of_request(
     slots = 0
     if HOLES:
         i = tl.arange(0, 64)
-        words = tl.load(masks + i, mask=i < q_len, other=0)
+        words = _in_tree(tl.load(masks + i, mask=i < q_len, other=0), MASK_LEN, WINDOW)
         slots = tl.reduce(_nearest(words, MASK_LEN, WINDOW), 0, _or)
         first_seen += tl.min(tl.where(i < q_len, _depth(words), MASK_LEN), 0)
     return first_seen, slots

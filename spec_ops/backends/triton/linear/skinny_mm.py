@@ -220,11 +220,13 @@ def run(
     An `x` that TMA cannot read is copied.
 
     Raises:
-        ValueError: more than `MAX_ROWS` rows, k no multiple of 64, or a weight that TMA cannot read.
+        ValueError: more than `MAX_ROWS` rows, 2^31 outputs or more, k no multiple of 64, or a weight that TMA cannot read.
     """
     (m, k), n = x.shape, weight.shape[0]
     if m > MAX_ROWS:
         raise ValueError(f"{name}: `x` must have at most {MAX_ROWS} rows, got {m}")
+    if m * n >= 2**31:  # kernels address the output in 32 bits
+        raise ValueError(f"{name}: `x` rows times `weight` rows must be less than 2^31, got {m} times {n}")
     if k == 0 or k % CHUNK:
         raise ValueError(f"{name}: the columns of `x` must be a multiple of {CHUNK}, got {k}")
     if not _tma_reads(weight):

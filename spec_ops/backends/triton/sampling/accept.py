@@ -241,6 +241,7 @@ def accept_sampled_chain_kernel(
     draft_probs += request * draft_row_stride
     drafted_at = candidates + request * candidate_row_stride + (node.to(tl.int64) + 1) * candidate_stride
     drafted = tl.load(drafted_at, mask=inner, other=-1).to(tl.int64)
+    inner = drafted >= 0  # -1: no draft was given there
     uniform = tl.load(uniforms + request * uniform_row_stride + node.to(tl.int64) * uniform_stride, mask=inner, other=0.0)
     final_uniform = tl.load(final_uniforms + request * final_stride)
     p = tl.load(target_probs + node.to(tl.int64) * target_node_stride + drafted * target_stride, mask=inner, other=0.0)
@@ -251,7 +252,7 @@ def accept_sampled_chain_kernel(
     q = tl.load(draft_probs + node.to(tl.int64) * draft_node_stride + draft_ids * draft_stride, mask=has_id, other=0.0)
     accepted = inner & (p > 0) & (uniform * q < p)
     last = tl.min(tl.where(accepted, NODES, node), 0)  # the first whose child is not accepted; the last node has none
-    subtract = last < NODES - 1
+    subtract = tl.max(tl.where(node == last, drafted, -1), 0) >= 0  # a draft was given there, and is rejected
 
     rejected, rejected_stride = draft_probs + last.to(tl.int64) * draft_node_stride, draft_stride
     if draft_to_target is not None:
@@ -289,6 +290,7 @@ def accept_sampled_tree_kernel(
     candidate_at = candidates + request * candidate_row_stride + node.to(tl.int64) * candidate_stride
     candidate = tl.load(candidate_at, mask=drafted, other=-1).to(tl.int64)
     final_uniform = tl.load(final_uniforms + request * final_stride)
+    drafted = drafted & (candidate >= 0)  # -1: no draft was given there
     parent = node - 1
     if parents is not None:
         parent_at = parents + request * parent_row_stride + node.to(tl.int64) * parent_stride

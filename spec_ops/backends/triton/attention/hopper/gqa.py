@@ -29,7 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
-from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums, visible
+from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums
+from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
     add,
@@ -38,8 +39,6 @@ from spec_ops.backends.triton.attention.hopper.program import (
     next_stage,
     padded,
     range_start,
-    seen_by_any,
-    seen_slots,
     whole_ranges,
 )
 from spec_ops.backends.triton.attention.operands import packed, unit_rows, window_within
@@ -178,7 +177,7 @@ def _turns(
         s = warpgroup_mma_wait(1, [s_token])
         arrive(free.index(KEYS + 2 * stage))
         if MASKED:
-            s = visible(s, start + turn * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN)
+            s = visible(s, start + turn * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN, 1, True)
         weights, m, shrink = softmax_step(s, m, qk_scale)
         l = scale_rows(l, shrink) + thread_sums(weights)
         # The next iteration's values. Here, because without a branch in between the assembler moves the wait for products
@@ -249,7 +248,7 @@ def _attend(
             s = warpgroup_mma_wait(0, [_logits(q, k_smem.index(stage), BLOCK_N)])
             arrive(free.index(KEYS + 2 * stage))
             if (first + 1) * BLOCK_N > all_seen:
-                s = visible(s, first * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN)
+                s = visible(s, first * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN, 1, True)
             m = gl.full([64], float("-inf"), gl.float32, s_row)
             acc = gl.zeros([64, D], gl.float32, o_layout)
             weights, m, _ = softmax_step(s, m, qk_scale)

@@ -1,4 +1,4 @@
-"""The softmax of `gqa.py` on blocks of products `[64, keys]`, in Gluon: masks, and steps of the online softmax.
+"""The softmax of `gqa.py` on blocks of products `[64, keys]`, in Gluon: steps of the online softmax.
 
 A row lies with four threads, and each has a quarter of every row that it has a part of.
 """
@@ -9,22 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from spec_ops.backends.triton.attention.hopper.program import exp_shift
-
-
-@gluon.jit
-def visible(s, start, seq_len, query, words, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr):
-    """`s` with -inf at keys that a row does not see; `visibility.visible` for these layouts."""
-    n = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    if MASK_LEN == 0:
-        seen = gl.expand_dims(n, 0) <= gl.expand_dims(seq_len - Q_LEN + query, 1)
-    else:
-        bit = n - (seq_len - MASK_LEN)
-        in_tree = (bit >= 0) & (bit < MASK_LEN)
-        dtype: gl.constexpr = gl.int32 if MASK_LEN <= 32 else gl.int64
-        shift = gl.where(in_tree, bit, 0).to(dtype)
-        chosen = ((gl.expand_dims(words.to(dtype), 1) >> gl.expand_dims(shift, 0)) & 1) != 0
-        seen = gl.expand_dims(bit < 0, 0) | (gl.expand_dims(in_tree, 0) & chosen)
-    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit

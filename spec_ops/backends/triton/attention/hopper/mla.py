@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
+from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
     add,
@@ -38,8 +39,6 @@ from spec_ops.backends.triton.attention.hopper.program import (
     exp_shift,
     opaque_zero,
     range_start,
-    seen_by_any,
-    seen_slots,
 )
 from spec_ops.backends.triton.attention.operands import packed, unit_rows, window_within
 from spec_ops.backends.triton.runtime.counters import arrival_counters
@@ -47,7 +46,6 @@ from spec_ops.backends.triton.runtime.launch import launch, num_sms
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # logits
 S_ROW = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
-S_COLUMN = gl.constexpr(gl.SliceLayout(0, S_LAYOUT.value))
 O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # a warpgroup's accumulator
 O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
 P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT.value, 2))
@@ -58,21 +56,6 @@ EVEN_LEFT, EVEN_RIGHT, ODD_LEFT, ODD_RIGHT, QUERIES = (gl.constexpr(i) for i in 
 FREE = gl.constexpr(5)  # added to one of the five above
 EVEN_WEIGHTS, ODD_WEIGHTS, EVEN_SUM, ODD_SUM = (gl.constexpr(i) for i in range(10, 14))
 BARRIERS = gl.constexpr(14)
-
-
-@gluon.jit
-def _visible(s, start, seq_len, query, words, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr):
-    """`s` with -inf at keys that a row does not see; `visibility.visible` for these layouts."""
-    n = start + gl.arange(0, 64, S_COLUMN)
-    if MASK_LEN == 0:
-        seen = gl.expand_dims(n, 0) <= gl.expand_dims(seq_len - Q_LEN + query, 1)
-    else:
-        bit = n - (seq_len - MASK_LEN)
-        in_tree = (bit >= 0) & (bit < MASK_LEN)
-        shift = gl.where(in_tree, bit, 0).to(gl.int64)
-        chosen = ((gl.expand_dims(words, 1) >> gl.expand_dims(shift, 0)) & 1) != 0
-        seen = gl.expand_dims(bit < 0, 0) | (gl.expand_dims(in_tree, 0) & chosen)
-    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
@@ -233,7 +216,7 @@ def _attend(
                         s = _logits(q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, odd_phase, True)
                         mbarrier.arrive(bars.index(QUERIES + FREE), pred=k + 3 >= last)
                         if start + 128 > all_seen:
-                            s = _visible(s, start + 64, seq_len, query, words, Q_LEN, MASK_LEN)
+                            s = visible(s, start + 64, seq_len, query, words, Q_LEN, MASK_LEN, 1, False)
                         top = gl.max(s, 1) * qk_scale
 
                         mbarrier.wait(bars.index(EVEN_WEIGHTS), even_phase)
@@ -281,7 +264,7 @@ def _attend(
                     s = _logits(q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, even_phase, False)
                     mbarrier.arrive(bars.index(QUERIES + FREE), pred=k + 2 >= last)
                     if start + 64 > all_seen:
-                        s = _visible(s, start, seq_len, query, words, Q_LEN, MASK_LEN)
+                        s = visible(s, start, seq_len, query, words, Q_LEN, MASK_LEN, 1, False)
                     m_even = gl.maximum(m, gl.max(s, 1) * qk_scale)
                     even_max.store(m_even)
                     shift = exp_shift(m_even)

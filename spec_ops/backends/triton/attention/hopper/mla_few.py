@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
+from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.mla import query_rows
 from spec_ops.backends.triton.attention.hopper.mla_few_combine import combine_unfinished, finish
 from spec_ops.backends.triton.attention.hopper.program import (
@@ -40,8 +41,6 @@ from spec_ops.backends.triton.attention.hopper.program import (
     opaque_zero,
     padded,
     range_start,
-    seen_by_any,
-    seen_slots,
     whole_ranges,
 )
 from spec_ops.backends.triton.attention.operands import packed, unit_rows
@@ -51,21 +50,6 @@ from spec_ops.backends.triton.runtime.launch import launch, num_sms
 MAX_ROWS = 16  # of a request: with more, `mla.py` serves it
 PARTS = 6  # of the ring: two blocks. 5 take up to 7% longer, 8 up to 3% longer.
 PART_BYTES = gl.constexpr(64 * 192 * 2)
-
-
-@gluon.jit
-def _visible(s, start, seq_len, query, words, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr):
-    """`s [keys, rows]` with -inf at keys that a row does not see; `visibility.visible`, transposed."""
-    n = start + gl.arange(0, 64, gl.SliceLayout(1, s.type.layout))
-    if MASK_LEN == 0:
-        seen = gl.expand_dims(n, 1) <= gl.expand_dims(seq_len - Q_LEN + query, 0)
-    else:
-        bit = n - (seq_len - MASK_LEN)
-        in_tree = (bit >= 0) & (bit < MASK_LEN)
-        shift = gl.where(in_tree, bit, 0).to(gl.int64)
-        chosen = ((gl.expand_dims(words, 0) >> gl.expand_dims(shift, 1)) & 1) != 0
-        seen = gl.expand_dims(bit < 0, 1) | (gl.expand_dims(in_tree, 1) & chosen)
-    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
@@ -194,7 +178,7 @@ def _attend(
                 s = _logits(s, q_smem, kv_smem, stage2, 2)
                 s = warpgroup_mma_wait(0, [s])
                 if start + 64 > all_seen:
-                    s = _visible(s, start, seq_len, query, words, Q_LEN, MASK_LEN)
+                    s = visible(s, start, seq_len, query, words, Q_LEN, MASK_LEN, 0, False)
                 m_new = gl.maximum(m, gl.max(s, 0) * qk_scale)
                 if k + 1 == last:
                     arrive(q_free)

@@ -115,29 +115,6 @@ def denominator(m, l, sinks, head, in_use, HAS_SINKS: gl.constexpr):
 
 
 @gluon.jit
-def _or(a, b):
-    return a | b
-
-
-@gluon.jit
-def seen_slots(masks, Q_LEN: gl.constexpr):
-    """Which of a tree's slots any of a request's queries sees, as bits; `masks`: its tree masks. For 4 warps."""
-    i = gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0]))
-    return gl.reduce(gl.load(masks + i, mask=i < Q_LEN, other=0), 0, _or)
-
-
-@gluon.jit
-def seen_by_any(row, valid, slots, MASK_LEN: gl.constexpr, HOLES: gl.constexpr):
-    """`mask.seen_by_any` of the keys `row` of a block of which the first `valid` are the request's."""
-    seen = row < valid
-    if HOLES:
-        bit = row - (valid - MASK_LEN)
-        shift = gl.minimum(gl.maximum(bit, 0), MASK_LEN - 1).to(gl.int64)
-        seen = seen & ((bit < 0) | (((slots >> shift) & 1) != 0))
-    return seen
-
-
-@gluon.jit
 def await_all(counter, expected):
     """Wait until `expected` have arrived (low half of the counter); the last to leave (high half) clears it."""
     value = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")

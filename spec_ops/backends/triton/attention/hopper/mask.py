@@ -1,0 +1,54 @@
+"""Which keys a query row sees, for the Gluon kernels; `attention/mask.py` has the rules.
+
+These kernels serve no windows. Layouts are explicit in Gluon, so they cannot call Triton's functions.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def visible(
+    s, start, seq_len, query, words, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, KEYS: gl.constexpr, NARROW: gl.constexpr
+):  # fmt: skip
+    """`s` with -inf at keys that a row does not see. Dimension `KEYS` of `s` is that of the keys, from `start` on; the other
+    one is that of the rows.
+
+    `NARROW`: words of up to 32 bits are shifted as int32.
+    """
+    n = start + gl.arange(0, s.shape[KEYS], gl.SliceLayout(1 - KEYS, s.type.layout))
+    if MASK_LEN == 0:
+        seen = gl.expand_dims(n, 1 - KEYS) <= gl.expand_dims(seq_len - Q_LEN + query, KEYS)
+    else:
+        bit = n - (seq_len - MASK_LEN)
+        in_tree = (bit >= 0) & (bit < MASK_LEN)
+        dtype: gl.constexpr = gl.int32 if NARROW and MASK_LEN <= 32 else gl.int64
+        shift = gl.where(in_tree, bit, 0).to(dtype)
+        chosen = ((gl.expand_dims(words.to(dtype), KEYS) >> gl.expand_dims(shift, 1 - KEYS)) & 1) != 0
+        seen = gl.expand_dims(bit < 0, 1 - KEYS) | (gl.expand_dims(in_tree, 1 - KEYS) & chosen)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def seen_slots(masks, Q_LEN: gl.constexpr):
+    """Which of a tree's slots any of a request's queries sees, as bits; `masks`: its tree masks. For 4 warps."""
+    i = gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.reduce(gl.load(masks + i, mask=i < Q_LEN, other=0), 0, _or)
+
+
+@gluon.jit
+def seen_by_any(row, valid, slots, MASK_LEN: gl.constexpr, HOLES: gl.constexpr):
+    """`mask.seen_by_any` of the keys `row` of a block of which the first `valid` are the request's."""
+    seen = row < valid
+    if HOLES:
+        bit = row - (valid - MASK_LEN)
+        shift = gl.minimum(gl.maximum(bit, 0), MASK_LEN - 1).to(gl.int64)
+        seen = seen & ((bit < 0) | (((slots >> shift) & 1) != 0))
+    return seen

@@ -23,18 +23,25 @@ from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 import spec_ops.backends.triton as package  # noqa: E402
 from benchmarks.__main__ import app  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
+from tests.backends.triton.selection import pairs, parametrize_pairs  # noqa: E402
 
 VARIANTS = list(ahead.variants())
+NEWER = {arch for arch in ahead.ARCHS if arch >= 90}
+OLDER = set(ahead.ARCHS) - NEWER
+
+# Of every kernel one variant, on one of the newer architectures and one of the older ones, in turn: a second each.
+TAKEN = []
+for archs in (NEWER, OLDER):
+    for i, v in enumerate(ahead.first_of_each_kernel(v for v in VARIANTS if archs.intersection(v.archs))):
+        mine = sorted(archs.intersection(v.archs))
+        TAKEN.append((v, mine[i % len(mine)]))
 
 
-# A few seconds each: all of the newer architectures, and of the older ones one in turn.
-TAKEN = [(v, arch) for v in ahead.first_of_each_kernel(v for v in VARIANTS if 90 in v.archs) for arch in v.archs if arch >= 90]
-for i, v in enumerate(ahead.first_of_each_kernel(v for v in VARIANTS if min(v.archs) < 90)):
-    OLDER = [arch for arch in v.archs if arch < 90]
-    TAKEN.append((v, OLDER[i % len(OLDER)]))
+def pytest_generate_tests(metafunc):
+    if metafunc.function is test_kernel_compiles:
+        parametrize_pairs(metafunc, pairs(VARIANTS), TAKEN)
 
 
-@pytest.mark.parametrize(("variant", "arch"), TAKEN, ids=lambda part: getattr(part, "name", f"sm_{part}"))
 def test_kernel_compiles(variant, arch):
     kernel = ahead.compiled(variant, arch)
     used = ahead.resources(kernel)

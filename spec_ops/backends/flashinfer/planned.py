@@ -121,7 +121,7 @@ def _plan(call: AttentionCall, planner: Any) -> Planned:
         q_lens = torch.full((q.shape[0],), q.shape[1], dtype=torch.int32)
         q_indptr = _indptr(q_lens)
     pages = _live_pages(call.block_tables, seq_lens, call.seq_lens_cpu, q_lens, call.page_size)
-    mask, hidden = None, seq_lens[:, None] < call.q_len
+    mask, hidden = None, None
     if call.tree_mask is not None:
         mask, hidden = _tree(call, pages)
     used = int(q_indptr[-1])
@@ -132,7 +132,8 @@ def _plan(call: AttentionCall, planner: Any) -> Planned:
     def finish() -> torch.Tensor:
         if call.q_indptr is not None:
             return clear_ragged(out, seq_lens, call.q_indptr)
-        return out.masked_fill_(hidden[..., None, None], 0.0)
+        nothing = seq_lens[:, None] < call.q_len if hidden is None else hidden
+        return out.masked_fill_(nothing[..., None, None], 0.0)
 
     return Planned(run, finish)
 

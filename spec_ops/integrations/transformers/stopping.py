@@ -1,7 +1,8 @@
 """What ends a row besides end tokens and limits: stop strings, time, and stopping criteria of transformers.
 
 Criteria that read a GPU's tensors would wait for the round that is under way, were they on its stream. They run on a stream of
-their own, so that the host handles one round's tokens while the device computes the next.
+their own, so that the host handles one round's tokens while the device computes the next. So a criterion must not read GPU tensors
+that a callback writes: nothing orders the two.
 """
 
 from __future__ import annotations
@@ -124,9 +125,11 @@ class _SideStream:
             yield
             return
         outer = torch.cuda.current_stream(self.stream.device)
-        with torch.cuda.stream(self.stream):
-            yield
-        outer.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:  # also of a criterion that raised: its kernels may still read what the caller then frees
+            outer.wait_stream(self.stream)
 
 
 def _out_of_time(seconds: float) -> StopWhen:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from spec_ops.backends.call import STEPS, AttentionCall
 from spec_ops.ops.reference import accept, attention, concatenate, kv_cache, kv_indices, linear, rope, tree
 from tests.ops.test_opcheck import SAMPLES, SEEDS, WITH_CACHES, overload, sample
 
-MODULES: tuple[ModuleType, ...] = (attention, kv_cache, kv_indices, tree, accept, rope, linear, concatenate)
+MODULES: tuple[ModuleType, ...] = (kv_cache, kv_indices, tree, accept, rope, linear, concatenate)
 CASES = [(name, seed, fp8) for name in SAMPLES for seed in SEEDS for fp8 in {False, name in WITH_CACHES}]
 
 
@@ -20,10 +21,9 @@ def reference(name: str):
     if name.endswith(".by"):
         return lambda *args: reference(name.removesuffix(".by"))(*args[:-1])  # without `backend`
     name = name.removesuffix(".host_plan").removesuffix("_lowered")
-    function = next(getattr(module, name) for module in MODULES if hasattr(module, name))
-    if name.startswith(("mha_", "mla_")):
-        return lambda *args: function(*args[:-1])  # without `backend`
-    return function
+    if name in STEPS:
+        return lambda *args: attention.attention(AttentionCall.of(name, args))
+    return next(getattr(module, name) for module in MODULES if hasattr(module, name))
 
 
 @pytest.mark.parametrize(("name", "seed", "fp8"), CASES)

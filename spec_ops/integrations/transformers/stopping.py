@@ -1,8 +1,8 @@
 """What ends a row besides end tokens and limits: stop strings, time, and stopping criteria of transformers.
 
 Criteria that read a GPU's tensors would wait for the round that is under way, were they on its stream. They run on a stream of
-their own, so that the host handles one round's tokens while the device computes the next. So a criterion must not read GPU tensors
-that a callback writes: nothing orders the two.
+their own, so that the host handles one round's tokens while the device computes the next. A criterion must therefore not read
+GPU tensors that a callback writes: nothing orders the two.
 """
 
 from __future__ import annotations

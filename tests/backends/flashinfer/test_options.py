@@ -13,7 +13,7 @@ import spec_ops
 from spec_ops.backends import AttentionCall, BackendError, get_backend, registry, select_backend, unregister_backend, workspace
 from spec_ops.backends.flashinfer import register_variant
 from tests.backends.flashinfer.test_calls import CONTEXT, DECODE, MLA, gqa_call, mla_call
-from tests.backends.flashinfer.test_selection import DOCS, GQA
+from tests.backends.flashinfer.test_selection import BACKENDS_PAGE, GQA
 from tests.backends.flashinfer.test_selection import MLA as MLA_META
 from tests.helpers import provider_fakes
 from tests.helpers.provider_fakes import FLASHINFER, FP8, Fakes
@@ -157,7 +157,7 @@ def test_where_a_variant_does_not_run(base, options, meta, reason, variant):
 
 
 def test_the_variants_of_the_docs():
-    code = DOCS.read_text().split("```python\n")[1].split("```")[0]
+    code = BACKENDS_PAGE.read_text().split("```python\n")[1].split("```")[0]
     exec(code, {})
     made = {name: unregister_backend(name) for name in ("trtllm-skip", "xqa-fp8-out")}
     assert select_backend(GQA, 100).backend.name == "flashinfer-trtllm"

@@ -24,7 +24,7 @@ from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.models import CausalLM, ModelConfig, MTPDraft, PagedAttention, PagedKVCache
 from spec_ops.models.pretrained import load_pair
 from spec_ops.ops.reference.rope import rotate
-from tests.decoding.test_cuda_graphs import recorded_graphs
+from tests.gpu.test_cuda_graphs import recorded_graphs
 from tests.helpers.dense_attention import PREFIX, attend, causal_keys, contiguous_rows, mask_words, tree_keys
 
 pytestmark = [

@@ -30,15 +30,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums
+from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, is_token_rows, tree_arguments
 from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
-    add,
     arrive,
     await_predecessors,
+    block_counts,
     next_stage,
     padded,
-    range_start,
+    place,
     whole_ranges,
 )
 from spec_ops.backends.triton.attention.operands import packed, unit_rows, window_within
@@ -324,14 +325,11 @@ def gqa_hopper_attention(
     index = pid // HM
     hm = pid % HM
 
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ids = gl.arange(0, BS, line)
-    lens = gl.load(seq_lens + ids, mask=ids < bs, other=0)
-    counts = (gl.maximum(lens, 0) + BLOCK_N - 1) // BLOCK_N
+    ids, in_use, counts = block_counts(seq_lens, bs, BS, BLOCK_N)
     total = gl.sum(counts, 0)
 
     # Requests without keys belong to no range.
-    if gl.sum(((counts == 0) & (ids < bs)).to(gl.int32), 0) > 0:
+    if gl.sum(((counts == 0) & in_use).to(gl.int32), 0) > 0:
         by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         zero_row = hm % ROW_BLOCKS * 128 + gl.arange(0, 128, gl.SliceLayout(1, by_row))
         zero_column = gl.arange(0, D, gl.SliceLayout(0, by_row))
@@ -354,13 +352,7 @@ def gqa_hopper_attention(
     else:
         share = total // ranges
         longer = total - share * ranges
-    position = range_start(index, share, longer)
-    stop = range_start(index + 1, share, longer)
-    if index >= ranges:
-        stop = position
-    ends = gl.associative_scan(counts, 0, add)
-    b = gl.sum(((ends <= position) & (ids < bs)).to(gl.int32), 0)
-    begin = gl.sum(gl.where(ids < b, counts, 0), 0)
+    position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use)
 
     dtype: gl.constexpr = k_rows.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -392,18 +384,6 @@ def gqa_hopper_attention(
     )  # fmt: skip
 
 
-def _is_token_rows(cache: torch.Tensor) -> bool:
-    """Whether a descriptor can read `cache [pages, page, heads, dim]` (or queries) as `[tokens, heads * dim]`."""
-    return (
-        cache.stride(3) == 1
-        and cache.stride(2) == cache.shape[3]
-        and cache.stride(1) >= cache.shape[2] * cache.shape[3]
-        and cache.stride(0) == cache.shape[1] * cache.stride(1)
-        and cache.stride(1) % 8 == 0
-        and cache.data_ptr() % 16 == 0
-    )
-
-
 def supports(arch: int, call: AttentionCall) -> bool:
     """Whether `mha` here serves a call on `arch` (90 for sm_90), by dtypes, shapes, strides and alignment.
 
@@ -421,8 +401,8 @@ def supports(arch: int, call: AttentionCall) -> bool:
         and group * q.shape[1] >= MIN_ROWS
         and pages > 0
         and (page_size == BLOCK_N // 2 or page_size % BLOCK_N == 0)
-        and _is_token_rows(k_cache)
-        and _is_token_rows(v_cache)
+        and is_token_rows(k_cache)
+        and is_token_rows(v_cache)
         and window_within(call.window_left, call.block_tables, page_size) < 0
         and call.softcap == 0
     )
@@ -431,21 +411,19 @@ def supports(arch: int, call: AttentionCall) -> bool:
 def mha(call: AttentionCall, block_n: int = BLOCK_N, stages: int = 5, min_blocks: int = 1) -> torch.Tensor:
     """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so."""
     q, k_cache, v_cache, seq_lens = call.q, call.k_cache, call.v_cache, call.seq_lens.contiguous()
-    block_tables, tree_mask, sinks = unit_rows(call.block_tables), packed(call.tree_mask), packed(call.sinks)
+    block_tables, sinks = unit_rows(call.block_tables), packed(call.sinks)
+    tree_mask, mask_stride, mask_len = tree_arguments(call)
     bs, q_len, heads, dim = q.shape
     out = q.new_empty(bs, q_len, heads, dim)
     if out.numel() == 0:
         return out
-    if not _is_token_rows(q):
+    if not is_token_rows(q):
         q = q.clone(memory_format=torch.contiguous_format)
     page_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
     row_blocks = triton.cdiv(q_len * group, 128)
     tiles = kv_heads * row_blocks
-    ranges = max(1, num_sms(q.device) // tiles)
-    whole = ranges // bs * bs
-    if whole * 16 >= ranges * 15:
-        ranges = whole  # equal lengths then begin where a range begins
+    ranges = aligned_ranges(max(1, num_sms(q.device) // tiles), bs)
     slots = ranges * 2 * tiles * 2
     partial = torch.empty(slots * 64 * (dim + 2), dtype=torch.float32, device=q.device)
     box = min(page_size, block_n)
@@ -461,9 +439,9 @@ def mha(call: AttentionCall, block_n: int = BLOCK_N, stages: int = 5, min_blocks
         cache_rows(k_cache), cache_rows(v_cache), out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * dim :], arrival_counters(q.device, bs * tiles * 2, "gqa_hopper"),
         call.scale * call.k_scale * LOG2E.value, call.v_scale, bs, ranges,
-        block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
+        block_tables.stride(0), mask_stride,
         Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, D=dim, PAGE=page_size,
-        MASK_LEN=call.mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
+        MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
         BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box, STRIPED=striped(ranges, bs),
         MIN_BLOCKS=min_blocks, num_warps=4,
         # With one range no tile is split, and no program waits for another.

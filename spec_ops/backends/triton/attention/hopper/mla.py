@@ -31,14 +31,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
+from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, is_token_rows, tree_arguments
 from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
-    add,
     await_predecessors,
+    block_counts,
     exp_shift,
     opaque_zero,
-    range_start,
+    place,
 )
 from spec_ops.backends.triton.attention.operands import packed, unit_rows, window_within
 from spec_ops.backends.triton.runtime.counters import arrival_counters
@@ -345,14 +346,11 @@ def mla_hopper_attention(
     index = pid // HM
     hm = pid % HM
 
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ids = gl.arange(0, BS, line)
-    lens = gl.load(seq_lens + ids, mask=ids < bs, other=0)
-    counts = (gl.maximum(lens, 0) + 63) // 64
+    ids, in_use, counts = block_counts(seq_lens, bs, BS, 64)
     total = gl.sum(counts, 0)
 
     # Requests without keys belong to no range.
-    if gl.sum(((counts == 0) & (ids < bs)).to(gl.int32), 0) > 0:
+    if gl.sum(((counts == 0) & in_use).to(gl.int32), 0) > 0:
         rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
         zero_row = gl.arange(0, 64, gl.SliceLayout(1, rows_layout))
         zero_column = gl.arange(0, 512, gl.SliceLayout(0, rows_layout))
@@ -367,13 +365,7 @@ def mla_hopper_attention(
     ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, MIN_BLOCKS)), 1)
     share = total // ranges
     longer = total - share * ranges
-    position = range_start(index, share, longer)
-    stop = range_start(index + 1, share, longer)
-    if index >= ranges:
-        stop = position
-    ends = gl.associative_scan(counts, 0, add)
-    b = gl.sum(((ends <= position) & (ids < bs)).to(gl.int32), 0)
-    begin = gl.sum(gl.where(ids < b, counts, 0), 0)
+    position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use)
 
     dtype: gl.constexpr = kv_half.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -419,11 +411,7 @@ def supports(call: AttentionCall) -> bool:
         and kv_cache.dtype == q.dtype
         and pages > 0
         and page_size % 64 == 0
-        and kv_cache.stride(2) == 1
-        and kv_cache.stride(1) >= dim
-        and kv_cache.stride(0) == page_size * kv_cache.stride(1)
-        and kv_cache.stride(1) % 8 == 0
-        and kv_cache.data_ptr() % 16 == 0
+        and is_token_rows(kv_cache)
         and window_within(call.window_left, call.block_tables, page_size) < 0
         and call.softcap == 0
     )
@@ -442,14 +430,11 @@ def mla(call: AttentionCall, min_blocks: int | None = None) -> torch.Tensor:
     if out.numel() == 0:
         return out
     q, block_tables = query_rows(call.q), unit_rows(call.block_tables)
-    tree_mask, sinks = packed(call.tree_mask), packed(call.sinks)
+    sinks = packed(call.sinks)
+    tree_mask, mask_stride, mask_len = tree_arguments(call)
     rows = q_len * heads
     tiles = triton.cdiv(rows, 64)
-    ranges = max(1, num_sms(q.device) // tiles)
-    whole = ranges // bs * bs
-    if whole * 16 >= ranges * 15:
-        # Equal lengths then begin at a range's begin: one tile a range, so one load of queries and one partial result.
-        ranges = whole
+    ranges = aligned_ranges(max(1, num_sms(q.device) // tiles), bs)
     slots = ranges * 2 * tiles
     partial = torch.empty(slots * 64 * (512 + 2), dtype=torch.float32, device=q.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -463,9 +448,9 @@ def mla(call: AttentionCall, min_blocks: int | None = None) -> torch.Tensor:
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * 512 :], arrival_counters(q.device, bs * tiles, "mla_hopper"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
-        block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
+        block_tables.stride(0), mask_stride,
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
-        MASK_LEN=call.mask_len if tree_mask is not None else 0, HAS_SINKS=sinks is not None,
+        MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
         BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, STRIPED=striped(ranges, bs),
         MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), num_warps=4,
         # With one range no tile is split, and no program waits for another.

@@ -28,19 +28,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
+from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, tree_arguments
 from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.mla import query_rows
 from spec_ops.backends.triton.attention.hopper.mla_few_combine import combine_unfinished, finish
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
-    add,
     arrive,
     await_predecessors,
+    block_counts,
     exp_shift,
     next_stage,
     opaque_zero,
     padded,
-    range_start,
+    place,
     whole_ranges,
 )
 from spec_ops.backends.triton.attention.operands import packed, unit_rows
@@ -255,14 +256,11 @@ def mla_hopper_few_attention(
     ROWS: gl.constexpr = Q_LEN * HEADS
     index = gl.program_id(0)
 
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ids = gl.arange(0, BS, line)
-    lens = gl.load(seq_lens + ids, mask=ids < bs, other=0)
-    counts = (gl.maximum(lens, 0) + 63) // 64
+    ids, in_use, counts = block_counts(seq_lens, bs, BS, 64)
     total = gl.sum(counts, 0)
 
     # Requests without keys belong to no range.
-    if gl.sum(((counts == 0) & (ids < bs)).to(gl.int32), 0) > 0:
+    if gl.sum(((counts == 0) & in_use).to(gl.int32), 0) > 0:
         rows_layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
         zero_row = gl.arange(0, N, gl.SliceLayout(1, rows_layout))
         zero_column = gl.arange(0, 512, gl.SliceLayout(0, rows_layout))
@@ -281,13 +279,7 @@ def mla_hopper_few_attention(
         total = ranges * length
     share = total // ranges
     longer = total - share * ranges
-    position = range_start(index, share, longer)
-    stop = range_start(index + 1, share, longer)
-    if index >= ranges:
-        stop = position
-    ends = gl.associative_scan(counts, 0, add)
-    b = gl.sum(((ends <= position) & (ids < bs)).to(gl.int32), 0)
-    begin = gl.sum(gl.where(ids < b, counts, 0), 0)
+    position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use)
 
     dtype: gl.constexpr = kv_rows.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -326,12 +318,10 @@ def mla(call: AttentionCall, parts: int = PARTS, min_blocks: int = 1) -> torch.T
     if out.numel() == 0:
         return out
     q, block_tables = query_rows(call.q), unit_rows(call.block_tables)
-    tree_mask, sinks = packed(call.tree_mask), packed(call.sinks)
+    sinks = packed(call.sinks)
+    tree_mask, mask_stride, mask_len = tree_arguments(call)
     rows = q_len * heads
-    ranges = num_sms(q.device)
-    whole = ranges // bs * bs
-    if whole * 16 >= ranges * 15:
-        ranges = whole  # equal lengths then begin where a range begins
+    ranges = aligned_ranges(num_sms(q.device), bs)
     slots = ranges * 2
     partial = torch.empty(slots * MAX_ROWS * (512 + 2), dtype=torch.float32, device=q.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -343,8 +333,8 @@ def mla(call: AttentionCall, parts: int = PARTS, min_blocks: int = 1) -> torch.T
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * MAX_ROWS * 512 :], arrival_counters(q.device, bs, "mla_hopper_few"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
-        block_tables.stride(0), tree_mask.stride(0) if tree_mask is not None else 0,
-        Q_LEN=q_len, HEADS=heads, PAGE=kv_cache.shape[1], MASK_LEN=call.mask_len if tree_mask is not None else 0,
+        block_tables.stride(0), mask_stride,
+        Q_LEN=q_len, HEADS=heads, PAGE=kv_cache.shape[1], MASK_LEN=mask_len,
         HAS_SINKS=sinks is not None, BS=max(32, triton.next_power_of_2(bs)), N=MAX_ROWS, PARTS=parts,
         MIN_BLOCKS=min_blocks, num_warps=4,
         # With one range no tile is split, and no program waits for another.

@@ -67,6 +67,29 @@ def range_of(block, share, longer):
 
 
 @gluon.jit
+def block_counts(seq_lens, bs, BS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """For 4 warps, as `[BS]`: indices of requests, which of them are in use, and how many blocks of keys each has."""
+    ids = gl.arange(0, BS, gl.BlockedLayout([1], [32], [4], [0]))
+    in_use = ids < bs
+    lens = gl.load(seq_lens + ids, mask=in_use, other=0)
+    return ids, in_use, (gl.maximum(lens, 0) + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def place(index, ranges, share, longer, counts, ids, in_use):
+    """Range `index` of `ranges`: its first block, the one after its last, the request that it begins in, and the first block of
+    that request. Ranges from `ranges` on are empty."""
+    position = range_start(index, share, longer)
+    stop = range_start(index + 1, share, longer)
+    if index >= ranges:
+        stop = position
+    ends = gl.associative_scan(counts, 0, add)
+    b = gl.sum(((ends <= position) & in_use).to(gl.int32), 0)
+    begin = gl.sum(gl.where(ids < b, counts, 0), 0)
+    return position, stop, b, begin
+
+
+@gluon.jit
 def tile_splits(side, sides, first_begin, last_end, stop, share, longer):
     """Of the tile in which a range begins (`side` 0) or ends (`side` 1 of 2): the first range with a part of it, and how many
     ranges have one.

@@ -107,14 +107,13 @@ def test_pictures_hold_no_links_to_the_net():
         assert set(re.findall(r"https?://[^\"<]+", text)) == {"http://www.w3.org/2000/svg"}
 
 
-def test_the_drawing_of_the_passes_has_the_counts_of_explain(monkeypatch):
+def test_the_drawing_of_the_passes_has_the_counts_of_explain():
     import torch
 
     import spec_ops
     from examples.naive_round import make_round
 
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
-    with torch.no_grad():
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
         report = spec_ops.explain(make_round(), arch="sm90")
     words = {
         "page tables?": "page tables",

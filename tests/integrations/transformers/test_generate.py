@@ -370,7 +370,7 @@ def test_models_that_do_not_fit_are_refused():
     small = transformers.LlamaConfig(**{**CONFIGS["llama"]().to_dict(), "vocab_size": VOCAB - 1})
     with pytest.raises(ValueError, match=f"must know the target's {VOCAB} tokens, got {VOCAB - 1}"):
         TransformersGenerator(target, transformers.LlamaForCausalLM(small))
-    with pytest.raises(TypeError, match="must be a causal language model, got LlamaModel"):
+    with pytest.raises(TypeError, match="`target` must be a causal language model of transformers, got LlamaModel"):
         TransformersGenerator(target.model)
     with pytest.raises(ValueError, match=r"`aux_layers` must lie in \[0, 3\]"):
         TransformersModel(target, aux_layers=(1, 4))

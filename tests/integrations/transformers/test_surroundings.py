@@ -19,12 +19,11 @@ def make_generator() -> TransformersGenerator:
 
 @contextmanager
 def default_device(device: str):
-    before = torch.get_default_device()
     torch.set_default_device(device)
     try:
         yield
     finally:
-        torch.set_default_device(before)
+        torch.set_default_device(None)  # a device, the CPU too, would leave a mode behind that Dynamo cannot trace
 
 
 @pytest.mark.parametrize("made", [nullcontext, torch.inference_mode], ids=["made outside", "made inside"])

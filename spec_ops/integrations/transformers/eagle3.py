@@ -68,8 +68,8 @@ def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[Transformers
         its own attention back.
 
     Raises:
-        CheckpointError: a configuration or weights that are damaged, that `Eagle3Draft` cannot represent, or that do not fit
-            `target`; a missing file is a FileNotFoundError as well.
+        CheckpointError: a folder that holds no EAGLE-3 head; a configuration or weights that are damaged, that `Eagle3Draft`
+            cannot represent, or that do not fit `target`. A missing file is a FileNotFoundError as well.
         TypeError, ValueError: a `target` that cannot run on these ops.
     """
     folder = Path(path)
@@ -78,6 +78,9 @@ def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[Transformers
     aux_layers = _aux_layers(config, sizes.num_hidden_layers)
     file, tensors = _read_weights(folder)
     names, state = _our_names(file, tensors)
+    if "fc.weight" not in state:
+        what = "holds no EAGLE-3 head: the layer `fc`, which joins the target's hidden states, is missing; a draft that is a model of"
+        raise CheckpointError(file, f"{what} its own is loaded with transformers and passed as `draft`")
 
     draft_vocab = config.integer("draft_vocab_size", default=values["vocab_size"])
     to_target = _draft_to_target(file, state, draft_vocab, sizes.vocab_size)

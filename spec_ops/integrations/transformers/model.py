@@ -154,6 +154,10 @@ class TransformersModel(Target):
 
     def _check_attention(self) -> None:
         found = self.decoder.config.get_text_config()._attn_implementation
+        if found != NAME and self._switched is None:
+            raise ValueError(
+                f"{self._argument}: was given back by `close()`, or at the end of a `with` block; make a new generator"
+            )
         if found != NAME:
             raise ValueError(
                 f"{self._argument}: the attention implementation of {type(self.decoder).__name__} must stay {NAME!r}, got "

@@ -72,9 +72,11 @@ def _matrix(name: str, values: Any, padding: int) -> tuple[torch.Tensor, list[in
         native = values.dtype.newbyteorder("=")
         values = torch.from_numpy(np.array(values, native, order="C")) if values.dtype.kind in "biufc" else values.tolist()
     if isinstance(values, torch.Tensor):
-        if values.dim() != 2 or values.numel() == 0:
+        if values.dim() != 2:
             hint = f": pass `{name}[None]` for one prompt" if values.dim() == 1 else ""
             raise ValueError(f"{wanted}, got {list(values.shape)}{hint}")
+        if values.numel() == 0:
+            raise ValueError(f"{wanted} with at least one row and one token, got {list(values.shape)}")
         return values, None
     if isinstance(values, (list, tuple)) and values and all(is_integer(value) for value in values):
         raise ValueError(f"{wanted}, got one flat list: pass `[{name}]` for one prompt")

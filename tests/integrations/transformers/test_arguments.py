@@ -463,6 +463,10 @@ def test_nothing_to_sample_names_the_prompt():
         ({"attention_mask": None, "input_ids": np.array([["text"]])}, "`input_ids.*` must be a list of integers"),
         ({"attention_mask": None, "input_ids": {"input_ids": [[1]]}}, r"got a mapping .* `generate\(\*\*inputs\)`"),
         ({"attention_mask": None, "input_ids": [5, 6]}, r"got one flat list: pass `\[input_ids\]`"),
+        (
+            {"attention_mask": None, "input_ids": torch.zeros(1, 0, dtype=torch.long)},
+            r"at least one row and one token, got \[1, 0\]",
+        ),
         ({"attention_mask": None, "input_ids": torch.tensor([5, 6])}, r"got \[2\]: pass `input_ids\[None\]`"),
         ({"attention_mask": None, "input_ids": [[5], []]}, r"`input_ids\[1\]` must be a list of integers, at least one"),
         ({"attention_mask": None, "input_ids": [[5], [True]]}, r"`input_ids\[1\]` must be a list of integers"),

@@ -50,6 +50,8 @@ def test_leaving_the_generator_gives_the_models_back():
     assert not draft.training
     assert own_tokens(target.eval()) == eager_tokens("llama")
     generator.close()  # once more does nothing
+    with pytest.raises(ValueError, match=r"`target`: was given back by `close\(\)`.*make a new generator"):
+        generator.generate(ids, mask, **NEW)
 
 
 def test_a_generator_that_cannot_be_made_gives_the_models_back():

@@ -79,8 +79,8 @@ def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[Transformers
     file, tensors = _read_weights(folder)
     names, state = _our_names(file, tensors)
     if "fc.weight" not in state:
-        what = "holds no EAGLE-3 head: the layer `fc`, which joins the target's hidden states, is missing; a draft that is a model of"
-        raise CheckpointError(file, f"{what} its own is loaded with transformers and passed as `draft`")
+        what = "holds no EAGLE-3 head: the layer `fc`, which joins the target's hidden states, is missing"
+        raise CheckpointError(file, f"{what}; a draft that is a whole model is loaded with transformers and passed as `draft`")
 
     draft_vocab = config.integer("draft_vocab_size", default=values["vocab_size"])
     to_target = _draft_to_target(file, state, draft_vocab, sizes.vocab_size)

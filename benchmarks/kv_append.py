@@ -1,4 +1,4 @@
-"""RoPE and KV append three ways: an append op behind Inductor's RoPE, the pass `lower_kv_append`, and `rope_append_kv`.
+"""RoPE and KV append three ways: an append op after Inductor's RoPE, the pass `lower_kv_append`, and `rope_append_kv`.
 
     python -m benchmarks.kv_append                                            # prints; about a minute
     python -m benchmarks.kv_append --json benchmarks/results/h200-kv-append.json

@@ -61,7 +61,7 @@ def bench_round(
         raise typer.BadParameter(f"must be one of {list(SHAPES)}, got {unknown}", param_hint="--model")
     if naive and tree_width > 1:
         raise typer.BadParameter("drafts chains: leave out --tree-width", param_hint="--naive")
-    from benchmarks.round import runner as round_runner  # with the compiler behind it: not for every start of the command line
+    from benchmarks.round import runner as round_runner  # imports the compiler, which would slow down every command
 
     place = torch.device(device)
     copy_rate = measure_ceilings(place, bandwidth, matmul=1.0).copy

@@ -97,7 +97,7 @@ def _sampling_probs(device: str) -> None:
 
 
 def _rope_append_kv(dtype: torch.dtype, scale: float, device: str) -> None:
-    """Rows of caches before and behind those that are written; a dropped slot."""
+    """Rows of caches before and after those that are written; a dropped slot."""
     rng = Rng("rope_append_kv")
     q, k, v = (rng.tensor(5, heads, 32) for heads in (9, 3, 3))
     pools = [rng.tensor(5, 8, 3, 32).to(dtype) for _ in range(2)]

@@ -89,6 +89,8 @@ def explain(
                 with _quiet():
                     report = explain_graph(*parts, arch=capability)
             except Exception as error:  # of the user's code, which a traceback through the compiler does not show
+                if _is_a_defect_of_a_pass(error):
+                    raise
                 raise _bad_factory(_in_a_line(error)) from error
     console.print(report.text(verbose), markup=False, soft_wrap=True)
     if html is not None:
@@ -99,6 +101,15 @@ def explain(
         elsewhere = "; --arch sm100 plans for a GPU" if report.place.arch is None else ""
         more = f"\n--verbose shows every rewrite and refusal, --html FILE the graph before and after{elsewhere}"
         console.print(more, markup=False, soft_wrap=True)
+
+
+def _is_a_defect_of_a_pass(error: BaseException | None) -> bool:
+    """Whether what the compiler raised comes from a `PassError`: ours to answer for, with the traceback."""
+    from spec_ops.passes import PassError
+
+    while error is not None and not isinstance(error, PassError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _bad_factory(message: str) -> typer.BadParameter:

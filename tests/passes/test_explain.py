@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import spec_ops
 from spec_ops.cli import app
 from spec_ops.cli import explain as command
-from spec_ops.passes import explain
+from spec_ops.passes import PassError, explain
 from spec_ops.passes.analysis import counts
 from spec_ops.passes.plan import parse_arch
 from spec_ops.passes.select_backends import SelectBackends
@@ -233,6 +233,17 @@ def test_what_an_op_refuses_is_said_in_its_words(name, said, run, tmp_path):
     assert f"({tmp_path / file}:" in line
     assert logged == []
     assert logging.root.manager.disable == 0
+
+
+def test_a_defect_of_a_pass_is_not_the_users_mistake(run, monkeypatch):
+    """It comes out of the compiler with its traceback, and not as a wrong FACTORY."""
+
+    def broken(self, graph, context, result):
+        raise PassError("an output has other strides")
+
+    monkeypatch.setattr(SelectBackends, "run", broken)
+    with pytest.raises(RuntimeError, match="an output has other strides"):
+        run("neighbour")
 
 
 def test_a_file_without_a_function(tmp_path, monkeypatch):

@@ -23,8 +23,8 @@ NEVER = 2**30  # length at which a request would end
 class ChainRounds(nn.Module):
     """`num_rounds` speculative rounds of one batch.
 
-    A round advances the state and writes KV behind the committed tokens; setting the state back rewinds it, since what lies
-    behind the committed tokens is written anew before it is read.
+    A round advances the state and writes KV after the committed tokens; setting the state back rewinds it, since what lies
+    after the committed tokens is written anew before it is read.
 
     Args:
         round: the round, with models, caches and state as submodules.
@@ -55,7 +55,7 @@ class ChainRounds(nn.Module):
 def build(
     batch_size: int, num_steps: int, num_rounds: int, *, device: str, dtype: torch.dtype
 ) -> tuple[ChainRounds, dict[str, torch.Tensor]]:
-    """The rounds, and the state behind the prompts to start them from.
+    """The rounds, and the state after the prompts to start them from.
 
     Raises:
         ValueError: naming the argument.

@@ -17,6 +17,7 @@ import triton
 
 from spec_ops.backends import AttentionCall
 from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
+from spec_ops.backends.triton.attention.hopper.host import is_token_rows
 from spec_ops.backends.triton.runtime import ahead
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -93,3 +94,25 @@ def test_the_softmax_overlaps_with_products(tmp_path: Path):
     between = re.findall(r"DEPBAR\.LE gsb0, 0x1 ;(.*?)DEPBAR\.LE gsb0, 0x0 ;", assembly, re.DOTALL)
     assert [part.count("MUFU.EX2") for part in between] == [66] * 4  # 64 numbers of a thread, and what two rows shrink by
     assert not any("HGMMA" in part for part in between)
+
+
+ROWS = torch.zeros(8 * 64 * 160 + 8, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset", "readable"),
+    [
+        ((4, 64, 2, 64), (8192, 128, 64, 1), 0, True),
+        ((4, 64, 2, 64), (8704, 136, 64, 1), 0, True),  # rows apart, at a multiple of 16 bytes
+        ((4, 64, 128), (8192, 128, 1), 0, True),
+        ((4, 64, 2, 64), (8448, 132, 64, 1), 0, False),  # steps of 8 bytes
+        ((4, 64, 2, 64), (8192, 128, 64, 1), 4, False),  # begins between multiples of 16 bytes
+        ((4, 64, 2, 64), (10240, 128, 64, 1), 0, False),  # pages apart
+        ((4, 64, 2, 64), (9216, 144, 72, 1), 0, False),  # heads apart
+        ((4, 64, 2, 64), (8192, 64, 4096, 1), 0, False),  # heads before tokens
+        ((4, 64, 2, 64), (8192, 128, 1, 2), 0, False),
+    ],
+)
+def test_what_a_descriptor_reads_as_rows_of_tokens(shape, strides, offset, readable):
+    assert ROWS.data_ptr() % 16 == 0
+    assert is_token_rows(ROWS.as_strided(shape, strides, offset)) == readable

@@ -154,17 +154,17 @@ def _logits(q, k, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _turns(
-    turns, start, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l, stage, phase, v_stage, issued, clears,
+def _iterate(
+    iterations, start, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l, stage, phase, v_stage, issued, clears,
     seq_len, query, words, slots, qk_scale, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
-    """Weights of `turns` blocks from key `start` on, and the outputs of the blocks one before, whose values are there."""
+    """Weights of `iterations` blocks from key `start` on, and the outputs of the blocks one before, whose values are loaded."""
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     HOLES: gl.constexpr = MASK_LEN > Q_LEN
-    for turn in range(turns):
+    for i in range(iterations):
         if MASKED and HOLES:  # else only a request's last block has values that no query sees
-            before = start + (turn - 1) * BLOCK_N
+            before = start + (i - 1) * BLOCK_N
             if before + BLOCK_N > seq_len - MASK_LEN:
                 clears = _clear_rows(
                     v_smem.index(v_stage), seq_len - before, slots, cleared, clears, MASK_LEN, HOLES, WARPGROUP
@@ -178,7 +178,7 @@ def _turns(
         s = warpgroup_mma_wait(1, [s_token])
         arrive(free.index(KEYS + 2 * stage))
         if MASKED:
-            s = visible(s, start + turn * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN, 1, True)
+            s = visible(s, start + i * BLOCK_N, seq_len, query, words, Q_LEN, MASK_LEN, 1, True)
         weights, m, shrink = softmax_step(s, m, qk_scale)
         l = scale_rows(l, shrink) + thread_sums(weights)
         # The next iteration's values. Here, because without a branch in between the assembler moves the wait for products
@@ -259,12 +259,12 @@ def _attend(
             v_stage = stage
             stage, phase = next_stage(stage, phase, STAGES)
 
-            acc, p, m, l, stage, phase, v_stage, issued, clears = _turns(
+            acc, p, m, l, stage, phase, v_stage, issued, clears = _iterate(
                 seen - first - 1, (first + 1) * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
                 stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
                 Q_LEN, MASK_LEN, STAGES, False, WARPGROUP,
             )  # fmt: skip
-            acc, p, m, l, stage, phase, v_stage, issued, clears = _turns(
+            acc, p, m, l, stage, phase, v_stage, issued, clears = _iterate(
                 last - seen, seen * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
                 stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
                 Q_LEN, MASK_LEN, STAGES, True, WARPGROUP,

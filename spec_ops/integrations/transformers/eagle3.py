@@ -79,7 +79,7 @@ def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[Transformers
     file, tensors = _read_weights(folder)
     names, state = _our_names(file, tensors)
     if "fc.weight" not in state:
-        what = "holds no EAGLE-3 head: the layer `fc`, which joins the target's hidden states, is missing"
+        what = "holds no EAGLE-3 head: `fc.weight`, of the layer that joins the target's hidden states, is missing"
         raise CheckpointError(file, f"{what}; a draft that is a whole model is loaded with transformers and passed as `draft`")
 
     draft_vocab = config.integer("draft_vocab_size", default=values["vocab_size"])

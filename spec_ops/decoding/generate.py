@@ -280,6 +280,7 @@ class Generator:
             self._states[bucket] = RoundState(
                 bucket,
                 self.max_pages,
+                max_len=self.max_seq_len,
                 path_len=self.config.path_len if draft is not None else 1,
                 hidden_dtype=self.dtype,
                 device=self.device,
@@ -325,7 +326,8 @@ class Generator:
         state, members = group.state, group.members
         state.clear()
         count, stops = len(members), requests.stop_tokens
-        lens = [len(requests.prompts[i]) for i in members]
+        prompts = [requests.prompts[i] for i in members]
+        lens = [len(prompt) for prompt in prompts]
 
         def put(buffer: torch.Tensor, values) -> None:
             buffer[:count].copy_(torch.as_tensor(values, dtype=buffer.dtype, device="cpu"))
@@ -341,6 +343,11 @@ class Generator:
         if group.result.seed is not None:
             put(state.seeds, row_seeds(group.result.seed, members))
         put(state.finished, [False] * count)
+        longest = max(lens)
+        state.tokens[:count, :longest] = torch.tensor(
+            [prompt + [-1] * (longest - len(prompt)) for prompt in prompts], device="cpu"
+        ).to(self.device)
+        put(state.last_token, [prompt[-1] for prompt in prompts])
         # All prompt tokens but the last one are committed, so that the prefill's `commit` adds the first new token after it.
         put(state.committed_lens, [length - 1 for length in lens])
 

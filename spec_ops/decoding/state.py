@@ -16,6 +16,7 @@ class RoundState(nn.Module):
     Args:
         batch_size: rows of the bucket, `bs`.
         max_pages: width of the page tables.
+        max_len: most tokens of a request, prompt and new ones.
         path_len: most tokens that a round emits, `P`.
         topk: width `K` of the draft tree.
         draft_hidden, draft_vocab: the draft's hidden size and the width of its logits, `Vd`.
@@ -25,7 +26,9 @@ class RoundState(nn.Module):
     Attributes:
         block_tables: `[bs, max_pages]` int32, the pages of each request; the same ids in the target's and the draft's cache.
         committed_lens: `[bs]` int32, tokens whose target KV is final; `last_token` is not among them.
-        last_token: `[bs]` int64, the newest emitted token, root of the next verification.
+        last_token: `[bs]` int64, the newest token, root of the next verification.
+        tokens: `[bs, max_len + P]` int64, the history: prompt and emitted tokens, of which a request has `committed_lens + 1`,
+            `last_token` being the last. What stands after them means nothing.
         finished: `[bs]` bool, padding rows and requests that have ended. They write nothing and emit nothing.
         max_lens: `[bs]` int32, length (prompt and new tokens) at which a request ends.
         stop_tokens: `[bs, MAX_STOP_TOKENS]` int64, padded with -1.
@@ -44,6 +47,7 @@ class RoundState(nn.Module):
     block_tables: torch.Tensor
     committed_lens: torch.Tensor
     last_token: torch.Tensor
+    tokens: torch.Tensor
     finished: torch.Tensor
     max_lens: torch.Tensor
     stop_tokens: torch.Tensor
@@ -62,6 +66,7 @@ class RoundState(nn.Module):
         batch_size: int,
         max_pages: int,
         *,
+        max_len: int,
         path_len: int,
         topk: int = 1,
         draft_hidden: int = 1,
@@ -75,6 +80,7 @@ class RoundState(nn.Module):
             "block_tables": ((max_pages,), torch.int32),
             "committed_lens": ((), torch.int32),
             "last_token": ((), torch.int64),
+            "tokens": ((max_len + path_len,), torch.int64),
             "finished": ((), torch.bool),
             "max_lens": ((), torch.int32),
             "stop_tokens": ((MAX_STOP_TOKENS,), torch.int64),
@@ -140,6 +146,9 @@ class RoundState(nn.Module):
         count = torch.where(active, count, 0)
         emitted = torch.where(place < count[:, None], tokens, -1)
         last = tokens.gather(1, (count - 1).clamp(min=0).long()[:, None])[:, 0]
+        row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+        # Also where nothing is emitted: the -1 behind a history means nothing, and every index is written once.
+        self.tokens.index_put_((row, self.committed_lens.long()[:, None] + 1 + place), emitted)
         emitted = F.pad(emitted, (0, self.output.shape[1] - 2 - tokens.shape[1]), value=-1)  # the prefill emits one token
         finished = ended | broken | ~active
         self.output.copy_(torch.cat([emitted, torch.stack([count.long(), torch.where(broken, BROKEN, finished.long())], 1)], 1))

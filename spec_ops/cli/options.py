@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import secrets
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 
 from spec_ops._extras import install_hint
-from spec_ops.decoding import SamplingParams, SpeculationConfig
+from spec_ops.decoding import GenerationStats, SamplingParams, SpeculationConfig
 from spec_ops.models.checkpoint import CheckpointError
 
 console = Console(highlight=False, emoji=False)  # `x[:end:]` is Python, not an emoji
@@ -133,3 +134,10 @@ def describe_sampling(sampling: SamplingParams) -> str:
         return "greedy"
     filters = [f"top-k {sampling.top_k}"] * (sampling.top_k > 0) + [f"top-p {sampling.top_p:g}"] * (sampling.top_p < 1)
     return ", ".join([f"temperature {sampling.temperature:g}", *filters, f"seed {sampling.seed}"])
+
+
+def describe_acceptance(stats: GenerationStats) -> str:
+    """Accept length, and how often each draft position was accepted."""
+    shown = f"accept length {stats.accept_length:.2f} tokens a round"
+    rates = ", ".join("-" if math.isnan(rate) else f"{rate:.0%}" for rate in stats.acceptance_rates)
+    return f"{shown}; drafts accepted by position: {rates}" if rates else shown

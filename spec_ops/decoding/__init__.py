@@ -1,10 +1,11 @@
 """Decoding: the round as a module, and generation around it."""
 
 from spec_ops.decoding.config import SpeculationConfig
-from spec_ops.decoding.generate import GenerationResult, GenerationStats, Generator, generate
+from spec_ops.decoding.generate import GenerationResult, Generator, generate
 from spec_ops.decoding.round import PlainRound, SpeculativeRound
 from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.state import RoundState
+from spec_ops.decoding.stats import GenerationStats
 
 __all__ = [
     "GenerationResult",

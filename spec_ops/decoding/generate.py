@@ -22,43 +22,13 @@ from spec_ops.decoding.random import row_seeds
 from spec_ops.decoding.round import PlainRound, SpeculativeRound, next_token
 from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.state import BROKEN, RoundState
+from spec_ops.decoding.stats import GenerationStats
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache, refuse_autocast
 from spec_ops.models.target import Target
 
 OnTokens = Callable[[int, list[int]], None]
 StopWhen = Callable[[int, list[int], int], int | None]
-
-
-@dataclass
-class GenerationStats:
-    """Counts over one `generate` call.
-
-    Attributes:
-        rounds: forwards of the target after prefill; one for all requests of a batch.
-        request_rounds: the same, counted for each request that gained tokens.
-        new_tokens: tokens emitted, the prefill's first tokens included.
-        requests: number of prompts.
-        seconds: wall time of prefill and decoding, time to compile included.
-        decode_seconds: wall time of decoding alone.
-    """
-
-    rounds: int = 0
-    request_rounds: int = 0
-    new_tokens: int = 0
-    requests: int = 0
-    seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    @property
-    def accept_length(self) -> float:
-        """Accept length: tokens that a request gains per round, on average."""
-        return (self.new_tokens - self.requests) / self.request_rounds if self.request_rounds else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Decoding speed over the whole batch, without the prefill and its tokens."""
-        return (self.new_tokens - self.requests) / self.decode_seconds if self.decode_seconds else 0.0
 
 
 @dataclass
@@ -218,8 +188,9 @@ class Generator:
         sampling = sampling or SamplingParams()
         with self._exclusive(), tqdm(total=sum(requests.limits), unit="tok", disable=not progress, desc="generate") as bar:
             seed = sampling.drawn_seed() if sampling.temperature > 0 else None
-            result = GenerationResult([[] for _ in requests.prompts], seed=seed)
-            result.stats.requests = len(requests.prompts)
+            path_len = self.config.path_len if self.draft is not None else 1
+            stats = GenerationStats.of(len(requests.prompts), path_len)
+            result = GenerationResult([[] for _ in requests.prompts], stats, seed)
             start = time.perf_counter()
             for first in range(0, len(requests.prompts), self.max_batch_size):
                 members = range(first, min(first + self.max_batch_size, len(requests.prompts)))
@@ -252,7 +223,7 @@ class Generator:
         self._load(requests, group, sampling)
         self._prefill(state, [requests.prompts[i] for i in group.members], sampled)
         rows = _OutputReader(state)
-        running, _ = group.emit(state.output.cpu())
+        running = group.emit(state.output.cpu(), of_round=False)
         step = self._round(state.batch_size, sampled, group.bar)
         start = time.perf_counter()
         while running:
@@ -261,9 +232,8 @@ class Generator:
             # thus find every request finished; it emits nothing.
             output = rows.read()
             if output is not None:
-                running, gained = group.emit(output)
+                running = group.emit(output)
                 stats.rounds += 1
-                stats.request_rounds += gained
         rows.drain()
         stats.decode_seconds += time.perf_counter() - start
 
@@ -437,9 +407,9 @@ class _Group:
     names: ArgumentNames = field(default_factory=ArgumentNames)
     stopped: set[int] = field(default_factory=set)  # ended by `stop_when`; the round under way may still emit for them
 
-    def emit(self, output: torch.Tensor) -> tuple[int, int]:
-        """Hand out the tokens of one round. Returns how many requests go on, and how many gained tokens."""
-        running = gained = 0
+    def emit(self, output: torch.Tensor, *, of_round: bool = True) -> int:
+        """Hand out the tokens of one round, or of the prefill. Returns how many requests go on."""
+        running = 0
         for index, (request, row) in enumerate(zip(self.members, output.tolist(), strict=False)):
             if request in self.stopped:
                 continue
@@ -462,14 +432,15 @@ class _Group:
                     self.stopped.add(request)
                     self.state.finished[index].fill_(True)
             running += not ended
-            gained += bool(new)
             if new:
                 tokens.extend(new)
                 self.result.stats.new_tokens += len(new)
+                if of_round:
+                    self.result.stats.add_round(request, len(new), ended)
                 self.bar.update(len(new))
                 if self.on_tokens is not None:
                     self.on_tokens(request, new)
-        return running, gained
+        return running
 
 
 class _OutputReader:

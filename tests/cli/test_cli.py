@@ -33,7 +33,9 @@ def test_compare_finds_equal_texts(shape):
     plain, speculative = (int(n) for n in re.search(r"\((\d+) to (\d+)\)", result.output).groups())
     assert plain == 47
     assert speculative < 0.7 * plain
-    length, rates = re.search(r"accept length ([\d.]+) tokens a round; drafts accepted by position: (.*)", result.output).groups()
+    length, rates = re.search(
+        r"accept length ([\d.]+) tokens a round; drafts accepted by position: (.*)", result.output
+    ).groups()
     assert float(length) == pytest.approx(plain / speculative, abs=0.01)
     shown = [int(rate) for rate in re.findall(r"(\d+)%", rates)]
     assert len(shown) == (2 if shape else 3)

@@ -17,7 +17,7 @@ def target():
 
 
 def test_histograms_are_what_the_callback_saw(target):
-    """Trees sampled from the target: some drafts are accepted. Requests end by a limit, a stop token, `stop_when`, the prefill."""
+    """Sampled trees: some drafts are accepted. Requests end by a limit, a stop token, `stop_when`, the prefill."""
     limits, gains = [24, 13, 24, 24, 1], [[] for _ in range(5)]
     config = SpeculationConfig(3, 4, 10)
 
@@ -61,7 +61,7 @@ def test_plain_decoding_has_no_draft_position(target):
 
 
 def test_rates_of_short_texts_are_unbiased():
-    """Simulated rounds whose drafts are accepted with known probabilities, in texts of five tokens: most last rounds are cut."""
+    """Simulated rounds with known chances of acceptance, in texts of five tokens: most last rounds are cut."""
     rng, chances = random.Random(0), (0.9, 0.7, 0.4)
     stats = GenerationStats.of(20_000, 4)
     for request in range(20_000):

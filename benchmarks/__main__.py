@@ -18,7 +18,7 @@ app = typer.Typer(
 app.command("round", short_help="Whole rounds beside the bytes floor.")(bench_round)
 app.command("kernels", short_help="Every attention kernel: error and microseconds.")(bench_kernels)
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
-app.command("accept", short_help="Accept length of the shipped pair.")(bench_accept)
+app.command("accept", short_help="Accept length of a target and its draft.")(bench_accept)
 app.command("ahead", short_help="Registers, shared memory and spills, without a GPU.")(bench_ahead)
 
 

@@ -12,12 +12,20 @@ from rich.table import Table
 from spec_ops.cli.options import (
     Compile,
     Device,
+    DraftPath,
     DType,
+    KeepK,
+    KeepP,
+    MinP,
+    ModelPath,
+    ModelSettings,
     PairPath,
     Seed,
     Steps,
+    Temperature,
     TopK,
     TreeTokens,
+    check_models,
     console,
     describe,
     describe_acceptance,
@@ -26,10 +34,11 @@ from spec_ops.cli.options import (
     parse_device,
     parse_dtype,
     parse_sampling,
+    parse_setting,
     refusing,
 )
 from spec_ops.cli.speed import show_speed
-from spec_ops.cli.text import Text, from_checkpoints, from_pair, local_folder, parse_setting, read_prompt
+from spec_ops.cli.text import Text, from_checkpoints, from_pair, read_prompt
 from spec_ops.decoding import GenerationResult, Generator
 
 DEFAULT_PROMPT = '''class Matrix:
@@ -48,14 +57,10 @@ def generate(
     steps: Steps = 3,
     tree_width: TopK = 1,
     tree_tokens: TreeTokens = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Above 0 samples. Default of this and the next two: the model's setting, else greedy."),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among this many tokens; 0: among all.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest tokens of this total probability.")
-    ] = None,
+    temperature: Temperature = None,
+    top_k: KeepK = None,
+    top_p: KeepP = None,
+    min_p: MinP = None,
     seed: Seed = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation.")] = False,
     compare: Annotated[
@@ -65,43 +70,30 @@ def generate(
         ),
     ] = False,
     pair: PairPath = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            callback=local_folder, help="Folder of a transformers causal language model and its tokenizer, instead of a pair."
-        ),
-    ] = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option("--draft", callback=local_folder, help="With --model: folder of a smaller model, or of an EAGLE-3 head."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="With --model: in place of its generation_config's; may be repeated."),
-    ] = None,
+    model: ModelPath = None,
+    draft_model: DraftPath = None,
+    settings: ModelSettings = None,
     device: Device = None,
     dtype: DType = "float32",
     compile: Compile = False,
 ) -> None:
     """Continue a prompt with the shipped pair of models (byte-level, trained on Python sources) or with local checkpoints of
-    transformers, streaming the text."""
+    transformers, streaming the text. A sampling option that is not given is the model's setting, else off."""
     if compare and (plain or (temperature or 0.0) > 0 or dtype != "float32"):
         # In a short format the two ways round differently, and a near tie may rightly fall either way.
         raise typer.BadParameter(
             "compares greedy texts in float32: leave out --plain, --temperature and --dtype", param_hint="--compare"
         )
     place, weights, config = parse_device(device), parse_dtype(dtype), parse_config(steps, tree_width, tree_tokens)
-    sampling = parse_sampling(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p, seed)
-    if model is None and (draft_model is not None or settings):
-        raise typer.BadParameter("needs --model", param_hint="--set" if settings else "--draft")
-    if model is not None and (pair is not None or (draft_model is None and not plain)):
-        raise typer.BadParameter("needs --draft (or --plain), and no --pair", param_hint="--model")
+    sampling = parse_sampling(temperature, top_k, top_p, min_p, seed)
+    check_models(pair, model, draft_model, settings, plain=plain)
     words = read_prompt(prompt, prompt_file)
 
     def read(weights: torch.dtype) -> Text:
         if model is None:
             return from_pair(words, pair, sampling, max_new_tokens, device=place, dtype=weights)
-        given = {"max_new_tokens": max_new_tokens, "top_k": top_k, "top_p": top_p, "temperature": temperature or None}
+        given = {"max_new_tokens": max_new_tokens, "temperature": temperature or None}
+        given |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         overrides = {name: value for name, value in given.items() if value is not None}
         overrides |= {} if temperature is None else {"do_sample": temperature > 0}
         overrides |= dict(map(parse_setting, settings or ()))

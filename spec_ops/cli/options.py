@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -43,6 +45,16 @@ def plot_file(path: Path | None) -> Path | None:
     return writable_file(path)
 
 
+def local_folder(name: str | None) -> str | None:
+    """Callback of an option: a folder on this machine, or how to get one of the Hub's."""
+    if name is None or Path(name).is_dir():
+        return name
+    problem = f"must be a folder, got {name!r}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
+        problem += f"; a model of the Hub has to be fetched first: hf download {name} --local-dir FOLDER"
+    raise typer.BadParameter(problem)
+
+
 PairPath = Annotated[
     Path | None,
     typer.Option("--pair", exists=True, file_okay=False, help="Folder of a saved pair; default the one shipped."),
@@ -50,6 +62,32 @@ PairPath = Annotated[
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Draft steps S.")]
 TopK = Annotated[int, typer.Option("--tree-width", min=1, help="Branches K per draft step; 1 drafts a chain.")]
 TreeTokens = Annotated[int | None, typer.Option("--tree-tokens", help="Tokens verified per round in a tree, root included.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="Above 0 samples.")]
+KeepK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample among this many tokens; 0: among all.")]
+KeepP = Annotated[
+    float | None,
+    typer.Option("--top-p", min=0.0, max=1.0, help="Sample among the likeliest tokens of this total probability."),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", min=0.0, max=1.0, help="Sample among tokens of this share of the likeliest's probability."),
+]
+ModelPath = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        callback=local_folder,
+        help="Folder of a transformers causal language model and its tokenizer, instead of a pair.",
+    ),
+]
+DraftPath = Annotated[
+    str | None,
+    typer.Option("--draft", callback=local_folder, help="With --model: folder of a smaller model, or of an EAGLE-3 head."),
+]
+ModelSettings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="With --model: in place of its generation_config's; may be repeated."),
+]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu.")]
 DType = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile rounds (CUDA graphs on a GPU).")]
@@ -107,12 +145,34 @@ def parse_config(steps: int, topk: int, tokens: int | None) -> SpeculationConfig
         raise typer.BadParameter(text, param_hint="--steps / --tree-width / --tree-tokens") from error
 
 
-def parse_sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> SamplingParams:
-    """With a seed that was drawn if none is given: torch's own generator starts with the same one in every process."""
+def parse_sampling(
+    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
+) -> SamplingParams:
+    """None is off. Without a seed one is drawn here: torch's own generator starts with the same one in every process."""
+    drawn = secrets.randbits(31) if seed is None else seed
     try:
-        return SamplingParams(temperature, top_k, top_p, secrets.randbits(31) if seed is None else seed)
+        return SamplingParams(temperature or 0.0, top_k or 0, 1.0 if top_p is None else top_p, drawn, min_p or 0.0)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--temperature / --top-k / --top-p / --seed") from error
+        raise typer.BadParameter(str(error), param_hint="--temperature / --top-k / --top-p / --min-p / --seed") from error
+
+
+def check_models(pair: Path | None, model: str | None, draft: str | None, settings: list[str] | None, *, plain: bool) -> None:
+    """Refuse options that do not go together: a shipped pair, or a model with its draft and settings."""
+    if model is None and (draft is not None or settings):
+        raise typer.BadParameter("needs --model", param_hint="--set" if settings else "--draft")
+    if model is not None and (pair is not None or (draft is None and not plain)):
+        raise typer.BadParameter("needs --draft (or --plain), and no --pair", param_hint="--model")
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE`, the value in JSON if it is that, else a string."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise typer.BadParameter(f"must be NAME=VALUE, got {text!r}", param_hint="--set")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 @contextmanager
@@ -133,6 +193,7 @@ def describe_sampling(sampling: SamplingParams) -> str:
     if sampling.temperature == 0:
         return "greedy"
     filters = [f"top-k {sampling.top_k}"] * (sampling.top_k > 0) + [f"top-p {sampling.top_p:g}"] * (sampling.top_p < 1)
+    filters += [f"min-p {sampling.min_p:g}"] * (sampling.min_p > 0)
     return ", ".join([f"temperature {sampling.temperature:g}", *filters, f"seed {sampling.seed}"])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,16 +34,6 @@ class Text:
     stop_when: Callable[[], StopWhen | None]
 
 
-def local_folder(name: str | None) -> str | None:
-    """Callback of an option: a folder on this machine, or how to get one of the Hub's."""
-    if name is None or Path(name).is_dir():
-        return name
-    problem = f"must be a folder, got {name!r}"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
-        problem += f"; a model of the Hub has to be fetched first: hf download {name} --local-dir FOLDER"
-    raise typer.BadParameter(problem)
-
-
 def read_prompt(text: str, file: Path | None) -> str:
     """The text to continue. An argument's bytes that are not UTF-8 arrive as lone surrogates, which no tokenizer takes."""
     option = "--prompt" if file is None else "--prompt-file"
@@ -56,17 +44,6 @@ def read_prompt(text: str, file: Path | None) -> str:
     except (UnicodeError, OSError) as error:
         raise typer.BadParameter(f"must be text in UTF-8: {error}", param_hint=option) from error
     return text
-
-
-def parse_setting(text: str) -> tuple[str, Any]:
-    """`NAME=VALUE`, the value in JSON if it is that, else a string."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise typer.BadParameter(f"must be NAME=VALUE, got {text!r}", param_hint="--set")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def from_pair(

@@ -91,19 +91,19 @@ def split_of(path: str | PurePath) -> Literal["train", "heldout"]:
     return "heldout" if int.from_bytes(digest[:8], "big") < HELD_OUT_FRACTION * 2**64 else "train"
 
 
-def held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, root: str | Path | None = None) -> list[list[int]]:
-    """`count` prompts of `length` tokens from held-out files under `root`, spread evenly over the list of files.
+def held_out_texts(count: int, length: int, root: str | Path | None = None) -> list[bytes]:
+    """`count` texts of `length` bytes from held-out files under `root`, spread evenly over the list of files.
 
-    A prompt is the middle of a file. Where there are fewer files than prompts, it is the middle of one of several equal parts
-    of a file. Python 3.13 has 57 files that are long enough for a prompt of 256 tokens, or 16 without its tests.
+    A text is the middle of a file. Where there are fewer files than texts, it is the middle of one of several equal parts of a
+    file. Python 3.13 has 57 files that are long enough for a text of 256 bytes, or 16 without its tests.
 
     Raises:
-        ValueError: the held-out files have room for fewer than `count` prompts. A prompt needs room of four times its length.
+        ValueError: the held-out files have room for fewer than `count` texts. A text needs room of four times its length.
     """
     texts = [path.read_bytes() for path in stdlib_files(root) if split_of(path) == "heldout"]
     rooms = [len(text) // (4 * length) for text in texts]
     if sum(rooms) < count:
-        raise ValueError(f"held_out_prompts: `count` must be at most {sum(rooms)}, the room in held-out files, got {count}")
+        raise ValueError(f"held_out_texts: `count` must be at most {sum(rooms)}, the room in held-out files, got {count}")
     parts = 1
     while sum(min(room, parts) for room in rooms) < count:
         parts += 1
@@ -113,10 +113,15 @@ def held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, root: st
         for part in range(min(room, parts))
     ]
     chosen = [places[i * len(places) // count] for i in range(count)]
-    return [[tokenizer.BOS, *_after_a_line(text, middle, length)] for text, middle in chosen]
+    return [_after_a_line(text, middle, length) for text, middle in chosen]
+
+
+def held_out_prompts(tokenizer: ByteTokenizer, count: int, length: int, root: str | Path | None = None) -> list[list[int]]:
+    """`count` prompts of `length` tokens, `BOS` and the first bytes of `held_out_texts`. Raises a ValueError as that does."""
+    return [[tokenizer.BOS, *text[: length - 1]] for text in held_out_texts(count, length, root)]
 
 
 def _after_a_line(text: bytes, middle: int, length: int) -> bytes:
-    """`length - 1` bytes of `text` that begin near `middle`, after the end of a line if there is one within `length` of it."""
+    """`length` bytes of `text` that begin near `middle`, after the end of a line if there is one within `length` of it."""
     start = text.find(b"\n", middle - length, middle + length) + 1 or middle - length
-    return text[start : start + length - 1]
+    return text[start : start + length]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 
 import pytest
@@ -25,8 +26,18 @@ def test_held_out_accept_length(tmp_path):
     figures = json.loads(path.read_text())
     assert figures["rows"][0]["accept_length"] == length
     assert figures["environment"]["torch"] == torch.__version__
+    row, shown = figures["rows"][0], result.output
+    assert row["accept_length"] == round(
+        sum(n * count for n, count in enumerate(row["histogram"], 1)) / sum(row["histogram"]), 3
+    )
+    assert len(row["accept_lengths"]) == 8
+    assert 1 > row["acceptance_rates"][0] > row["acceptance_rates"][2] > 0
+    assert len(row["acceptance_rates"]) == 3
+    for position, rate in enumerate(row["acceptance_rates"], 1):
+        assert f"{position}: {rate:.1%}" in shown
     plain = run("accept", *small, "--plain")
     assert "plain: accept length 1.000" in plain.output
+    assert "draft: accepted" not in plain.output
 
 
 @pytest.mark.parametrize(
@@ -37,6 +48,17 @@ def test_held_out_accept_length(tmp_path):
         (["accept", "--tree-width", "300", "--steps", "1"], "--tree-width", "the draft's vocabulary of 128, got 300"),
         (["accept", "--prompts", "100000"], "--prompts", "at most"),
         (["accept", "--corpus", "absent"], "--corpus", "does not exist"),
+        (["accept", "--draft", "."], "--draft", "needs --model"),
+        (["accept", "--set", "top_k=3"], "--set", "needs --model"),
+        (["accept", "--model", "."], "--model", "needs --draft (or --plain)"),
+        (["accept", "--model", "org/name", "--plain"], "--model", "hf download org/name"),
+        (["accept", "--model", ".", "--draft", ".", "--pair", "."], "--model", "no --pair"),
+        (["accept", "--chat"], "--chat", "needs --model and --prompt-lines"),
+        (["accept", "--prompt-lines", "absent"], "--prompt-lines", "does not exist"),
+        (["accept", "--prompt-lines", "README.md", "--prompt-tokens", "9"], "--prompt-lines", "leave out"),
+        (["accept", "--prompt-lines", os.devnull], "--prompt-lines", "at least one line"),
+        (["accept", "--top-p", "0"], "--top-p", "0"),
+        (["accept", "--min-p", "2"], "--min-p", "less than or equal to 1"),
         (["accept", "--json", "."], "--json", "must be a file, got the folder ."),
         (["accept", "--json", "/dev/null/x.json"], "--json", "which is a file"),
         (["kernels", "--out", "."], "--out", "must be a file"),

@@ -2,7 +2,7 @@
 
 import spec_ops.ops.concatenate
 import spec_ops.ops.linear  # noqa: F401  their ops have no public functions
-from spec_ops.ops.accept import Accepted, accept_greedy, accept_sampled, sample_tokens, sampling_probs
+from spec_ops.ops.accept import Accepted, accept_greedy, accept_sampled, accept_sampled_logits
 from spec_ops.ops.attention import (
     mha_draft_decode,
     mha_draft_extend,
@@ -16,6 +16,7 @@ from spec_ops.ops.attention import (
 from spec_ops.ops.kv_cache import append_kv, append_mla_kv, move_kv
 from spec_ops.ops.kv_indices import draft_kv_indices, draft_kv_indices_steps, kv_indices, page_table
 from spec_ops.ops.rope import rope_append_kv
+from spec_ops.ops.sampling import Sampled, sample_logits, sample_tokens, sampling_probs, sampling_support
 from spec_ops.ops.tree import (
     Tree,
     build_tree,
@@ -28,9 +29,11 @@ from spec_ops.ops.tree import (
 
 __all__ = [
     "Accepted",
+    "Sampled",
     "Tree",
     "accept_greedy",
     "accept_sampled",
+    "accept_sampled_logits",
     "append_kv",
     "append_mla_kv",
     "build_tree",
@@ -50,8 +53,10 @@ __all__ = [
     "page_table",
     "qlen_mask_to_tree_mask",
     "rope_append_kv",
+    "sample_logits",
     "sample_tokens",
     "sampling_probs",
+    "sampling_support",
     "select_draft_tokens",
     "tree_mask_to_full_mask",
     "tree_mask_to_qlen_mask",

@@ -1,7 +1,8 @@
-"""Acceptance of drafted tokens by the target, and the sampling it rests on.
+"""Acceptance of drafted tokens by the target.
 
-Both ops return `Accepted`. Randomness comes in as uniforms, so a run repeats exactly. Distributions are float32 after
-temperature, top-k and top-p (`sampling_probs`): the distribution a draft was sampled from must be the very one passed here.
+All ops return `Accepted`. Randomness comes in as uniforms, so a run repeats exactly. The distribution that a draft was sampled
+from must be the very one passed here: its logits with their support (`sample_logits`), or float32 after temperature, top-k,
+top-p and min-p (`sampling_probs`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from spec_ops.ops._library import define_op
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.reference import accept as reference
+from spec_ops.ops.sampling import check_vocab
 
 
 class Accepted(NamedTuple):
@@ -55,17 +57,16 @@ accept_sampled_op = define_op(
     ),
     cuda="spec_ops.backends.triton.sampling.accept:accept_sampled",
 )
-sampling_probs_op = define_op(
-    "sampling_probs(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p) -> Tensor",
-    reference.sampling_probs,
-    lambda logits, temperature, top_k, top_p: logits.new_empty(logits.shape, dtype=torch.float32),
-    cuda="spec_ops.backends.triton.sampling.probabilities:sampling_probs",
-)
-sample_tokens_op = define_op(
-    "sample_tokens(Tensor probs, Tensor uniforms) -> Tensor",
-    reference.sample_tokens,
-    lambda probs, uniforms: probs.new_empty(probs.shape[:-1], dtype=torch.int64),
-    cuda="spec_ops.backends.triton.sampling.accept:sample_tokens",
+accept_sampled_logits_op = define_op(
+    "accept_sampled_logits(Tensor candidates, Tensor target_logits, Tensor target_support, Tensor uniforms, "
+    "Tensor final_uniforms, Tensor temperature, Tensor? parents, Tensor? draft_logits, Tensor? draft_support, "
+    "Tensor? target_to_draft, int path_len, float threshold_single, float threshold_acc, bool block) "
+    "-> (Tensor, Tensor, Tensor)",
+    reference.accept_sampled_logits,
+    lambda candidates, logits, support, u, final_u, t, parents, dl, ds, ids, path_len, single, acc, block: _accepted_fake(
+        candidates, path_len
+    ),
+    cuda="spec_ops.backends.triton.sampling.accept_logits:accept_sampled_logits",
 )
 
 
@@ -81,6 +82,15 @@ def _check_tree(check: Checker, candidates, parents, path_len) -> int:
     if parents is None and path_len != tokens:
         check.fail("path_len", f"{tokens} for a chain", path_len)
     return path_len
+
+
+def _check_thresholds(check: Checker, single, acc, lossless: str | None) -> None:
+    for name, value in (("threshold_single", single), ("threshold_acc", acc)):
+        check.number(name, value, low=0.0)
+        if value > 1:
+            check.fail(name, "at most 1", value)
+        if lossless is not None and value != 1:
+            check.fail(name, f"1 together with `{lossless}`", value)
 
 
 def accept_greedy(
@@ -163,12 +173,7 @@ def accept_sampled(
     check.tensor("target_probs", target_probs, shape=(bs, tokens, None), dtypes=(torch.float32,), device=device)
     check.tensor("uniforms", uniforms, shape=(bs, tokens), dtypes=(torch.float32,), device=device)
     check.tensor("final_uniforms", final_uniforms, shape=(bs,), dtypes=(torch.float32,), device=device)
-    for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
-        check.number(name, value, low=0.0)
-        if value > 1:
-            check.fail(name, "at most 1", value)
-        if draft_probs is not None and value != 1:
-            check.fail(name, "1 together with `draft_probs`", value)
+    _check_thresholds(check, threshold_single, threshold_acc, "draft_probs" if draft_probs is not None else None)
     if draft_probs is None:
         if draft_to_target is not None:
             check.fail("draft_to_target", "None without `draft_probs`", "a tensor")
@@ -189,55 +194,97 @@ def accept_sampled(
     )  # fmt: skip
 
 
-def sampling_probs(
-    logits: torch.Tensor,
+def accept_sampled_logits(
+    candidates: torch.Tensor,
+    target_logits: torch.Tensor,
+    target_support: torch.Tensor,
+    uniforms: torch.Tensor,
+    final_uniforms: torch.Tensor,
     temperature: torch.Tensor,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Distribution to sample from: softmax(logits / temperature), then top-k, then top-p, renormalized after each.
+    *,
+    parents: torch.Tensor | None = None,
+    draft_logits: torch.Tensor | None = None,
+    draft_support: torch.Tensor | None = None,
+    target_to_draft: torch.Tensor | None = None,
+    path_len: int | None = None,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    block: bool = False,
+) -> Accepted:
+    """`accept_sampled` for distributions that come as logits with their supports (see `ops/sampling.py`).
+
+    A probability is `float64(weight) / float64(total)`. In a chain with `draft_logits` the draft `x` is accepted if
+    `u * q(x) < p(x)`, in float64. The residual is summed and drawn from as integers, `trunc(2**60 * max(p - q, 0))`, the target
+    itself and the target without rejected children as their weights. So a result depends neither on how many programs share a
+    row nor on the batch.
+
+    With `block`, whole chains are verified at once (block verification, arXiv:2403.10444, Algorithm 2): lossless as well, and
+    the expected number of accepted drafts is never smaller. With `a(0) = 1` and `a(i) = min(a(i-1) * p(x_i) / q(x_i), 1)`, each
+    in that order, the first `i` drafts are accepted for the largest `i` with `u_i < h(i)`, where
+    `h(i) = s / (s + 1 - a(i))`, `s` being the sum of `max(a(i) * p - q, 0)` over the vocabulary after draft `i` (in integers as
+    above), and `h(i) = a(i)` for the last draft. The next token is drawn from `max(a(i) * p - q, 0)`, after the last draft from
+    `p`. `s = 0` beside `a(i) = 1` counts as `h(i) = 0`: a later draft is accepted for sure.
 
     Args:
-        logits: `[bs, V]` or `[bs, n, V]`, float32/bfloat16/float16.
-        temperature: `[bs]` float32; 0 gives a one-hot row at the (first) maximum.
-        top_k: `[bs]` int32/int64; below 1 keeps all. Ties at the boundary go to the lower token id.
-        top_p: `[bs]` float32; keeps the smallest set of most likely tokens whose probability reaches it, at least one; ties
-            go to the lower token id, 1 keeps all.
+        candidates: `[bs, D]` int32/int64, root first; the root's own token is not looked at. -1 stands for no draft: it is
+            neither accepted nor rejected, and ends a block.
+        target_logits: `[bs, D, V]` float32/bfloat16/float16.
+        target_support: `[bs, D, 3]` int64, from `sampling_support` of these logits.
+        uniforms: `[bs, D]` float32 in [0, 1): entry `i` decides among the children of node `i`.
+        final_uniforms: `[bs]` float32 in [0, 1), for the last token.
+        temperature: `[bs]` float32, that of both supports.
+        parents: `[bs, D]` int64 from `build_tree`; None for a chain.
+        draft_logits: `[bs, D - 1, Vd]` float32/bfloat16/float16, what each draft was sampled from; chains only.
+        draft_support: `[bs, D - 1, 3]` int64, from `sample_logits`; with `draft_logits`. A draft whose row is no distribution
+            (`total` 0) counts as none.
+        target_to_draft: `[V]` int64, the id of each of the target's tokens in a reduced draft vocabulary, -1 for none; None if
+            `Vd == V`.
+        path_len: as in `accept_greedy`.
+        threshold_single, threshold_acc: as in `accept_sampled`.
+        block: verify blocks instead of tokens; needs `draft_logits`.
 
     Returns:
-        float32, shape of `logits`.
+        `Accepted`. Where rounding leaves no residual after a rejection, the last token is drawn from the target itself; where
+        that is no distribution either (`total` 0), the last token is -1. A block ends before a draft that comes after no
+        distribution.
 
     Raises:
         TypeError, ValueError: naming the argument.
+        IndexError: on the CPU, naming the argument: ids out of range.
 
-    Source: SGLang `top_k_renorm_prob` then `top_p_renorm_prob`.
+    Source: SGLang `chain_speculative_sampling_triton` and `tree_speculative_sampling_target_only`; arXiv:2403.10444.
     """
-    check = Checker("sampling_probs")
-    check.tensor("logits", logits, rank=(2, 3), dtypes=FLOAT_DTYPES)
-    bs, device = logits.shape[0], logits.device
+    check = Checker("accept_sampled_logits")
+    path_len = _check_tree(check, candidates, parents, path_len)
+    bs, tokens = candidates.shape
+    device = candidates.device
+    check.tensor("target_logits", target_logits, shape=(bs, tokens, None), dtypes=FLOAT_DTYPES, device=device)
+    check_vocab(check, "target_logits", target_logits)
+    check.tensor("target_support", target_support, shape=(bs, tokens, 3), dtypes=(torch.int64,), device=device)
+    check.tensor("uniforms", uniforms, shape=(bs, tokens), dtypes=(torch.float32,), device=device)
+    check.tensor("final_uniforms", final_uniforms, shape=(bs,), dtypes=(torch.float32,), device=device)
     check.tensor("temperature", temperature, shape=(bs,), dtypes=(torch.float32,), device=device)
-    check.optional_tensor("top_k", top_k, shape=(bs,), dtypes=INDEX_DTYPES, device=device)
-    check.optional_tensor("top_p", top_p, shape=(bs,), dtypes=(torch.float32,), device=device)
-    return sampling_probs_op(logits, temperature, top_k, top_p)
-
-
-def sample_tokens(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF sampling: the first token whose cumulative probability exceeds `uniform * total`.
-
-    Args:
-        probs: `[..., V]` float32, non-negative, not necessarily normalized. uniforms: `[...]` float32 in [0, 1).
-
-    Returns:
-        `[...]` int64; never a token of probability 0. -1 for a row that is no distribution: its sum is 0, NaN or infinite.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-
-    Source: FlashInfer `sampling_from_probs`, with the uniforms as an argument.
-    """
-    check = Checker("sample_tokens")
-    check.tensor("probs", probs, dtypes=(torch.float32,))
-    if probs.dim() < 1 or probs.shape[-1] < 1:
-        check.fail("probs", "of rank 1 or more with a non-empty vocabulary", f"shape {tuple(probs.shape)}")
-    check.tensor("uniforms", uniforms, shape=tuple(probs.shape[:-1]), dtypes=(torch.float32,), device=probs.device)
-    return sample_tokens_op(probs, uniforms)
+    _check_thresholds(check, threshold_single, threshold_acc, "draft_logits" if draft_logits is not None else None)
+    if not isinstance(block, bool):
+        check.fail("block", "a bool", type(block).__name__, TypeError)
+    if draft_logits is None:
+        for name, value in (("draft_support", draft_support), ("target_to_draft", target_to_draft)):
+            if value is not None:
+                check.fail(name, "None without `draft_logits`", "a tensor")
+        if block:
+            check.fail("block", "False without `draft_logits`", block)
+    else:
+        if parents is not None:
+            check.fail("draft_logits", "None for a tree (`parents` given)", "a tensor")
+        vocab = target_logits.shape[2]
+        draft_vocab = None if target_to_draft is not None else vocab
+        check.tensor("draft_logits", draft_logits, shape=(bs, tokens - 1, draft_vocab), dtypes=FLOAT_DTYPES, device=device)
+        check_vocab(check, "draft_logits", draft_logits)
+        check.tensor("draft_support", draft_support, shape=(bs, tokens - 1, 3), dtypes=(torch.int64,), device=device)
+        check.optional_tensor("target_to_draft", target_to_draft, shape=(vocab,), dtypes=(torch.int64,), device=device)
+    return Accepted(
+        *accept_sampled_logits_op(
+            candidates, target_logits, target_support, uniforms, final_uniforms, temperature, parents, draft_logits,
+            draft_support, target_to_draft, path_len, float(threshold_single), float(threshold_acc), block,
+        )
+    )  # fmt: skip

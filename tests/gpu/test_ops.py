@@ -221,7 +221,7 @@ def test_sampling_probs(bs, inner, vocab, filters):
         top_k if filters in ("both", "top_k") else None,
         top_p if filters in ("both", "top_p") else None,
     )
-    got = overload("sampling_probs")(*Copy(args, "cuda").args).cpu()
+    got = overload("sampling_probs")(*Copy(args, "cuda").args, None).cpu()
     wanted = exact_probs(*args)
     # A token at the edge of top-p may fall either way: sums of 1e5 float32 weights are exact to about 1e-6.
     assert ((got - wanted).abs().sum(-1) < 1e-5).all()
@@ -233,7 +233,7 @@ def test_sampling_probs(bs, inner, vocab, filters):
 
 
 def test_sampling_probs_is_one_launch_without_a_sync():
-    given = Copy(probs_case(4, 4, 32_000), "cuda").args
+    given = (*Copy(probs_case(4, 4, 32_000), "cuda").args, None)
     run = overload("sampling_probs")
     wanted = run(*given)
     torch.cuda.synchronize()

@@ -23,7 +23,8 @@ FAMILIES = {
     ("cache.append", "kv_cache"): ("append_kv", "append_mla_kv", "move_kv"),
     ("cache.indices", "kv_indices"): ("page_table", "kv_indices", "draft_kv_indices", "draft_kv_indices_steps"),
     ("tree.build", "tree"): ("select_draft_tokens", "build_tree"),
-    ("sampling.accept", "accept"): ("accept_greedy", "accept_sampled", "sample_tokens"),
+    ("sampling.accept", "accept"): ("accept_greedy", "accept_sampled"),
+    ("sampling.accept", "sampling"): ("sample_tokens",),
 }
 OPS = {op: modules for modules, ops in FAMILIES.items() for op in ops}
 Args = tuple[Any, ...]

@@ -69,6 +69,13 @@ def accept_sampled_call() -> dict[str, Any]:
     return tokens | {"uniforms": torch.rand(BS, Q_LEN), "final_uniforms": torch.rand(BS)}
 
 
+def accept_sampled_logits_call() -> dict[str, Any]:
+    logits, temperature = torch.randn(BS, Q_LEN, 8), torch.ones(BS)
+    tokens = {"candidates": torch.ones(BS, Q_LEN, dtype=torch.int64), "target_logits": logits}
+    tokens |= {"target_support": spec_ops.sampling_support(logits, temperature), "temperature": temperature}
+    return tokens | {"uniforms": torch.rand(BS, Q_LEN), "final_uniforms": torch.rand(BS)}
+
+
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"{kind}_{step}": (lambda k=kind, s=step: attention_call(k, s)) for kind in ("mha", "mla") for step in STEPS},
     "append_kv": append_kv_call,
@@ -81,6 +88,9 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "draft_kv_indices_steps": lambda: pool_call(num_steps=3, topk=2, page_size=1),
     "accept_greedy": lambda: {name: torch.ones(BS, Q_LEN, dtype=torch.int64) for name in ("candidates", "target_tokens")},
     "accept_sampled": accept_sampled_call,
+    "accept_sampled_logits": accept_sampled_logits_call,
+    "sampling_support": lambda: {"logits": torch.randn(BS, 8), "temperature": torch.ones(BS)},
+    "sample_logits": lambda: {"logits": torch.randn(BS, 8), "temperature": torch.ones(BS), "uniforms": torch.rand(BS)},
     "sampling_probs": lambda: {"logits": torch.randn(BS, 8), "temperature": torch.ones(BS)},
     "sample_tokens": lambda: {"probs": torch.rand(BS, 8), "uniforms": torch.rand(BS)},
     "select_draft_tokens": lambda: {
@@ -343,7 +353,7 @@ bad_integer(POOL[2:], "topk", 1)
 bad_integer("draft_kv_indices", "step", 0, 2)
 wrong(POOL[2:], "req_to_token", "24", IndexError, topk=6)
 
-ACCEPT = ["accept_greedy", "accept_sampled"]
+ACCEPT = ["accept_greedy", "accept_sampled", "accept_sampled_logits"]
 parents = torch.tensor([[-1, 0, 0]] * BS)
 bad_tensor(ACCEPT, "candidates", dtype=torch.float32, device=False)
 wrong(ACCEPT, "candidates", "shape (2, 0)", candidates=torch.zeros(BS, 0, dtype=torch.int64))
@@ -355,32 +365,67 @@ for came, error in ((0, ValueError), (4, ValueError), (True, TypeError), (2.0, T
     shown = str(came) if error is ValueError else type(came).__name__
     wrong(ACCEPT, "path_len", shown, error, path_len=came, parents=parents)
 bad_tensor("accept_greedy", "target_tokens", dtype=torch.float32)
-for name in ("target_probs", "uniforms", "final_uniforms"):
-    bad_tensor("accept_sampled", name, dtype=torch.float16)
+SAMPLED = ACCEPT[1:]
+bad_tensor("accept_sampled", "target_probs", dtype=torch.float16)
+bad_tensor("accept_sampled_logits", "target_logits", dtype=torch.float64)
+bad_tensor("accept_sampled_logits", "target_support", dtype=torch.int32)
+bad_tensor("accept_sampled_logits", "temperature", dtype=torch.float16)
+for name in ("uniforms", "final_uniforms"):
+    bad_tensor(SAMPLED, name, dtype=torch.float16)
 wrong("accept_sampled", "target_probs", "shape (2, 2, 8)", target_probs=torch.zeros(BS, 2, 8))
-wrong("accept_sampled", "uniforms", "shape (2, 2)", uniforms=torch.zeros(BS, 2))
+wrong("accept_sampled_logits", "target_logits", "shape (2, 2, 8)", target_logits=torch.zeros(BS, 2, 8))
+wrong("accept_sampled_logits", "target_logits", "shape (2, 3, 0)", target_logits=torch.zeros(BS, Q_LEN, 0))
+wrong("accept_sampled_logits", "target_support", "shape (2, 3, 2)", target_support=lambda call: call["target_support"][..., :2])
+wrong(
+    "accept_sampled_logits", "target_support", "0 to 8", IndexError, target_support=torch.tensor([0, 8, 5]).expand(BS, Q_LEN, 3)
+)
+wrong("accept_sampled_logits", "candidates", "1 to 8", IndexError, candidates=torch.tensor([[1, 1, 8]] * BS))
+wrong(SAMPLED, "uniforms", "shape (2, 2)", uniforms=torch.zeros(BS, 2))
 draft = {"draft_probs": torch.rand(BS, Q_LEN - 1, 8)}
-for name in ("threshold_single", "threshold_acc"):
-    for value in (0.0, -0.5, 1.5, NAN, INF):
-        wrong("accept_sampled", name, value)
-    for value in (True, None, "1"):
-        wrong("accept_sampled", name, value, TypeError)
-    wrong("accept_sampled", name, "0.5", **draft, **{name: 0.5})
-wrong("accept_sampled", "draft_probs", "a tensor", **draft, parents=parents)
-wrong("accept_sampled", "draft_probs", "shape (2, 3, 8)", draft_probs=torch.rand(BS, Q_LEN, 8))
-wrong("accept_sampled", "draft_probs", "shape (2, 2, 7)", draft_probs=torch.rand(BS, Q_LEN - 1, 7))
-wrong("accept_sampled", "draft_probs", "float64", TypeError, draft_probs=torch.rand(BS, Q_LEN - 1, 8).double())
+draft_support = torch.tensor([0, -1, 2**44]).expand(BS, Q_LEN - 1, 3)
+drafts = {
+    "accept_sampled": draft,
+    "accept_sampled_logits": {"draft_logits": torch.rand(BS, Q_LEN - 1, 8), "draft_support": draft_support},
+}
+for op, given in drafts.items():
+    for name in ("threshold_single", "threshold_acc"):
+        for value in (0.0, -0.5, 1.5, NAN, INF):
+            wrong(op, name, value)
+        for value in (True, None, "1"):
+            wrong(op, name, value, TypeError)
+        wrong(op, name, "0.5", **given, **{name: 0.5})
+    rows = next(iter(given))
+    wrong(op, rows, "a tensor", **given, parents=parents)
+    wrong(op, rows, "shape (2, 3, 8)", **given | {rows: torch.rand(BS, Q_LEN, 8)})
+    wrong(op, rows, "shape (2, 2, 7)", **given | {rows: torch.rand(BS, Q_LEN - 1, 7)})
+    wrong(op, rows, "float64", TypeError, **given | {rows: torch.rand(BS, Q_LEN - 1, 8).double()})
 wrong("accept_sampled", "draft_to_target", "a tensor", draft_to_target=torch.arange(8))
 wrong("accept_sampled", "draft_to_target", "shape (7,)", **draft, draft_to_target=torch.arange(7))
 wrong("accept_sampled", "draft_to_target", "int32", TypeError, **draft, draft_to_target=torch.arange(8).int())
+op, given = "accept_sampled_logits", drafts["accept_sampled_logits"]
+wrong(op, "draft_support", "a tensor", draft_support=draft_support)
+wrong(op, "draft_support", "NoneType", TypeError, **given | {"draft_support": None})
+wrong(op, "draft_support", "int32", TypeError, **given | {"draft_support": draft_support.int()})
+wrong(op, "draft_support", "-2 to -1", IndexError, **given | {"draft_support": draft_support - torch.tensor([2, 0, 0])})
+wrong(op, "target_to_draft", "a tensor", target_to_draft=torch.arange(8))
+wrong(op, "target_to_draft", "shape (7,)", **given, target_to_draft=torch.arange(7))
+wrong(op, "target_to_draft", "int32", TypeError, **given, target_to_draft=torch.arange(8).int())
+wrong(op, "target_to_draft", "0 to 8", IndexError, **given, target_to_draft=torch.tensor([*range(7), 8]))
+wrong(op, "block", "True", block=True)
+wrong(op, "block", "int", TypeError, **given, block=1)
 
-bad_tensor("sampling_probs", "logits", dtype=torch.float64, device=False)
-bad_tensor("sampling_probs", "temperature", dtype=torch.float16)
-wrong("sampling_probs", "temperature", "float", TypeError, temperature=1.0)
-wrong("sampling_probs", "top_k", "float32", TypeError, top_k=torch.ones(BS))
-wrong("sampling_probs", "top_k", "shape (3,)", top_k=torch.ones(3, dtype=torch.int64))
-wrong("sampling_probs", "top_p", "float64", TypeError, top_p=torch.ones(BS).double())
-wrong("sampling_probs", "top_p", "device meta", top_p=torch.ones(BS, device="meta"))
+SAMPLING = ["sampling_support", "sample_logits", "sampling_probs"]
+bad_tensor(SAMPLING, "logits", dtype=torch.float64, device=False)
+bad_tensor(SAMPLING, "temperature", dtype=torch.float16)
+bad_tensor("sample_logits", "uniforms", dtype=torch.float64)
+wrong(SAMPLING, "logits", "shape (2, 0)", logits=torch.zeros(BS, 0))
+wrong(SAMPLING, "logits", "524288", logits=torch.zeros(BS, 1).expand(BS, 2**19))
+wrong(SAMPLING, "temperature", "float", TypeError, temperature=1.0)
+wrong(SAMPLING, "top_k", "float32", TypeError, top_k=torch.ones(BS))
+wrong(SAMPLING, "top_k", "shape (3,)", top_k=torch.ones(3, dtype=torch.int64))
+for name in ("top_p", "min_p"):
+    wrong(SAMPLING, name, "float64", TypeError, **{name: torch.ones(BS).double()})
+    wrong(SAMPLING, name, "device meta", **{name: torch.ones(BS, device="meta")})
 wrong("sample_tokens", "probs", "float16", TypeError, probs=torch.rand(BS, 8).half())
 wrong("sample_tokens", "probs", "shape (2, 0)", probs=torch.rand(BS, 0))
 wrong("sample_tokens", "probs", "shape ()", probs=torch.tensor(1.0))
@@ -430,7 +475,7 @@ def stored_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_cases_cover_every_public_op():
-    functions = {name for name in spec_ops.ops.__all__ if name not in ("Accepted", "Tree")}
+    functions = {name for name in spec_ops.ops.__all__ if name not in ("Accepted", "Sampled", "Tree")}
     assert set(CALLS) == functions
     assert {case.op for case in CASES} == functions
 

@@ -247,12 +247,40 @@ def accept_sampled_sample(s: Source) -> tuple[Any, ...]:
     return (candidates, target_probs, *uniforms, parents, draft_probs, draft_to_target, path_len, *thresholds)
 
 
-def sampling_probs_sample(s: Source) -> tuple[Any, ...]:
+def accept_sampled_logits_sample(s: Source) -> tuple[Any, ...]:
+    bs, nodes, vocab = s.integer(0, 3), s.integer(1, 5), s.integer(2, 6)
+    mode = s.pick("chain", "tree", "rejection", "reduced_vocabulary", "block")
+    draft_vocab = s.integer(1, vocab) if mode == "reduced_vocabulary" else vocab
+    temperature = s.to(s.ids(3, bs) / 2)
+    target_logits = s.any_layout(s.normal(bs, nodes, vocab, dtype=s.pick(*FLOATS)))
+    target = (target_logits, spec_ops.sampling_support(target_logits, temperature, s.pick(None, s.to(s.ids(vocab, bs)))))
+    candidates = s.any_layout(s.ids(vocab, bs, nodes, dtype=s.pick(*INDEX)))
+    parents = tree_parents(s, bs, nodes) if mode == "tree" else None
+    draft: tuple[Any, ...] = (None, None, None)
+    if mode in ("rejection", "reduced_vocabulary", "block"):
+        draft_logits = s.any_layout(s.normal(bs, nodes - 1, draft_vocab, dtype=s.pick(*FLOATS)))
+        draft = (draft_logits, spec_ops.sampling_support(draft_logits, temperature), None)
+    if mode == "reduced_vocabulary":
+        ids = torch.full((vocab,), -1)
+        ids[torch.randperm(vocab, generator=s.generator)[:draft_vocab]] = torch.arange(draft_vocab)
+        draft = (*draft[:2], s.to(ids))
+    path_len = s.integer(1, nodes) if mode == "tree" else nodes
+    thresholds = (1.0, 1.0) if draft[0] is not None else s.pick((1.0, 1.0), (0.5, 0.7))
+    uniforms = (s.uniform(bs, nodes), s.uniform(bs))
+    return (candidates, *target, *uniforms, temperature, parents, *draft, path_len, *thresholds, mode == "block")
+
+
+def sampling_sample(s: Source) -> tuple[Any, ...]:
     bs, vocab = s.integer(0, 3), s.integer(1, 7)
     logits = s.any_layout(s.normal(*s.pick((bs, vocab), (bs, s.integer(0, 3), vocab)), dtype=s.pick(*FLOATS)))
     temperature = s.to(s.ids(3, bs) / 2)
     top_k = s.pick(None, s.to(s.ids(vocab + 1, bs, dtype=s.pick(*INDEX))))
-    return logits, temperature, top_k, s.pick(None, s.uniform(bs))
+    return logits, temperature, top_k, s.pick(None, s.uniform(bs)), s.pick(None, s.uniform(bs))
+
+
+def sample_logits_sample(s: Source) -> tuple[Any, ...]:
+    logits, *settings = sampling_sample(s)
+    return logits, s.uniform(*logits.shape[:-1]), *settings
 
 
 def sample_tokens_sample(s: Source) -> tuple[Any, ...]:
@@ -303,7 +331,10 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "draft_kv_indices_steps": lambda s: draft_kv_indices_sample(s, every_step=True),
     "accept_greedy": accept_greedy_sample,
     "accept_sampled": accept_sampled_sample,
-    "sampling_probs": sampling_probs_sample,
+    "accept_sampled_logits": accept_sampled_logits_sample,
+    "sampling_support": sampling_sample,
+    "sample_logits": sample_logits_sample,
+    "sampling_probs": sampling_sample,
     "sample_tokens": sample_tokens_sample,
     "select_draft_tokens": select_draft_tokens_sample,
     "build_tree": build_tree_sample,

@@ -100,7 +100,7 @@ def _count(generator: Generator) -> Counts | None:
     """Of rounds over the finished request: they do the same work, and nobody reads what they emit."""
     if generator.device.type != "cuda":
         return None
-    step = generator._rounds[generator.bucket(1), False]
+    step = generator._rounds[generator.bucket(1), False, None]
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.no_grad(), torch.cuda.device(generator.device):
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""What a user passes to a generator, checked and made plain: prompts with their limits, and stop tokens."""
+"""What a user passes to a generator, checked and made plain: prompts with their limits, stop tokens, how tokens are chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from spec_ops._numbers import integer, is_integer, shown
+from spec_ops.decoding.logits import LogitsFeatures, LogitsProcessor
+from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.state import MAX_STOP_TOKENS
 from spec_ops.models.target import PositionLimit
 
@@ -92,6 +94,60 @@ def check_requests(
         if not is_integer(token) or not 0 <= token < vocab:
             raise ValueError(f"generate: `{names.stop_tokens}` must hold token ids in [0, {vocab}), got {shown(token)}")
     return Requests(tokens, limits, [int(token) for token in stops], names)
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """How one call chooses tokens.
+
+    Attributes:
+        params: of each request.
+        seeds: of each request, before they are hashed with its row; 0 where nothing is drawn.
+        seed: the one seed that all rows which sample have in common, or that those without one drew; else None.
+        sampled: whether any row samples.
+        features: what rounds do to the target's logits; None for nothing.
+    """
+
+    params: list[SamplingParams]
+    seeds: list[int]
+    seed: int | None
+    sampled: bool
+    features: LogitsFeatures | None
+
+
+def check_sampling(
+    sampling: Any, requests: Requests, vocab: int, logits_processor: LogitsProcessor | None = None
+) -> TokenChoice:
+    """`sampling` and `logits_processor` of `Generator.generate` as one entry per prompt. Draws the seed that is missing.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if logits_processor is not None and not callable(logits_processor):
+        raise ValueError(f"generate: `logits_processor` must be a function, got {shown(logits_processor)}")
+    count = len(requests.prompts)
+    if sampling is None or isinstance(sampling, SamplingParams):
+        same = sampling or SamplingParams()
+        params, named = [same] * count, {"sampling": same}
+    else:
+        wanted = "`sampling` must be a SamplingParams, or a list with one per prompt"
+        if not isinstance(sampling, Sequence) or isinstance(sampling, (str, bytes)):
+            raise ValueError(f"generate: {wanted}, got {type(sampling).__name__}")
+        for i, entry in enumerate(sampling):
+            if not isinstance(entry, SamplingParams):
+                raise ValueError(f"generate: `sampling[{i}]` must be a SamplingParams, got {type(entry).__name__}")
+        if len(sampling) != count:
+            raise ValueError(f"generate: {wanted} ({count}), got {len(sampling)}")
+        params = list(sampling)
+        named = {f"sampling[{i}]": entry for i, entry in enumerate(params)}
+    for name, entry in named.items():
+        entry.check_ids(vocab, name)
+    given = {p.seed for p in params if p.temperature > 0}
+    drawn = SamplingParams().drawn_seed() if None in given else None
+    seeds = [0 if p.temperature == 0 else drawn if p.seed is None else p.seed for p in params]
+    shared = drawn if drawn is not None else next(iter(given)) if len(given) == 1 else None
+    features = LogitsFeatures.of(params, requests.stop_tokens, logits_processor)
+    return TokenChoice(params, [seed or 0 for seed in seeds], shared, bool(given), features)
 
 
 def _rows(prompts: Any) -> list[Any]:

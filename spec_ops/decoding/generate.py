@@ -15,13 +15,14 @@ import torch
 from tqdm.auto import tqdm
 
 from spec_ops._numbers import integer, is_integer
-from spec_ops.decoding.arguments import ArgumentNames, Requests, check_requests
+from spec_ops.decoding.arguments import ArgumentNames, Requests, TokenChoice, check_requests, check_sampling
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.draft import first_drafts
+from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures, LogitsProcessor, check_processor
 from spec_ops.decoding.random import row_seeds
-from spec_ops.decoding.round import PlainRound, SpeculativeRound, next_token
+from spec_ops.decoding.round import PlainRound, SpeculativeRound, commit_next
 from spec_ops.decoding.sampling import SamplingParams
-from spec_ops.decoding.state import BROKEN, RoundState
+from spec_ops.decoding.state import BROKEN, MASKED, RoundState
 from spec_ops.decoding.stats import GenerationStats
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache, refuse_autocast
@@ -29,6 +30,7 @@ from spec_ops.models.target import Target
 
 OnTokens = Callable[[int, list[int]], None]
 StopWhen = Callable[[int, list[int], int], int | None]
+MAX_PROCESSORS = 8  # functions whose rounds a generator keeps
 
 
 @dataclass
@@ -38,7 +40,8 @@ class GenerationResult:
     Attributes:
         tokens: `tokens[i]` are the new tokens of prompt `i`, a stop token included if one ended it.
         stats: counts and times.
-        seed: the seed of sampling; `SamplingParams(seed=...)` repeats the run with it. None for greedy decoding.
+        seed: the seed of sampling; `SamplingParams(seed=...)` repeats the run with it. With several `SamplingParams`, the one
+            that those without a seed drew, or that all have in common, else None. None for greedy decoding.
     """
 
     tokens: list[list[int]]
@@ -106,7 +109,9 @@ class Generator:
             self.target_cache = PagedKVCache(target.config, num_pages, page_size, **pool)
             self.draft_cache = PagedKVCache(draft.config, num_pages, page_size, **pool) if draft is not None else None
         self._states: dict[int, RoundState] = {}
-        self._rounds: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._rounds: dict[tuple[int, bool, LogitsFeatures | None], Callable[[], None]] = {}
+        self._changes: dict[tuple[int, LogitsFeatures], LogitsChanges] = {}
+        self._processors: list[LogitsProcessor] = []
         self._running = threading.Lock()
 
     def _check_draft(self, draft: Draft) -> None:
@@ -141,7 +146,8 @@ class Generator:
         *,
         max_new_tokens: int | Sequence[int] = 128,
         stop_tokens: Sequence[int] = (),
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        logits_processor: LogitsProcessor | None = None,
         on_tokens: OnTokens | None = None,
         stop_when: StopWhen | None = None,
         progress: bool = False,
@@ -152,7 +158,13 @@ class Generator:
             prompts: token ids, one non-empty sequence (list, array or tensor) per request.
             max_new_tokens: one for all prompts, or one per prompt; at least 1.
             stop_tokens: at most 8 ids. A request ends with the first of them that it emits.
-            sampling: default: greedy decoding.
+            sampling: one for all prompts, or one per prompt; default: greedy decoding.
+            logits_processor: the last change to the target's logits before a temperature divides them, as
+                `logits_processor(logits, history, lengths)`: logits `[rows, V]` float32, `history [rows, L]` int64, of which a
+                row has the first `lengths` (`[rows]` int64, prompt and output) and 0 after them. It returns the new logits,
+                of the same shape and dtype. A row is a request at one position; drafted tokens before it are in its history.
+                A generator that compiles traces it into the round, once for every function: keep it, and let it read nothing
+                but its arguments and tensors that stay where they are.
             on_tokens: called as `on_tokens(prompt_index, new_tokens)` whenever a request gains tokens.
             stop_when: called before `on_tokens`, as `stop_when(prompt_index, tokens, count)`, with all tokens that the request
                 has emitted, the last `count` of them new. A number in `[0, count]` ends the request and keeps that many of the
@@ -164,39 +176,37 @@ class Generator:
 
         Raises:
             ValueError: naming the argument, before anything runs; naming `stop_when`, when it returns something else.
-            RuntimeError: another call is running, in another thread or around a callback; autocast is enabled; or nothing can
-                be sampled, because the target's logits hold a NaN.
+            RuntimeError: another call is running, in another thread or around a callback; autocast is enabled; nothing can be
+                sampled, because the target's logits hold a NaN; or every token is masked.
         """
         requests = check_requests(prompts, max_new_tokens, stop_tokens, self.target.config.vocab_size, self.max_seq_len)
-        if sampling is not None and not isinstance(sampling, SamplingParams):
-            raise ValueError(f"generate: `sampling` must be a SamplingParams, got {type(sampling).__name__}")
         for name, hook in (("on_tokens", on_tokens), ("stop_when", stop_when)):
             if hook is not None and not callable(hook):
                 raise ValueError(f"generate: `{name}` must be a function, got {hook!r}")
-        return self._run(requests, sampling, on_tokens, stop_when, progress)
+        return self._run(requests, sampling, on_tokens, stop_when, progress, logits_processor)
 
     def _run(
         self,
         requests: Requests,
-        sampling: SamplingParams | None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
         on_tokens: OnTokens | None,
         stop_when: StopWhen | None,
         progress: bool,
+        logits_processor: LogitsProcessor | None = None,
     ) -> GenerationResult:
-        """`generate`, its arguments checked."""
+        """`generate`, its prompts, limits and hooks checked."""
         requests.check_positions(self.target.position_limit)
-        sampling = sampling or SamplingParams()
+        choice = check_sampling(sampling, requests, self.target.config.vocab_size, logits_processor)
         with self._exclusive(), tqdm(total=sum(requests.limits), unit="tok", disable=not progress, desc="generate") as bar:
-            seed = sampling.drawn_seed() if sampling.temperature > 0 else None
             path_len = self.config.path_len if self.draft is not None else 1
             stats = GenerationStats.of(len(requests.prompts), path_len)
-            result = GenerationResult([[] for _ in requests.prompts], stats, seed)
+            result = GenerationResult([[] for _ in requests.prompts], stats, choice.seed)
             start = time.perf_counter()
             for first in range(0, len(requests.prompts), self.max_batch_size):
                 members = range(first, min(first + self.max_batch_size, len(requests.prompts)))
                 state = self._state(self.bucket(len(members)))
                 group = _Group(members, state, result, on_tokens, stop_when, bar, requests.names)
-                self._generate_group(requests, group, sampling)
+                self._generate_group(requests, group, choice)
             result.stats.seconds = time.perf_counter() - start
         return result
 
@@ -218,13 +228,14 @@ class Generator:
         finally:
             self._running.release()
 
-    def _generate_group(self, requests: Requests, group: _Group, sampling: SamplingParams) -> None:
-        state, stats, sampled = group.state, group.result.stats, sampling.temperature > 0
-        self._load(requests, group, sampling)
-        self._prefill(state, [requests.prompts[i] for i in group.members], sampled)
+    def _generate_group(self, requests: Requests, group: _Group, choice: TokenChoice) -> None:
+        state, stats = group.state, group.result.stats
+        changes = None if choice.features is None else self._logits_changes(state.batch_size, choice.features)
+        self._load(requests, group, choice, changes)
+        self._prefill(state, [requests.prompts[i] for i in group.members], choice.sampled, changes)
         rows = _OutputReader(state)
         running = group.emit(state.output.cpu(), of_round=False)
-        step = self._round(state.batch_size, sampled, group.bar)
+        step = self._round(state.batch_size, choice, group.bar)
         start = time.perf_counter()
         while running:
             step()
@@ -258,28 +269,46 @@ class Generator:
             )
         return self._states[bucket]
 
-    def round(self, batch_size: int, *, sampled: bool = False) -> torch.nn.Module:
-        """A new, uncompiled round over the state and caches of the bucket for `batch_size` requests. It is called without
-        arguments; `sampled` makes it sample instead of decoding greedily."""
-        state = self._state(self.bucket(batch_size))
-        if self.draft is None or self.draft_cache is None:
-            return PlainRound(self.target, self.target_cache, state, sampled=sampled, backend=self.backend)
-        return SpeculativeRound(
-            self.target,
-            self.draft,
-            self.target_cache,
-            self.draft_cache,
-            state,
-            self.config,
-            sampled=sampled,
-            backend=self.backend,
-        )
+    def _logits_changes(self, bucket: int, features: LogitsFeatures) -> LogitsChanges:
+        """The changes that the bucket's rounds with these features make. A function of the user's is tried out first."""
+        if (bucket, features) not in self._changes:
+            state, processor, vocab = self._state(bucket), features.processor, self.target.config.vocab_size
+            if processor is not None and not any(processor is known for known in self._processors):
+                check_processor(processor, state, vocab, self.compile)
+                self._processors.append(processor)
+                if len(self._processors) > MAX_PROCESSORS:
+                    self._forget(self._processors.pop(0))
+            num_tokens = self.config.num_tokens if self.draft is not None else 1
+            self._changes[bucket, features] = LogitsChanges(state, features, vocab, num_tokens)
+        return self._changes[bucket, features]
 
-    def _round(self, bucket: int, sampled: bool, bar: tqdm) -> Callable[[], None]:
+    def _forget(self, processor: LogitsProcessor) -> None:
+        def keep(features: LogitsFeatures | None) -> bool:
+            return features is None or features.processor is not processor
+
+        self._changes = {key: made for key, made in self._changes.items() if keep(key[-1])}
+        self._rounds = {key: made for key, made in self._rounds.items() if keep(key[-1])}
+
+    def round(
+        self, batch_size: int, *, sampled: bool = False, features: LogitsFeatures | None = None
+    ) -> SpeculativeRound | PlainRound:
+        """A new, uncompiled round over the state and caches of the bucket for `batch_size` requests. It is called without
+        arguments; `sampled` makes it sample instead of decoding greedily, `features` are the changes to the target's logits."""
+        bucket = self.bucket(batch_size)
+        options: dict[str, Any] = {"sampled": sampled, "backend": self.backend}
+        if features is not None:
+            options["changes"] = self._logits_changes(bucket, features)
+        state = self._state(bucket)
+        if self.draft is None or self.draft_cache is None:
+            return PlainRound(self.target, self.target_cache, state, **options)
+        caches = self.target_cache, self.draft_cache
+        return SpeculativeRound(self.target, self.draft, *caches, state, self.config, **options)
+
+    def _round(self, bucket: int, choice: TokenChoice, bar: tqdm) -> Callable[[], None]:
         """The round of a bucket, built and compiled when it is first used."""
-        key = (bucket, sampled)
+        key = (bucket, choice.sampled, choice.features)
         if key not in self._rounds:
-            module = self.round(bucket, sampled=sampled)
+            module = self.round(bucket, sampled=choice.sampled, features=choice.features)
             if self.compile:
                 from spec_ops.passes import compile as compile_with_passes
 
@@ -291,7 +320,7 @@ class Generator:
                 self._rounds[key] = module
         return self._rounds[key]
 
-    def _load(self, requests: Requests, group: _Group, sampling: SamplingParams) -> None:
+    def _load(self, requests: Requests, group: _Group, choice: TokenChoice, changes: LogitsChanges | None = None) -> None:
         """Fill the rows of the bucket with pages, limits and sampling parameters."""
         state, members = group.state, group.members
         state.clear()
@@ -307,11 +336,11 @@ class Generator:
         put(state.max_lens, [length + requests.limits[i] for length, i in zip(lens, members, strict=True)])
         if stops:
             state.stop_tokens[:count, : len(stops)] = torch.as_tensor(stops, device=self.device)
-        put(state.temperature, [sampling.temperature] * count)
-        put(state.top_k, [sampling.top_k] * count)
-        put(state.top_p, [sampling.top_p] * count)
-        if group.result.seed is not None:
-            put(state.seeds, row_seeds(group.result.seed, members))
+        params = [choice.params[i] for i in members]
+        for name in ("temperature", "top_k", "top_p"):
+            put(getattr(state, name), [getattr(p, name) for p in params])
+        if choice.sampled:
+            put(state.seeds, row_seeds([choice.seeds[i] for i in members], members))
         put(state.finished, [False] * count)
         longest = max(lens)
         state.tokens[:count, :longest] = torch.tensor(
@@ -320,6 +349,8 @@ class Generator:
         put(state.last_token, [prompt[-1] for prompt in prompts])
         # All prompt tokens but the last one are committed, so that the prefill's `commit` adds the first new token after it.
         put(state.committed_lens, [length - 1 for length in lens])
+        if changes is not None:
+            changes.load(params, prompts)
 
     def _ragged(self, cache: PagedKVCache, state: RoundState, lens: list[int]):
         """A ragged extend that writes the first `lens[b]` slots of each request: positions `[total]`, starts `[bs + 1]` int64
@@ -344,7 +375,9 @@ class Generator:
         )
         return positions, starts, attention
 
-    def _prefill(self, state: RoundState, prompts: list[list[int]], sampled: bool) -> None:
+    def _prefill(
+        self, state: RoundState, prompts: list[list[int]], sampled: bool, changes: LogitsChanges | None = None
+    ) -> None:
         """Run the prompts through target and draft. Emits each request's first token, and drafts the first tokens of the first
         round."""
         lens = [len(p) for p in prompts]
@@ -355,7 +388,7 @@ class Generator:
         last = (starts[1 : count + 1] - 1).to(self.device)
         logits = output.hidden.new_zeros(state.batch_size, self.target.config.vocab_size)
         logits[:count] = self.target.logits(output.hidden[last])
-        state.commit(next_token(logits, state, sampled)[:, None], torch.ones_like(state.committed_lens))
+        commit_next(logits, state, sampled, changes)
         if self.draft is None or self.draft_cache is None:
             return
         features = self.draft.encode(output)
@@ -414,6 +447,11 @@ class _Group:
             if request in self.stopped:
                 continue
             tokens, new = self.result.tokens[request], row[: row[-2]]
+            if row[-1] == MASKED:
+                raise RuntimeError(
+                    f"generate: every token is masked for `{self.names.prompt(request)}` after {len(tokens) + len(new)} new "
+                    "tokens: `suppress_tokens`, `bad_words_ids`, `min_new_tokens`, a bitmask and `logits_processor` leave none"
+                )
             if row[-1] == BROKEN:
                 raise RuntimeError(
                     f"generate: nothing can be sampled for `{self.names.prompt(request)}` after {len(tokens) + len(new)} new "
@@ -486,7 +524,8 @@ def generate(
     *,
     max_new_tokens: int | Sequence[int] = 128,
     stop_tokens: Sequence[int] = (),
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    logits_processor: LogitsProcessor | None = None,
     on_tokens: OnTokens | None = None,
     stop_when: StopWhen | None = None,
     progress: bool = False,
@@ -497,7 +536,8 @@ def generate(
     Args:
         target, draft, config, options: see `Generator`; `draft` is None for plain decoding. Default sizes are those that the
             prompts need.
-        prompts, max_new_tokens, stop_tokens, sampling, on_tokens, stop_when, progress: see `Generator.generate`.
+        prompts, max_new_tokens, stop_tokens, sampling, logits_processor, on_tokens, stop_when, progress: see
+            `Generator.generate`.
 
     Raises:
         ValueError: naming the argument.
@@ -516,6 +556,7 @@ def generate(
         max_new_tokens=requests.limits,
         stop_tokens=requests.stop_tokens,
         sampling=sampling,
+        logits_processor=logits_processor,
         on_tokens=on_tokens,
         stop_when=stop_when,
         progress=progress,

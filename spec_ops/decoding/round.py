@@ -20,8 +20,9 @@ from spec_ops.decoding.draft import (
     draft_tree,
     first_drafts,
 )
+from spec_ops.decoding.logits import LogitsChanges, masked_end, masked_tokens
 from spec_ops.decoding.random import uniforms
-from spec_ops.decoding.state import RoundState
+from spec_ops.decoding.state import ALL_MASKED, RoundState
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
 from spec_ops.models.target import Target, TargetOutput
@@ -42,6 +43,7 @@ class SpeculativeRound(nn.Module):
         config: draft steps, and shape of the tree.
         sampled: sample with the state's `temperature`, `top_k` and `top_p` (rows of temperature 0 stay greedy); else decode
             greedily.
+        changes: what is done to the target's logits first; None for nothing.
         backend: of every attention op.
     """
 
@@ -55,13 +57,14 @@ class SpeculativeRound(nn.Module):
         config: SpeculationConfig,
         *,
         sampled: bool = False,
+        changes: LogitsChanges | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         self.target, self.draft = target, draft
         self.target_cache, self.draft_cache = target_cache, draft_cache
         self.state, self.config = state, config
-        self.sampled, self.backend = sampled, backend
+        self.sampled, self.changes, self.backend = sampled, changes, backend
 
     @torch.no_grad()  # otherwise the state would carry every earlier round's autograd graph
     def forward(self) -> None:
@@ -72,11 +75,14 @@ class SpeculativeRound(nn.Module):
         else:
             drafted = draft_tree(self.draft, self.draft_cache, state, config, self.backend)
         output = self.verify(drafted)
-        accepted = self.accept(drafted, self.target.logits(output.hidden))
+        logits = self.target.logits(output.hidden)
+        accepted = self.accept(drafted, logits if self.changes is None else self.changes(logits, drafted))
         if config.topk > 1:
             self.compact(accepted)
         committed, active = state.committed_lens.clone(), ~state.finished
         count = state.commit(accepted.tokens, accepted.lens)
+        if self.changes is not None:
+            self.changes.update(accepted.tokens, count)
         self.extend(output, accepted, committed, count, active)
 
     def verify(self, drafted: Drafted) -> TargetOutput:
@@ -99,11 +105,13 @@ class SpeculativeRound(nn.Module):
         """The path through the `drafted` tokens that the target's `logits [bs, D, V]` accept."""
         config, state = self.config, self.state
         if not self.sampled:
-            return ops.accept_greedy(drafted.candidates, logits.argmax(-1), drafted.parents, config.path_len)
+            tokens = logits.argmax(-1)
+            tokens = tokens if self.changes is None else masked_tokens(logits, tokens)
+            return ops.accept_greedy(drafted.candidates, tokens, drafted.parents, config.path_len)
         probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
         node = torch.arange(config.num_tokens, device=logits.device)
         counters = (state.committed_lens.long() * COUNTERS + ACCEPT_COUNTER)[:, None] + node
-        return ops.accept_sampled(
+        accepted = ops.accept_sampled(
             drafted.candidates,
             probs,
             uniforms(state.seeds[:, None], counters),
@@ -115,6 +123,9 @@ class SpeculativeRound(nn.Module):
             threshold_single=config.threshold_single,
             threshold_acc=config.threshold_acc,
         )
+        if self.changes is not None:
+            accepted = accepted._replace(tokens=masked_end(logits, *accepted))
+        return accepted
 
     def compact(self, accepted: ops.Accepted) -> None:
         """Move the KV rows of the accepted path of a tree to consecutive slots of the target's cache."""
@@ -163,16 +174,23 @@ class PlainRound(nn.Module):
         target: the model.
         cache: its paged KV.
         state: buffers of the batch bucket; after a call `state.output` holds what it emitted.
-        sampled: as for `SpeculativeRound`.
+        sampled, changes: as for `SpeculativeRound`.
         backend: of every attention op.
     """
 
     def __init__(
-        self, target: Target, cache: PagedKVCache, state: RoundState, *, sampled: bool = False, backend: str = "auto"
+        self,
+        target: Target,
+        cache: PagedKVCache,
+        state: RoundState,
+        *,
+        sampled: bool = False,
+        changes: LogitsChanges | None = None,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         self.target, self.target_cache, self.state = target, cache, state
-        self.sampled, self.backend = sampled, backend
+        self.sampled, self.changes, self.backend = sampled, changes, backend
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -189,13 +207,22 @@ class PlainRound(nn.Module):
             backend=self.backend,
         )
         logits = self.target.logits(self.target(state.last_token[:, None], position, attention).hidden[:, 0])
-        tokens = next_token(logits, state, self.sampled)
-        state.commit(tokens[:, None], torch.ones_like(state.committed_lens))
+        commit_next(logits, state, self.sampled, self.changes)
 
 
-def next_token(logits: torch.Tensor, state: RoundState, sampled: bool) -> torch.Tensor:
-    """The target's own next tokens `[bs]` for `logits [bs, V]`; -1 where nothing can be sampled."""
+def commit_next(logits: torch.Tensor, state: RoundState, sampled: bool, changes: LogitsChanges | None) -> None:
+    """Emit the target's own next tokens for `logits [bs, V]`."""
+    if changes is not None:
+        logits = changes(logits[:, None])[:, 0]
     if not sampled:
-        return logits.argmax(-1)
-    probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
-    return ops.sample_tokens(probs, final_uniforms(state))
+        tokens = logits.argmax(-1)
+        tokens = tokens if changes is None else masked_tokens(logits, tokens)
+    else:
+        probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
+        tokens = ops.sample_tokens(probs, final_uniforms(state))
+        if changes is not None:
+            masked = logits.amax(-1) == -torch.inf
+            tokens = torch.where(masked, ALL_MASKED, tokens)
+    count = state.commit(tokens[:, None], torch.ones_like(state.committed_lens))
+    if changes is not None:
+        changes.update(tokens[:, None], count)

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 MAX_STOP_TOKENS = 8
-BROKEN = 2  # status in `output`: nothing could be drawn from the target's distribution
+# Status in `output`: nothing could be drawn from the target's distribution; every token was masked.
+BROKEN, MASKED = 2, 3
+ALL_MASKED = -2  # what `commit` gets as a token then; -1 for a distribution that is none
 
 
 class RoundState(nn.Module):
@@ -41,7 +43,8 @@ class RoundState(nn.Module):
         top_p: `[bs]` float32; 1 keeps all tokens.
         seeds: `[bs]` int64.
         output: `[bs, P + 2]` int64, packed so that the host reads one tensor: the tokens that the last round emitted (-1 past
-            their count), their count, and the request's status: 0 goes on, 1 finished, `BROKEN` no token could be drawn.
+            their count), their count, and the request's status: 0 goes on, 1 finished, `BROKEN` no token could be drawn,
+            `MASKED` every token was masked.
     """
 
     block_tables: torch.Tensor
@@ -98,7 +101,16 @@ class RoundState(nn.Module):
             buffer = torch.zeros(batch_size, *tail, dtype=dtype, device=device)
             torch._dynamo.mark_static_address(buffer)
             self.register_buffer(name, buffer, persistent=False)
+        self._extra: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self.clear()
+
+    def extra_buffer(self, name: str, tail: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The static buffer `[bs, *tail]` of this name and shape, made when it is first asked for. `clear` leaves it alone."""
+        if (name, tail) not in self._extra:
+            buffer = torch.zeros(self.batch_size, *tail, dtype=dtype, device=self.tokens.device)
+            torch._dynamo.mark_static_address(buffer)
+            self._extra[name, tail] = buffer
+        return self._extra[name, tail]
 
     def clear(self) -> None:
         """Make every row padding."""
@@ -126,8 +138,8 @@ class RoundState(nn.Module):
         """Emit tokens, and advance the state.
 
         Args:
-            tokens: `[bs, P]` int64. The last one to emit may be -1, where nothing could be drawn: it is not emitted, and ends
-                the request.
+            tokens: `[bs, P]` int64. The last one to emit may be -1, where nothing could be drawn, or `ALL_MASKED`: it is not
+                emitted, and ends the request.
             lens: `[bs]` int32, how many to emit at most. A stop token and the length limit cut them.
 
         Returns:
@@ -135,7 +147,8 @@ class RoundState(nn.Module):
         """
         active = ~self.finished
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        broken = active & (tokens.gather(1, (lens - 1).long()[:, None])[:, 0] < 0)
+        final = tokens.gather(1, (lens - 1).long()[:, None])[:, 0]
+        broken = active & (final < 0)
         lens = torch.where(broken, lens - 1, lens)
         stop = (tokens[:, :, None] == self.stop_tokens[:, None, :]).any(-1) & (tokens >= 0)
         before_stop = torch.where(stop, place, tokens.shape[1]).amin(1) + 1
@@ -151,7 +164,8 @@ class RoundState(nn.Module):
         self.tokens.index_put_((row, self.committed_lens.long()[:, None] + 1 + place), emitted)
         emitted = F.pad(emitted, (0, self.output.shape[1] - 2 - tokens.shape[1]), value=-1)  # the prefill emits one token
         finished = ended | broken | ~active
-        self.output.copy_(torch.cat([emitted, torch.stack([count.long(), torch.where(broken, BROKEN, finished.long())], 1)], 1))
+        status = torch.where(broken, torch.where(final == ALL_MASKED, MASKED, BROKEN), finished.long())
+        self.output.copy_(torch.cat([emitted, torch.stack([count.long(), status], 1)], 1))
         self.last_token.copy_(torch.where(count > 0, last, self.last_token))
         self.committed_lens.add_(count)
         self.finished.copy_(finished)

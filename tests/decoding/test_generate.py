@@ -304,7 +304,7 @@ def test_groups_buckets_and_reuse(target, plain_tokens):
     assert [generator.bucket(n) for n in (1, 2, 3)] == [1, 2, 3]
     for _ in range(2):
         assert generator.generate(PROMPTS, max_new_tokens=24).tokens == plain_tokens
-    assert set(generator._rounds) == {(3, False), (2, False)}
+    assert set(generator._rounds) == {(3, False, None), (2, False, None)}
     assert Generator(target, max_batch_size=6).bucket(5) == 6
 
 
@@ -403,7 +403,7 @@ def test_fp8_cache_decodes(target):
         ({"prompts": [[1]], "max_new_tokens": 4, "stop_tokens": [VOCAB]}, "stop_tokens"),
         (
             {"prompts": [[1]], "max_new_tokens": 4, "sampling": {"temperature": 1}},
-            "`sampling` must be a SamplingParams, got dict",
+            "`sampling` must be a SamplingParams, or a list with one per prompt, got dict",
         ),
         ({"prompts": [[1]], "max_new_tokens": 4, "on_tokens": 3}, "`on_tokens` must be a function, got 3"),
         ({"prompts": [[1]], "max_new_tokens": 4, "stop_when": 3}, "`stop_when` must be a function, got 3"),

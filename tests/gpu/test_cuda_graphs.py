@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 from tqdm.auto import tqdm
 
 from spec_ops.backends import get_backend
-from spec_ops.decoding import GenerationResult, Generator, SamplingParams, SpeculationConfig
-from spec_ops.decoding.arguments import Requests
+from spec_ops.decoding import GenerationResult, Generator, SpeculationConfig
+from spec_ops.decoding.arguments import Requests, check_sampling
 from spec_ops.decoding.generate import _Group
 from spec_ops.models.pretrained import load_pair
 from tests.helpers.pass_harness import registered
@@ -67,7 +67,7 @@ def test_one_graph_per_bucket_and_steady_replay(pair, config):
         assert generator.generate(prompts[5:], max_new_tokens=64).tokens == plain[5:]
         assert generator.generate(prompts[:3], max_new_tokens=64).tokens == plain[:3]
 
-        step = generator._rounds[8, False]
+        step = generator._rounds[8, False, None]
         memory = None
         rounds = 0
         while rounds < 1000:
@@ -76,7 +76,7 @@ def test_one_graph_per_bucket_and_steady_replay(pair, config):
             requests = Requests(prompts, limits, [])
             group = _Group(range(8), state, GenerationResult([]), None, None, tqdm(disable=True))
             with torch.no_grad():
-                generator._load(requests, group, SamplingParams())
+                generator._load(requests, group, check_sampling(None, requests, target.config.vocab_size))
                 generator._prefill(state, prompts, False)
                 torch.cuda.synchronize()
                 torch.cuda.set_sync_debug_mode("error")

@@ -111,7 +111,7 @@ def test_the_round_is_one_graph_and_never_recompiles(name):
     config = SpeculationConfig(2, 2, 5) if name == "mistral" else SpeculationConfig(2)
     generator = TransformersGenerator(make_model(name, layers=2), make_model(name, layers=1), config, **SIZES)
     inner, counter = generator.generator, CompileCounter()
-    inner._rounds[3, False] = torch.compile(inner.round(3), backend=counter, fullgraph=True, dynamic=False)
+    inner._rounds[3, False, None] = torch.compile(inner.round(3), backend=counter, fullgraph=True, dynamic=False)
     first = generator.generate(ids[:, 2:], mask[:, 2:], max_new_tokens=2, eos_token_id=())
     assert first.shape == (3, 9)
     assert counter.frame_count == 1

@@ -271,16 +271,22 @@ class Generator:
 
     def _logits_changes(self, bucket: int, features: LogitsFeatures) -> LogitsChanges:
         """The changes that the bucket's rounds with these features make. A function of the user's is tried out first."""
+        state, vocab = self._state(bucket), self.target.config.vocab_size
+        if features.processor is not None:
+            self._remember(features.processor, state)
         if (bucket, features) not in self._changes:
-            state, processor, vocab = self._state(bucket), features.processor, self.target.config.vocab_size
-            if processor is not None and not any(processor is known for known in self._processors):
-                check_processor(processor, state, vocab, self.compile)
-                self._processors.append(processor)
-                if len(self._processors) > MAX_PROCESSORS:
-                    self._forget(self._processors.pop(0))
             num_tokens = self.config.num_tokens if self.draft is not None else 1
             self._changes[bucket, features] = LogitsChanges(state, features, vocab, num_tokens)
         return self._changes[bucket, features]
+
+    def _remember(self, processor: LogitsProcessor, state: RoundState) -> None:
+        """Check a function that is new, and forget the rounds of the one used longest ago if there are too many."""
+        others = [known for known in self._processors if known is not processor]
+        if len(others) == len(self._processors):
+            check_processor(processor, state, self.target.config.vocab_size, self.compile)
+        self._processors = [*others, processor]
+        if len(self._processors) > MAX_PROCESSORS:
+            self._forget(self._processors.pop(0))
 
     def _forget(self, processor: LogitsProcessor) -> None:
         def keep(features: LogitsFeatures | None) -> bool:

@@ -1,4 +1,4 @@
-"""What a call does to the target's logits: speculation and plain decoding give the text of a loop that changes one row a step."""
+"""What a call does to the target's logits: speculation and plain decoding give the text of a loop over single rows."""
 
 from __future__ import annotations
 

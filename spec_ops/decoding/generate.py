@@ -163,6 +163,7 @@ class Generator:
                 `logits_processor(logits, history, lengths)`: logits `[rows, V]` float32, `history [rows, L]` int64, of which a
                 row has the first `lengths` (`[rows]` int64, prompt and output) and 0 after them. It returns the new logits,
                 of the same shape and dtype. A row is a request at one position; drafted tokens before it are in its history.
+                If the function has a parameter `prompt_lens`, it gets `[rows]` int64, how much of each history is the prompt.
                 A generator that compiles traces it into the round, once for every function: keep it, and let it read nothing
                 but its arguments and tensors that stay where they are.
             on_tokens: called as `on_tokens(prompt_index, new_tokens)` whenever a request gains tokens.
@@ -193,11 +194,14 @@ class Generator:
         stop_when: StopWhen | None,
         progress: bool,
         logits_processor: LogitsProcessor | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> GenerationResult:
-        """`generate`, its prompts, limits and hooks checked."""
+        """`generate`, its prompts, limits and hooks checked. `prepare` is called once no other call can be running."""
         requests.check_positions(self.target.position_limit)
         choice = check_sampling(sampling, requests, self.target.config.vocab_size, logits_processor)
         with self._exclusive(), tqdm(total=sum(requests.limits), unit="tok", disable=not progress, desc="generate") as bar:
+            if prepare is not None:
+                prepare()
             path_len = self.config.path_len if self.draft is not None else 1
             stats = GenerationStats.of(len(requests.prompts), path_len)
             result = GenerationResult([[] for _ in requests.prompts], stats, choice.seed)

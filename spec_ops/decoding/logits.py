@@ -11,6 +11,7 @@ in their places; every value that goes to one place is the same, so nothing depe
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from spec_ops.decoding.draft import Drafted
 from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.state import ALL_MASKED, RoundState
 
-LogitsProcessor = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+LogitsProcessor = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class LogitsChanges(nn.Module):
         seen: `[bs, V]` bool, tokens of prompt and output.
         counts: `[bs, V]` int32, occurrences in the output.
         repetition_penalty, presence_penalty, frequency_penalty: `[bs]` float32.
+        prompt_lens: `[bs]` int64, of the prompts.
         min_lens: `[bs]` int32, length (prompt and new tokens) before which no stop token can be chosen.
         bad_prefixes: `[bs, N, M]` int64, what stands before the last token of each bad word; -1 on the left.
         bad_tokens: `[bs, N]` int64, these last tokens; -1 for none.
@@ -112,6 +114,7 @@ class LogitsChanges(nn.Module):
     repetition_penalty: torch.Tensor
     presence_penalty: torch.Tensor
     frequency_penalty: torch.Tensor
+    prompt_lens: torch.Tensor
     min_lens: torch.Tensor
     bad_prefixes: torch.Tensor
     bad_tokens: torch.Tensor
@@ -121,6 +124,7 @@ class LogitsChanges(nn.Module):
         super().__init__()
         self.state, self.features, self.vocab_size = state, features, vocab_size
         self.processor = features.processor
+        self.names_prompt_lens = names_prompt_lens(features.processor)
         words, length = features.bad_words or (0, 0)
         shapes: dict[str, tuple[bool, tuple[int, ...], torch.dtype]] = {
             "bias": (features.bias, (vocab_size,), torch.float32),
@@ -129,6 +133,7 @@ class LogitsChanges(nn.Module):
             "counts": (features.counts, (vocab_size,), torch.int32),
             "presence_penalty": (features.counts, (), torch.float32),
             "frequency_penalty": (features.counts, (), torch.float32),
+            "prompt_lens": (self.names_prompt_lens, (), torch.int64),
             "min_lens": (features.min_new_tokens, (), torch.int32),
             "bad_prefixes": (words > 0, (words, length), torch.int64),
             "bad_tokens": (words > 0, (words,), torch.int64),
@@ -152,6 +157,8 @@ class LogitsChanges(nn.Module):
             self._put(self.presence_penalty, [p.presence_penalty for p in params], 0.0)
             self._put(self.frequency_penalty, [p.frequency_penalty for p in params], 0.0)
             self.counts.zero_()
+        if self.names_prompt_lens:
+            self._put(self.prompt_lens, [len(prompt) for prompt in prompts], 0)
         if features.min_new_tokens:
             lens = [len(prompt) + p.min_new_tokens for p, prompt in zip(params, prompts, strict=True)]
             self._put(self.min_lens, [min(length, 2**31 - 1) for length in lens], 0)
@@ -298,7 +305,11 @@ class LogitsChanges(nn.Module):
 
     def _processed(self, logits: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         assert self.processor is not None
-        out = self.processor(logits, history, lengths)
+        named = {}
+        if self.names_prompt_lens:
+            nodes = len(lengths) // len(self.prompt_lens)
+            named["prompt_lens"] = self.prompt_lens[:, None].expand(-1, nodes).flatten()
+        out = self.processor(logits, history, lengths, **named)
         check_processed(out, logits)
         return out
 
@@ -329,6 +340,15 @@ def masked_end(logits: torch.Tensor, accepted_tokens: torch.Tensor, path: torch.
     return torch.where(masked & (place == end) & (accepted_tokens < 0), ALL_MASKED, accepted_tokens)
 
 
+def names_prompt_lens(processor: LogitsProcessor | None) -> bool:
+    """Whether a user's function has a parameter `prompt_lens`."""
+    called = processor.forward if isinstance(processor, nn.Module) else processor
+    try:
+        return called is not None and "prompt_lens" in inspect.signature(called).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return False
+
+
 def check_processed(out: Any, logits: torch.Tensor) -> None:
     """Raise a ValueError unless `out` is what a logits processor must return for `logits`."""
     wanted = f"generate: `logits_processor` must return float32 logits of shape {tuple(logits.shape)}"
@@ -348,10 +368,11 @@ def check_processor(processor: Any, state: RoundState, vocab_size: int, compiled
     rows, device = state.batch_size, state.tokens.device
     logits = torch.zeros(rows, vocab_size, device=device)
     history = torch.zeros(rows, state.tokens.shape[1], dtype=torch.int64, device=device)
-    inputs = logits, history, torch.ones(rows, dtype=torch.int64, device=device)
+    ones = torch.ones(rows, dtype=torch.int64, device=device)
+    inputs, named = (logits, history, ones), {"prompt_lens": ones} if names_prompt_lens(processor) else {}
     if not compiled:
         try:
-            out = processor(*inputs)
+            out = processor(*inputs, **named)
         except Exception as error:
             raise ValueError(f"generate: `logits_processor` raised {type(error).__name__}: {error}") from error
     else:
@@ -360,7 +381,7 @@ def check_processor(processor: Any, state: RoundState, vocab_size: int, compiled
         from spec_ops.passes.compile import with_own_code
 
         try:
-            out = torch.compile(with_own_code(processor), backend="eager", fullgraph=True, dynamic=False)(*inputs)
+            out = torch.compile(with_own_code(processor), backend="eager", fullgraph=True, dynamic=False)(*inputs, **named)
         except TorchDynamoException as error:
             reason = next(line.strip() for line in str(error).splitlines() if line.strip())
             raise ValueError(

@@ -54,13 +54,21 @@ def changed(logits: torch.Tensor, prompt: list[int], output: list[int], p: Sampl
     return logits
 
 
+def output_down(logits, history, lengths, prompt_lens):
+    """Subtracts for each occurrence after the prompt."""
+    position = torch.arange(history.shape[1], device=logits.device)
+    new = (position >= prompt_lens[:, None]) & (position < lengths[:, None])
+    return logits.scatter_add(1, history, torch.where(new, -0.8, 0.0))
+
+
 def eager_loop(next_logits, prompt, params, stops=(), processor=None, new=NEW) -> list[int]:
     output: list[int] = []
     while len(output) < new and not (output and output[-1] in stops):
         logits = changed(next_logits(prompt + output), prompt, output, params, stops)
         if processor is not None:
             text = torch.tensor([prompt + output])
-            logits = processor(logits[None], text, torch.tensor([text.shape[1]]))[0]
+            named = {"prompt_lens": torch.tensor([len(prompt)])} if processor is output_down else {}
+            logits = processor(logits[None], text, torch.tensor([text.shape[1]]), **named)[0]
         output.append(int(logits.argmax()))
     return output
 
@@ -151,7 +159,7 @@ def test_min_new_tokens(target, next_logits, kind, config):
     assert len(tokens[3]) == NEW
 
 
-@pytest.mark.parametrize("processor", [no_third_in_a_row, every_history_token_down])
+@pytest.mark.parametrize("processor", [no_third_in_a_row, every_history_token_down, output_down])
 @pytest.mark.parametrize(("kind", "config"), [(None, None), ("self", CHAIN), ("self", TREE)], ids=["plain", "chain", "tree"])
 def test_a_function_sees_each_nodes_own_history(target, next_logits, processor, kind, config):
     draft = None if kind is None else make_draft(kind, target)

@@ -21,12 +21,17 @@ from benchmarks.sanitize import attention as sanitize_attention
 from spec_ops.backends.triton.cache import rope_append as rope
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
+from spec_ops.backends.triton.moe import experts, route
 from spec_ops.backends.triton.runtime import ahead
 from spec_ops.backends.triton.sampling import accept
 from spec_ops.backends.triton.sampling import probabilities as sampling
 from spec_ops.ops.reference import linear as reference_linear
+from spec_ops.ops.reference import moe as reference_moe
 from spec_ops.ops.reference import rope as reference_rope
 from spec_ops.ops.reference import sampling as reference_sampling
+from tests.helpers.mixtures import FORMS as MOE_FORMS
+from tests.helpers.mixtures import call as moe_call
+from tests.helpers.mixtures import exact as moe_exact
 from tests.interpreter.cases import CASES, Copy, Rng, check
 
 FP8 = torch.float8_e4m3fn
@@ -141,6 +146,22 @@ def _norm_linear(m: int, device: str) -> None:
     torch.testing.assert_close(act.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
 
 
+def _moe(tokens: int, device: str) -> None:
+    """gpt-oss's form of experts: dropped ids, odd sizes, several tiles of an expert."""
+    args = moe_call(MOE_FORMS["gpt-oss"], tokens, 3, 7, 72, 56, torch.float16, dropped=0.2)
+    got = experts.moe_experts(*Copy(args, device).args).cpu()
+    torch.testing.assert_close(got.double(), moe_exact(args), rtol=2e-3, atol=2e-3)
+
+
+def _route_experts(device: str) -> None:
+    logits, bias = Rng("route_experts").tensor(5, 24), Rng("bias").tensor(24)
+    for args in ((None, 3, "softmax", 1, 1, True, 1.0), (bias, 4, "sigmoid", 4, 2, True, 2.5)):
+        got = route.route_experts(*Copy((logits, *args), device).args)
+        wanted = reference_moe.route_experts(logits, *args)
+        assert torch.equal(got[0].cpu(), wanted[0])
+        torch.testing.assert_close(got[1].cpu(), wanted[1], rtol=1e-5, atol=0)
+
+
 def cases() -> list[Case]:
     """Every kernel of the package."""
     found = [Case(op, kernels, functools.partial(_random, op)) for op, kernels in KERNELS.items()]
@@ -156,6 +177,9 @@ def cases() -> list[Case]:
     for m in (4, 15, 31):
         names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
         found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))
+    found.append(Case("route_experts", ("route_experts_kernel",), _route_experts))
+    grouped = ("grouped_gate_up_kernel", "grouped_down_kernel", "weighted_sum_kernel")
+    found.append(Case("moe_experts, 70 tokens", grouped, functools.partial(_moe, 70)))
     found += [Case(*case, interpreted=False) for case in sanitize_attention.cases()]
     return found
 

@@ -15,6 +15,7 @@ from spec_ops.ops.attention import (
 )
 from spec_ops.ops.kv_cache import append_kv, append_mla_kv, move_kv
 from spec_ops.ops.kv_indices import draft_kv_indices, draft_kv_indices_steps, kv_indices, page_table
+from spec_ops.ops.moe import moe_experts, route_experts
 from spec_ops.ops.rope import rope_append_kv
 from spec_ops.ops.sampling import Sampled, sample_logits, sample_tokens, sampling_probs, sampling_support
 from spec_ops.ops.tree import (
@@ -49,10 +50,12 @@ __all__ = [
     "mla_draft_extend",
     "mla_extend",
     "mla_target_verify",
+    "moe_experts",
     "move_kv",
     "page_table",
     "qlen_mask_to_tree_mask",
     "rope_append_kv",
+    "route_experts",
     "sample_logits",
     "sample_tokens",
     "sampling_probs",

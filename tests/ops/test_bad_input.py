@@ -76,6 +76,13 @@ def accept_sampled_logits_call() -> dict[str, Any]:
     return tokens | {"uniforms": torch.rand(BS, Q_LEN), "final_uniforms": torch.rand(BS)}
 
 
+def moe_experts_call() -> dict[str, Any]:
+    """Five experts of 6 rows of gate and up each."""
+    routing = {"topk_ids": int32([0, 4], [2, -1]), "topk_weights": torch.rand(BS, 2)}
+    stacks = {"gate_up": torch.randn(5, 12, 8), "down": torch.randn(5, 8, 6)}
+    return {"x": torch.randn(BS, 8), **routing, **stacks, "gate_up_bias": torch.randn(5, 12), "down_bias": torch.randn(5, 8)}
+
+
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"{kind}_{step}": (lambda k=kind, s=step: attention_call(k, s)) for kind in ("mha", "mla") for step in STEPS},
     "append_kv": append_kv_call,
@@ -91,6 +98,8 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "accept_sampled_logits": accept_sampled_logits_call,
     "sampling_support": lambda: {"logits": torch.randn(BS, 8), "temperature": torch.ones(BS)},
     "sample_logits": lambda: {"logits": torch.randn(BS, 8), "temperature": torch.ones(BS), "uniforms": torch.rand(BS)},
+    "route_experts": lambda: {"logits": torch.randn(BS, 8), "k": 2, "bias": torch.randn(8), "groups": 4, "top_groups": 2},
+    "moe_experts": moe_experts_call,
     "sampling_probs": lambda: {"logits": torch.randn(BS, 8), "temperature": torch.ones(BS)},
     "sample_tokens": lambda: {"probs": torch.rand(BS, 8), "uniforms": torch.rand(BS)},
     "select_draft_tokens": lambda: {
@@ -413,6 +422,53 @@ wrong(op, "target_to_draft", "int32", TypeError, **given, target_to_draft=torch.
 wrong(op, "target_to_draft", "0 to 8", IndexError, **given, target_to_draft=torch.tensor([*range(7), 8]))
 wrong(op, "block", "True", block=True)
 wrong(op, "block", "int", TypeError, **given, block=1)
+
+bad_tensor("route_experts", "logits", dtype=torch.float64, device=False)
+bad_tensor("route_experts", "bias", dtype=torch.float16)
+wrong("route_experts", "logits", "(2, 1025)", logits=torch.zeros(BS, 1025))
+wrong("route_experts", "logits", "(2, 0)", logits=torch.zeros(BS, 0))
+wrong("route_experts", "bias", "shape (7,)", bias=torch.zeros(7))
+wrong("route_experts", "scoring", "Softmax")
+bad_integer("route_experts", "groups", 1)
+wrong("route_experts", "groups", 3)
+wrong("route_experts", "groups", "8 groups of one expert", groups=8)
+bad_integer("route_experts", "top_groups", 1, 4)
+bad_integer("route_experts", "k", 1, 4)
+wrong("route_experts", "k", "33", k=33, logits=torch.zeros(BS, 64), bias=None)
+wrong("route_experts", "renormalize", 1, TypeError)
+wrong("route_experts", "scale", "1", TypeError)
+for value in (0.0, -1.0, NAN, INF):
+    wrong("route_experts", "scale", value)
+
+bad_tensor("moe_experts", "x", dtype=torch.float64, device=False)
+for name, dtype in (("topk_ids", torch.int16), ("topk_weights", torch.float64)):
+    bad_tensor("moe_experts", name, dtype=dtype)
+for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+    bad_tensor("moe_experts", name, dtype=torch.bfloat16)
+wrong("moe_experts", "topk_ids", "shape (3, 2)", topk_ids=torch.zeros(3, 2, dtype=torch.int64))
+wrong("moe_experts", "topk_ids", "5", IndexError, topk_ids=int32([0, 5], [2, -1]))
+wrong("moe_experts", "topk_weights", "shape (2, 3)", topk_weights=torch.zeros(BS, 3))
+wrong("moe_experts", "gate_up", "shape (5, 8, 12)", gate_up=torch.zeros(5, 8, 12))
+wrong("moe_experts", "gate_up", "shape (5, 12, 8)", transposed=True)
+wrong("moe_experts", "gate_up", "shape (5, 11, 8)", gate_up=torch.zeros(5, 11, 8))
+wrong("moe_experts", "gate_up", "shape (0, 12, 8)", gate_up=torch.zeros(0, 12, 8))
+wrong("moe_experts", "down", "shape (5, 6, 8)", down=torch.zeros(5, 6, 8))
+wrong("moe_experts", "down", "shape (4, 8, 6)", down=torch.zeros(4, 8, 6))
+wrong("moe_experts", "down", "shape (5, 8, 6)", gated=False)
+wrong("moe_experts", "gate_up_bias", "shape (5, 6)", gate_up_bias=torch.zeros(5, 6))
+wrong("moe_experts", "down_bias", "shape (4, 8)", down_bias=torch.zeros(4, 8))
+wrong("moe_experts", "activation", "swish")
+for name in ("gated", "interleaved", "transposed"):
+    wrong("moe_experts", name, 1, TypeError)
+plain = {"gated": False, "down": torch.zeros(5, 8, 12)}
+wrong("moe_experts", "interleaved", "True", interleaved=True, **plain)
+wrong("moe_experts", "limit", "7.0", limit=7.0, **plain)
+wrong("moe_experts", "beta", "1.0", beta=1.0, **plain)
+wrong("moe_experts", "alpha", "1.5", alpha=1.5, activation="gelu")
+for name in ("limit", "alpha", "beta"):
+    wrong("moe_experts", name, "1", TypeError)
+    for value in (-1.0, NAN, INF):
+        wrong("moe_experts", name, value)
 
 SAMPLING = ["sampling_support", "sample_logits", "sampling_probs"]
 bad_tensor(SAMPLING, "logits", dtype=torch.float64, device=False)

@@ -288,6 +288,32 @@ def sample_tokens_sample(s: Source) -> tuple[Any, ...]:
     return s.uniform(*shape, s.integer(1, 7)), s.uniform(*shape)
 
 
+def route_experts_sample(s: Source) -> tuple[Any, ...]:
+    groups, size = s.integer(1, 4), s.integer(2, 5)
+    top_groups = s.integer(1, groups)
+    logits = s.any_layout(s.normal(s.integer(0, 4), groups * size, dtype=s.pick(*FLOATS)))
+    bias = s.pick(None, s.to(s.normal(groups * size)))
+    k, scoring = s.integer(1, size * top_groups), s.pick("softmax", "sigmoid")
+    return logits, bias, k, scoring, groups, top_groups, s.pick(False, True), s.pick(1.0, 2.5)
+
+
+def moe_experts_sample(s: Source) -> tuple[Any, ...]:
+    tokens, k, experts, hidden, inner = s.integer(0, 4), s.integer(0, 3), s.integer(1, 5), s.integer(1, 9), s.integer(1, 7)
+    dtype, gated, transposed = s.pick(*FLOATS), s.pick(False, True), s.pick(False, True)
+    rows = inner * (2 if gated else 1)
+    first, second = (experts, rows, hidden), (experts, hidden, inner)
+    if transposed:
+        first, second = (experts, hidden, rows), (experts, inner, hidden)
+    stacks = [s.any_layout(s.normal(*shape, dtype=dtype)) for shape in (first, second)]
+    biases = s.pick((None, None), [s.any_layout(s.normal(experts, width, dtype=dtype)) for width in (rows, hidden)])
+    ids = s.any_layout(s.ids(experts + 1, tokens, k, dtype=s.pick(*INDEX)) - 1)
+    weights = s.any_layout(s.normal(tokens, k, dtype=s.pick(*FLOATS)))
+    activation = s.pick("silu", "gelu", "gelu_tanh", "relu", "relu2")
+    numbers = (s.pick(None, 0.5) if gated else None, 1.7 if activation == "silu" else 1.0, 1.0 if gated else 0.0)
+    x = s.any_layout(s.normal(tokens, hidden, dtype=dtype))
+    return x, ids, weights, *stacks, *biases, activation, gated, gated and s.pick(False, True), transposed, *numbers
+
+
 def select_draft_tokens_sample(s: Source) -> tuple[Any, ...]:
     bs, width = s.integer(0, 3), s.integer(1, 12)
     return s.uniform(bs, width), s.any_layout(s.ids(50, bs, width, dtype=s.pick(*INDEX))), s.integer(1, width)
@@ -320,6 +346,8 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "append_mla_kv.by": lambda s: (*append_mla_kv_sample(s), "reference"),
     "rope_append_kv": rope_append_kv_sample,
     "move_kv": move_kv_sample,
+    "route_experts": route_experts_sample,
+    "moe_experts": moe_experts_sample,
     "skinny_mm": skinny_mm_sample,
     "add_skinny_mm": add_skinny_mm_sample,
     "scaled_skinny_mm": scaled_skinny_mm_sample,

@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention import launcher as steps
@@ -22,13 +20,11 @@ from spec_ops.backends.triton.attention.deterministic import launcher as determi
 from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
 from spec_ops.backends.triton.attention.hopper import mla as mla_hopper
 from spec_ops.backends.triton.attention.hopper import mla_few as mla_hopper_few
-from spec_ops.backends.triton.runtime.ahead import ARCHS, FP8_ARCHS, ArgType, Variant
+from spec_ops.backends.triton.runtime import ahead as ahead_of_time
+from spec_ops.backends.triton.runtime.ahead import ARCHS, FP8_ARCHS, Variant
 from spec_ops.backends.triton.runtime.launch import Launch, recorded
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-_NAMES = {
-    BF16: "bf16", FP8: "fp8e4nv", torch.float32: "fp32", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-}  # fmt: skip
 HOPPER = tuning.Config(64, 64, 4, 3, 1)  # what a table shows of the Gluon kernels, which have their own pipelines
 
 
@@ -70,20 +66,6 @@ RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SI
 DETERMINISTIC = [(GQA_64, 16, True), (GQA_128, 4, False), (MLA_128, 1, False)]
 
 
-def _type(value: Any) -> ArgType | None:
-    """Triton's type of an argument as a launch would specialize it; None if it becomes a constant."""
-    if isinstance(value, (TensorDescriptor, GluonDescriptor)):
-        layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
-        return f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}{layout}>"
-    if isinstance(value, torch.Tensor):
-        return f"*{_NAMES[value.dtype]}:16"
-    if isinstance(value, float):
-        return "fp32"
-    if value is None or value == 1:
-        return None
-    return ("i64" if abs(value) >= 2**31 else "i32") + (":16" if value % 16 == 0 else "")
-
-
 def launches_of(call: Callable[[], Any]) -> list[Launch]:
     """What `call` would launch; nothing runs."""
     with recorded() as launches:
@@ -93,25 +75,16 @@ def launches_of(call: Callable[[], Any]) -> list[Launch]:
 
 def variant_of(name: str, launch: Launch, config: tuning.Config, archs: tuple[int, ...], hot: bool) -> Variant:
     """What compiles the kernel of `launch`, one recorded with `config` on the meta device."""
-    kernel, given, options, early = launch
-    if "COOPERATIVE" in given:
-        given["COOPERATIVE"] = config.cooperative  # the meta device is no CUDA device
-    constants = {p.name for p in kernel.params if p.is_constexpr}
-    plain = {p.name for p in kernel.params if p.do_not_specialize}
-    hot = hot and min(archs) >= 90  # before, 255 registers do not hold all the pointers: some words of a loop's bounds spill
-    types = {n: None if n in constants else "i32" if n in plain else _type(value) for n, value in given.items()}
-    return Variant(
+    if "COOPERATIVE" in launch.arguments:
+        launch.arguments["COOPERATIVE"] = config.cooperative  # the meta device is no CUDA device
+    return ahead_of_time.variant_of(
         name,
-        kernel,
-        signature={n: t for n, t in types.items() if t is not None},
-        constexprs={n: given[n] for n, t in types.items() if t is None},
-        num_warps=options["num_warps"],
-        num_stages=config.num_stages,
-        hot=hot,
+        launch,
         archs=archs,
-        options={n: options[n] for n in ("maxnreg", "enable_fp_fusion") if n in options},
+        hot=hot and min(archs) >= 90,  # before, 255 registers do not hold all the pointers: some words of a loop's bounds spill
+        num_stages=config.num_stages,
+        options={n: launch.options[n] for n in ("maxnreg", "enable_fp_fusion") if n in launch.options},
         programs=config.programs,
-        early=early,
     )
 
 

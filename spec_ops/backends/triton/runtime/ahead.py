@@ -17,11 +17,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton.attention.tuning import SHARED
+from spec_ops.backends.triton.runtime.launch import Launch
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120)
 # Bytes that one block may use: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
@@ -30,6 +34,10 @@ SHARED_LIMIT = {arch: SHARED.get(arch, 99) * 1024 for arch in ARCHS}
 FP8_ARCHS = tuple(arch for arch in ARCHS if arch >= 89)  # that convert to and from e4m3
 
 ArgType = str | tuple["ArgType", ...]
+_NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv", torch.float32: "fp32", torch.int16: "i16",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,42 @@ class Variant:
     programs: int = 1
     early: bool = False
     estimated: Mapping[int, int] | None = None
+
+
+def _type(value: Any) -> ArgType | None:
+    """Triton's type of an argument as a launch would specialize it; None if it becomes a constant."""
+    if isinstance(value, (TensorDescriptor, GluonDescriptor)):
+        layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+        return f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}{layout}>"
+    if isinstance(value, torch.Tensor):
+        return f"*{_NAMES[value.dtype]}:16"
+    if isinstance(value, float):
+        return "fp32"
+    if value is None or value == 1:
+        return None
+    return ("i64" if abs(value) >= 2**31 else "i32") + (":16" if value % 16 == 0 else "")
+
+
+def variant_of(name: str, launch: Launch, *, archs: tuple[int, ...] = ARCHS, hot: bool = True, **more: Any) -> Variant:
+    """What compiles the kernel of `launch`, one recorded (`launch.recorded`) on tensors of the meta device.
+
+    Args:
+        more: further attributes of the variant.
+    """
+    kernel, given, options, early = launch
+    constants = {p.name for p in kernel.params if p.is_constexpr}
+    plain = {p.name for p in kernel.params if p.do_not_specialize}
+    types = {n: None if n in constants else "i32" if n in plain else _type(value) for n, value in given.items()}
+    return Variant(
+        name,
+        kernel,
+        signature={n: t for n, t in types.items() if t is not None},
+        constexprs={n: given[n] for n, t in types.items() if t is None},
+        hot=hot,
+        archs=archs,
+        early=early,
+        **{"num_warps": options["num_warps"], "num_stages": options.get("num_stages", 3), **more},
+    )
 
 
 class Resources(NamedTuple):

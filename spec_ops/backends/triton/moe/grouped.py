@@ -1,0 +1,273 @@
+"""Products grouped by expert, for any number of tokens, any layout of weights and any dtype: prefill, float32, older GPUs.
+
+Pairs of a token and one of its experts are sorted by expert on the device. An expert's pairs are cut into tiles of rows; how
+many tiles there are is known to the device alone, so the grid has as many as there may be, and the rest returns at once. No
+weight is copied, and what the products leave between them is bounded (`TEMPORARY`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from spec_ops.backends.triton.moe.activation import activated, gated
+from spec_ops.backends.triton.moe.shapes import GPT_OSS, meta_call
+from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
+from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, recorded
+
+TEMPORARY = 1 << 29  # bytes between the products: more tokens are worked on in turn
+SUM_BLOCK = 1024
+
+
+@triton.jit
+def _tile_rows(offsets, tile, experts, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Expert of the tile (-1: there is no such tile), where its rows begin among the sorted pairs, and where the expert's end.
+
+    `offsets [E + 1]`: where each expert's pairs begin.
+    """
+    place = tl.arange(0, EXPERTS_PAD)
+    live = place < experts
+    first = tl.load(offsets + place, mask=live, other=0).to(tl.int32)
+    last = tl.load(offsets + place + 1, mask=live, other=0).to(tl.int32)
+    ends = tl.cumsum(tl.cdiv(last - first, BLOCK_M), 0)
+    expert = tl.sum(((ends <= tile) & live).to(tl.int32), 0)
+    mine = place == expert
+    begin = tl.sum(tl.where(mine, first, 0), 0)
+    end = tl.sum(tl.where(mine, last, 0), 0)
+    before = tl.sum(tl.where(mine, ends - tl.cdiv(last - first, BLOCK_M), 0), 0)
+    return tl.where(expert < experts, expert, -1), begin + (tile - before) * BLOCK_M, end
+
+
+@triton.jit
+def _products(
+    rows, row_mask, weight, first, second, column_mask, inner, inner_stride, PAIR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`[BLOCK_M, BLOCK_N]` of `rows` and the weight's rows at offsets `first`, and if `PAIR` of those at `second`.
+
+    `rows` point to where each begins; their elements are contiguous.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    other = acc
+    for start in range(0, inner, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(rows[:, None] + k[None, :], mask=row_mask[:, None] & (k < inner)[None, :], other=0.0)
+        mask = column_mask[None, :] & (k < inner)[:, None]
+        at = weight + (k * inner_stride)[:, None]
+        acc = tl.dot(a, tl.load(at + first[None, :], mask=mask, other=0.0), acc, input_precision="ieee")
+        if PAIR:
+            other = tl.dot(a, tl.load(at + second[None, :], mask=mask, other=0.0), other, input_precision="ieee")
+    return acc, other
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def grouped_gate_up_kernel(
+    x, weight, bias, order, offsets, out, pairs, experts, hidden, inner, x_stride, expert_stride, n_stride, k_stride,
+    bias_expert, bias_stride, limit, alpha, beta,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program `(block of columns, tile)`: `out [pairs, inner]` in sorted order. `order [pairs]`: which pair comes where."""
+    await_predecessors(PDL)
+    expert, begin, end = _tile_rows(offsets, tl.program_id(1), experts, EXPERTS_PAD, BLOCK_M)
+    if expert >= 0:
+        place = begin + tl.arange(0, BLOCK_M)
+        live = place < end
+        token = tl.load(order + place, mask=live, other=0) // TOP_K
+        rows = x + token.to(tl.int64) * x_stride
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        wanted = n < inner
+        weight += expert.to(tl.int64) * expert_stride
+        first, second = n, n
+        if GATED:
+            first, second = (2 * n, 2 * n + 1) if INTERLEAVED else (n, n + inner)
+        values, ups = _products(
+            rows, live, weight, first * n_stride, second * n_stride, wanted, hidden, k_stride, GATED, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        if bias is not None:
+            bias += expert.to(tl.int64) * bias_expert
+            values += tl.load(bias + first * bias_stride, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            if bias is not None:
+                ups += tl.load(bias + second * bias_stride, mask=wanted, other=0.0).to(tl.float32)[None, :]
+            values = gated(values, ups, limit, alpha, beta, ACTIVATION)
+        else:
+            values = activated(values, alpha, ACTIVATION)
+        to = out + place.to(tl.int64)[:, None] * inner + n[None, :]
+        tl.store(to, values.to(out.dtype.element_ty), mask=live[:, None] & wanted[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def grouped_down_kernel(
+    h, weight, bias, order, offsets, out, pairs, experts, hidden, inner, expert_stride, n_stride, k_stride,
+    bias_expert, bias_stride,
+    EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program `(block of columns, tile)`: `out [pairs, hidden]` in the order of the pairs."""
+    await_predecessors(PDL)
+    expert, begin, end = _tile_rows(offsets, tl.program_id(1), experts, EXPERTS_PAD, BLOCK_M)
+    if expert >= 0:
+        place = begin + tl.arange(0, BLOCK_M)
+        live = place < end
+        pair = tl.load(order + place, mask=live, other=0)
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        wanted = n < hidden
+        rows = h + place.to(tl.int64) * inner
+        weight += expert.to(tl.int64) * expert_stride
+        at = n * n_stride
+        values, _ = _products(rows, live, weight, at, at, wanted, inner, k_stride, False, BLOCK_M, BLOCK_N, BLOCK_K)
+        if bias is not None:
+            bias += expert.to(tl.int64) * bias_expert
+            values += tl.load(bias + n * bias_stride, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        to = out + pair.to(tl.int64)[:, None] * hidden + n[None, :]
+        tl.store(to, values, mask=live[:, None] & wanted[None, :])
+
+
+@triton.jit
+def weighted_sum_kernel(
+    made, ids, weights, out, experts, hidden, id_row, id_stride, weight_row, weight_stride,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program `(block of columns, token)`: its experts' rows of `made [pairs, hidden]`, in the order of its slots."""
+    await_predecessors(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        expert = tl.load(ids + token * id_row + slot * id_stride)
+        if (expert >= 0) & (expert < experts):  # rows of no expert were never written
+            weight = tl.load(weights + token * weight_row + slot * weight_stride).to(tl.float32)
+            acc += weight * tl.load(made + (token * TOP_K + slot) * hidden + n, mask=n < hidden, other=0.0)
+    tl.store(out + token * hidden + n, acc.to(out.dtype.element_ty), mask=n < hidden)
+
+
+class Blocks(NamedTuple):
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def choose(pairs: int, experts: int, dtype: torch.dtype) -> Blocks:
+    """By how many rows an expert has if all have as many. Not tuned."""
+    wide = pairs // experts
+    if dtype == torch.float32:
+        return Blocks(16, 32, 32, 4, 2) if wide < 32 else Blocks(32, 64, 32, 4, 2)
+    return Blocks(16, 64, 64, 4, 4) if wide < 32 else Blocks(64, 64, 64, 4, 3) if wide < 128 else Blocks(128, 64, 64, 8, 3)
+
+
+class Sorted(NamedTuple):
+    """Pairs sorted by expert.
+
+    Attributes:
+        order: `[pairs]`, the pair `token * k + slot` at each place.
+        offsets: `[E + 1]`, where each expert's pairs begin: before them are those of negative experts, after them others.
+    """
+
+    order: torch.Tensor
+    offsets: torch.Tensor
+
+
+def sorted_pairs(ids: torch.Tensor, experts: int) -> Sorted:
+    by_expert, order = ids.flatten().sort(stable=True)
+    bounds = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
+    return Sorted(order, torch.searchsorted(by_expert, bounds, out_int32=True))
+
+
+def chunk_tokens(k: int, hidden: int, inner: int, dtype: torch.dtype) -> int:
+    """Tokens at a time, so that what the products leave takes `TEMPORARY` bytes at most; at least 64."""
+    a_token = k * (4 * hidden + dtype.itemsize * inner)
+    return max(64, TEMPORARY // max(a_token, 1))
+
+
+def grouped_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
+    transposed: bool, limit: float | None, alpha: float, beta: float,
+) -> torch.Tensor:  # fmt: skip
+    """See `spec_ops.ops.moe.moe_experts`.
+
+    Raises:
+        ValueError: an expert's weights span 2^31 elements or more.
+    """
+    out = x.new_empty(x.shape)
+    inner = down.shape[1 if transposed else 2]
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if sum((size - 1) * stride for size, stride in zip(weight.shape[1:], weight.stride()[1:], strict=True)) >= 2**31:
+            raise ValueError(f"moe_experts: `{name}` must span less than 2^31 elements an expert, got {tuple(weight.shape)}")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    step = chunk_tokens(ids.shape[1], x.shape[1], inner, x.dtype)
+    for start in range(0, x.shape[0], step):
+        chunk = slice(start, start + step)
+        _run(
+            x[chunk], ids[chunk], weights[chunk], gate_up, down, gate_up_bias, down_bias, out[chunk],
+            {"GATED": gated, "INTERLEAVED": interleaved, "ACTIVATION": activation}, transposed, (limit, alpha, beta),
+        )  # fmt: skip
+    return out
+
+
+def _run(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, out: torch.Tensor, form: dict[str, Any],
+    transposed: bool, numbers: tuple[float | None, float, float],
+) -> None:  # fmt: skip
+    (tokens, k), experts, hidden = ids.shape, gate_up.shape[0], x.shape[1]
+    inner, pairs = down.shape[1 if transposed else 2], tokens * k
+    blocks = choose(pairs, experts, x.dtype)
+    order, offsets = sorted_pairs(ids, experts)
+    h = x.new_empty(pairs, inner)
+    made = x.new_empty(pairs, hidden, dtype=torch.float32)
+    tiles = triton.cdiv(pairs, blocks.block_m) + min(experts, pairs)  # each expert may end with a tile that is not full
+    with device_guard(x):
+        if pairs and inner:
+            launch(
+                grouped_gate_up_kernel, (triton.cdiv(inner, blocks.block_n), tiles),
+                x, gate_up, gate_up_bias, order, offsets, h, pairs, experts, hidden, inner, x.stride(0),
+                *_strides(gate_up, transposed), *_bias_strides(gate_up_bias), *numbers, TOP_K=k, **form,
+                **_constants(experts, blocks),
+            )  # fmt: skip
+        if pairs:
+            launch(
+                grouped_down_kernel, (triton.cdiv(hidden, blocks.block_n), tiles),
+                h, down, down_bias, order, offsets, made, pairs, experts, hidden, inner, *_strides(down, transposed),
+                *_bias_strides(down_bias), **_constants(experts, blocks),
+            )  # fmt: skip
+        launch(
+            weighted_sum_kernel, (triton.cdiv(hidden, SUM_BLOCK), tokens),
+            made, ids, weights, out, experts, hidden, *ids.stride(), *weights.stride(), TOP_K=k, BLOCK=SUM_BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def _strides(weight: torch.Tensor, transposed: bool) -> tuple[int, int, int]:
+    """Of experts, rows (outputs) and columns (inputs)."""
+    expert, first, second = weight.stride()
+    return (expert, second, first) if transposed else (expert, first, second)
+
+
+def _bias_strides(bias: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if bias is None else (bias.stride(0), bias.stride(1))
+
+
+def _constants(experts: int, blocks: Blocks) -> dict[str, Any]:
+    return {
+        "EXPERTS_PAD": triton.next_power_of_2(experts), "BLOCK_M": blocks.block_m, "BLOCK_N": blocks.block_n,
+        "BLOCK_K": blocks.block_k, "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
+    }  # fmt: skip
+
+
+def ahead() -> Iterator[Variant]:
+    for name, tokens, sizes, form in (
+        ("Qwen3-MoE, 4096 tokens", 4096, (128, 8, 2048, 768), {}),
+        ("gpt-oss, 1024 tokens", 1024, (32, 4, 2880, 2880), GPT_OSS),
+        ("Qwen3-MoE, 8 tokens in float32", 8, (128, 8, 2048, 768), {"dtype": torch.float32}),
+    ):
+        with recorded() as launches:
+            grouped_experts(*meta_call(tokens, *sizes, **form))
+        for made in launches:
+            yield variant_of(f"{made.kernel.__name__}, {name}", made, hot=False)

@@ -1,0 +1,70 @@
+"""Reference mixtures: a choice by a stable sort, and a loop over the experts that are touched."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def route_experts(
+    logits: torch.Tensor, bias: torch.Tensor | None, k: int, scoring: str, groups: int, top_groups: int, renormalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    lowest = -torch.inf
+    exact = logits.float()
+    exact = torch.where(exact.isnan(), lowest, exact)
+    scores = exact.softmax(-1) if scoring == "softmax" else exact.sigmoid()
+    choice = exact if bias is None else scores + bias
+    choice = torch.where(choice.isnan(), lowest, choice)
+    # A group or an expert that does not count is worse than a score of -inf: two keys, sorted by the second one first.
+    left_out = torch.zeros_like(choice, dtype=torch.bool)
+    if groups > top_groups:
+        grouped = choice.unflatten(1, (groups, -1))
+        value = grouped.amax(-1) if bias is None else grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        best = value.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
+        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, best, True)
+        left_out = ~kept.repeat_interleave(grouped.shape[2], 1)
+    order = choice.sort(dim=-1, descending=True, stable=True).indices
+    order = order.gather(1, left_out.gather(1, order).to(torch.int8).sort(dim=-1, stable=True).indices)
+    ids = order[:, :k].contiguous()
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * scale
+
+
+def _check_ids(ids: torch.Tensor, experts: int) -> None:
+    if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= experts:
+        raise IndexError(f"moe_experts: `topk_ids` must be below {experts} (the experts of `gate_up`), got {int(ids.max())}")
+
+
+def _activated(values: torch.Tensor, activation: str, alpha: float) -> torch.Tensor:
+    if activation == "silu":
+        return values * torch.sigmoid(alpha * values)
+    if activation.startswith("gelu"):
+        return F.gelu(values, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return F.relu(values) ** (2 if activation == "relu2" else 1)
+
+
+def moe_experts(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
+    transposed: bool, limit: float | None, alpha: float, beta: float,
+) -> torch.Tensor:  # fmt: skip
+    _check_ids(topk_ids, gate_up.shape[0])
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    made = x.new_zeros(*topk_ids.shape, x.shape[1], dtype=dtype)
+    for expert in topk_ids[topk_ids >= 0].unique().tolist():
+        token, slot = (topk_ids == expert).nonzero(as_tuple=True)
+        first, second = (w[expert].to(dtype).t() if transposed else w[expert].to(dtype) for w in (gate_up, down))
+        rows = F.linear(x[token].to(dtype), first, None if gate_up_bias is None else gate_up_bias[expert].to(dtype))
+        if gated:
+            gate, up = (rows[:, ::2], rows[:, 1::2]) if interleaved else rows.chunk(2, -1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            rows = _activated(gate, activation, alpha) * (up + beta)
+        else:
+            rows = _activated(rows, activation, alpha)
+        made[token, slot] = F.linear(rows, second, None if down_bias is None else down_bias[expert].to(dtype))
+    weights = torch.where(topk_ids >= 0, topk_weights.to(dtype), 0.0)
+    return (made * weights[..., None]).sum(1).to(x.dtype)

@@ -1,0 +1,112 @@
+"""Mixtures of experts on a GPU: error, repeats, CUDA graphs, no syncs and no copies of weights."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
+]
+
+from spec_ops.ops.moe import moe_experts_op, route_experts_op  # noqa: E402
+from spec_ops.ops.reference import moe as reference  # noqa: E402
+from tests.helpers.mixtures import FORMS, call, exact  # noqa: E402
+from tests.ops.test_opcheck import Source, route_experts_sample  # noqa: E402
+
+TOKENS = (1, 3, 8, 9, 16, 17, 40, 64, 65, 300)
+BF16 = torch.bfloat16
+
+
+def on_gpu(args: tuple) -> tuple:
+    return tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return (got.double().cpu() - wanted).square().mean().sqrt().item()
+
+
+def eager(args: tuple) -> torch.Tensor:
+    """Each step rounded to the dtype, as the loop of transformers computes it."""
+    x, ids, weights, gate_up, down, first_bias, second_bias, activation, gated, interleaved, transposed, *numbers = args
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for slot in range(ids.shape[1]):
+            expert = int(ids[token, slot])
+            if not 0 <= expert < gate_up.shape[0]:
+                continue
+            biases = [None if b is None else b[expert : expert + 1] for b in (first_bias, second_bias)]
+            one = (x[token : token + 1], torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
+            form = (activation, gated, interleaved, transposed, *numbers)
+            made = reference.moe_experts(*one, gate_up[expert : expert + 1], down[expert : expert + 1], *biases, *form)
+            out[token] += (made[0].float() * weights[token, slot]).to(x.dtype)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", FORMS)
+def test_error_is_that_of_the_loop(name, dtype):
+    for tokens, (hidden, inner) in zip(TOKENS, [(256, 192), (320, 128)] * 5, strict=True):
+        args = call(FORMS[name], tokens, 4, 24, hidden, inner, dtype, routing="zipf", dropped=0.1)
+        wanted = exact(args)
+        assert error(moe_experts_op(*on_gpu(args)), wanted) <= 1.1 * error(eager(args), wanted) + 1e-7
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "identical"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_results_repeat_and_fit_in_a_graph(tokens, routing):
+    given = on_gpu(call(FORMS["gpt-oss"], tokens, 4, 32, 576, 320, BF16, routing=routing))
+    first = moe_experts_op(*given)
+    assert all(torch.equal(moe_experts_op(*given), first) for _ in range(50))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [moe_experts_op(*given) for _ in range(3)]
+    for _ in range(10):
+        for out in got:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, first) for out in got)
+
+
+def test_another_routing_of_a_captured_graph():
+    """The grid does not depend on how many experts are touched."""
+    given, other = (on_gpu(call(FORMS["Qwen3-MoE"], 16, 4, 32, 256, 128, BF16, routing=r)) for r in ("identical", "uniform"))
+    wanted = moe_experts_op(given[0], *other[1:3], *given[3:])
+    moe_experts_op(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe_experts_op(*given)
+    for mine, theirs in zip(given[1:3], other[1:3], strict=True):
+        mine.copy_(theirs)
+    graph.replay()
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 2048])
+def test_no_sync_and_no_copy_of_weights(tokens):
+    given = on_gpu(call(FORMS["Qwen3-MoE"], tokens, 8, 64, 1024, 512, BF16))
+    moe_experts_op(*given)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moe_experts_op(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # Rows between the products, in float32, and what sorts them; one expert's weights a token would be tokens * 25 MB.
+    assert torch.cuda.max_memory_allocated() - before < tokens * 8 * (1024 + 512) * 16 + 2**22
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_routers(seed):
+    args = route_experts_sample(Source(random.Random(seed).randint, "cpu"))
+    got = route_experts_op(*on_gpu(args))
+    wanted = reference.route_experts(*args)
+    assert torch.equal(got[0].cpu(), wanted[0])
+    torch.testing.assert_close(got[1].cpu(), wanted[1], rtol=1e-5, atol=1e-7)

@@ -1,0 +1,187 @@
+"""Mixtures of experts: routers and experts of transformers, and what tokens without experts get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import spec_ops
+
+EXPERTS, HIDDEN, INNER, TOKENS = 16, 24, 20, 9
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=rng(seed))
+
+
+def filled(module: torch.nn.Module) -> torch.nn.Module:
+    """With random weights and biases, in float64."""
+    generator = rng(1)
+    for value in (*module.parameters(), *module.buffers()):
+        value.data.copy_(torch.randn(value.shape, generator=generator))
+    return module.double().requires_grad_(False)
+
+
+def routers() -> dict:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": 3, "vocab_size": 8}
+    local = {**sizes, "num_local_experts": EXPERTS}
+    groups = {"n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    qwen = {**sizes, "num_experts": EXPERTS}
+    grouped = {"scoring": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5}
+    return {
+        "mixtral": (MixtralTopKRouter(transformers.MixtralConfig(**local)), {}),
+        "qwen3_moe": (Qwen3MoeTopKRouter(transformers.Qwen3MoeConfig(**qwen, norm_topk_prob=True)), {}),
+        "qwen3_moe as they are": (
+            Qwen3MoeTopKRouter(transformers.Qwen3MoeConfig(**qwen, norm_topk_prob=False)), {"renormalize": False},
+        ),
+        "gpt_oss": (GptOssTopKRouter(transformers.GptOssConfig(**local)), {}),
+        "deepseek_v3": (DeepseekV3TopkRouter(transformers.DeepseekV3Config(**sizes, **groups)), grouped),
+        "glm4_moe": (Glm4MoeTopkRouter(transformers.Glm4MoeConfig(**sizes, **groups)), grouped),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe as they are", "gpt_oss", "deepseek_v3", "glm4_moe"])
+def test_routers_of_transformers(name):
+    router, arguments = routers()[name]
+    filled(router).float()
+    bias = getattr(router, "e_score_correction_bias", None)
+    logits, weights, ids = router(normal(64, HIDDEN) * 0.3)
+    got_ids, got_weights = spec_ops.route_experts(logits, 3, bias=bias, **arguments)
+    wanted_ids, order = ids.sort()  # transformers leaves the order open
+    ours, our_order = got_ids.sort()
+    assert torch.equal(ours, wanted_ids)
+    torch.testing.assert_close(got_weights.gather(1, our_order), weights.gather(1, order), rtol=1e-6, atol=0)
+    choice = logits if bias is None else logits.sigmoid() + bias
+    assert (choice.gather(1, got_ids).diff() <= 0).all()  # best first
+
+
+def test_ties_go_to_the_lower_id_and_nan_comes_last():
+    nan = float("nan")
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [nan, -1.0, nan, -float("inf"), 0.0], [0.0] * 5])
+    ids, weights = spec_ops.route_experts(logits, 4)
+    assert ids.tolist() == [[1, 2, 4, 0], [4, 1, 0, 2], [0, 1, 2, 3]]
+    assert weights.isfinite().all()
+    assert (weights[1, 2:] == 0).all()
+    assert ids.dtype == torch.int64
+    assert weights.dtype == torch.float32
+
+
+def test_a_bias_chooses_and_does_not_weigh():
+    logits, bias = torch.zeros(1, 4), torch.tensor([0.0, 5.0, 0.0, 3.0])
+    ids, weights = spec_ops.route_experts(logits, 2, scoring="sigmoid", bias=bias, renormalize=False)
+    assert ids.tolist() == [[1, 3]]
+    assert weights.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize("bias", [None, torch.zeros(6)])
+def test_how_good_a_group_is(bias):
+    """Its best two together with a bias; its best one without. An expert of another group is worse than -inf."""
+    logits = torch.tensor([[9.0, -9.0, 5.0, 4.9, -9.0, -float("inf")]])
+    ids, _ = spec_ops.route_experts(logits, 2, scoring="sigmoid", bias=bias, groups=3, top_groups=1)
+    assert ids.tolist() == ([[0, 1]] if bias is None else [[2, 3]])
+    ids, _ = spec_ops.route_experts(logits.neg(), 2, groups=3, top_groups=1)
+    assert ids.tolist() == [[5, 4]]
+
+
+def experts_of(name: str) -> tuple[torch.nn.Module, dict]:
+    """An experts module of transformers, and how the op is told of its form."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "hidden_act": "silu", "vocab_size": 8}
+    if name == "gpt_oss":
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+        config = transformers.GptOssConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS)
+        form = {"interleaved": True, "transposed": True, "alpha": 1.702, "beta": 1.0, "limit": 7.0}
+        return GptOssExperts(config), form
+    if name == "deepseek_v4":
+        from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+
+        module = DeepseekV4Experts(transformers.DeepseekV4Config(**sizes, n_routed_experts=EXPERTS))
+        module.limit = 2.0
+        return module, {"limit": 2.0}
+    if name == "nemotron_h":
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+        config = transformers.NemotronHConfig(
+            **{**sizes, "mlp_hidden_act": "relu2"}, n_routed_experts=EXPERTS, moe_latent_size=None
+        )
+        return NemotronHExperts(config), {"gated": False, "activation": "relu2"}
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    module = Qwen3MoeExperts(transformers.Qwen3MoeConfig(**sizes, num_experts=EXPERTS))
+    module.act_fn = {"gelu": torch.nn.GELU(), "gelu_tanh": torch.nn.GELU("tanh"), "relu": torch.nn.ReLU()}.get(
+        name, torch.nn.SiLU()
+    )
+    return module, {"activation": name} if name != "qwen3_moe" else {}
+
+
+def routing(k: int = 3, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(tokens, EXPERTS, generator=rng(5)).topk(k).indices, torch.rand(tokens, k, generator=rng(6))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gelu", "gelu_tanh", "relu", "gpt_oss", "deepseek_v4", "nemotron_h"])
+def test_experts_of_transformers(name):
+    """Against the module's own loop in float64: what differs is float32's rounding."""
+    module, form = experts_of(name)
+    filled(module)
+    module.config._experts_implementation = "eager"
+    x, (ids, weights) = normal(TOKENS, HIDDEN, seed=2), routing()
+    wanted = module(x.double(), ids, weights.double())
+    stacks = {n: p.float() for n, p in module.named_parameters()}
+    got = spec_ops.moe_experts(
+        x, ids.int(), weights, stacks.get("gate_up_proj", stacks.get("up_proj")), stacks["down_proj"],
+        gate_up_bias=stacks.get("gate_up_proj_bias"), down_bias=stacks.get("down_proj_bias"), **form,
+    )  # fmt: skip
+    torch.testing.assert_close(got, wanted.float(), rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+
+
+def stacks(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_up, down = normal(EXPERTS, 2 * INNER, HIDDEN, seed=3), normal(EXPERTS, HIDDEN, INNER, seed=4)
+    return (gate_up / HIDDEN**0.5).to(dtype), (down / INNER**0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_rounded_once(dtype):
+    x, (ids, weights), (gate_up, down) = normal(TOKENS, HIDDEN).to(dtype), routing(), stacks(dtype)
+    got = spec_ops.moe_experts(x, ids, weights, gate_up, down)
+    wanted = spec_ops.moe_experts(x.float(), ids, weights, gate_up.float(), down.float())
+    assert got.dtype == dtype
+    assert torch.equal(got, wanted.to(dtype))
+
+
+def test_negative_ids_are_no_experts():
+    """Whatever their weights say, and whatever the other experts hold."""
+    x, (ids, weights), (gate_up, down) = normal(TOKENS, HIDDEN), routing(), stacks()
+    dropped = torch.rand(ids.shape, generator=rng(7)) < 0.5
+    dropped[2] = True
+    wanted = spec_ops.moe_experts(x, ids, weights.masked_fill(dropped, 0.0), gate_up, down)
+    poisoned = weights.masked_fill(dropped, float("nan"))
+    got = spec_ops.moe_experts(x, ids.masked_fill(dropped, -1), poisoned, gate_up, down)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    assert (got[2] == 0).all()
+
+
+def test_an_expert_that_is_named_twice_counts_twice():
+    x, (gate_up, down) = normal(2, HIDDEN), stacks()
+    twice = spec_ops.moe_experts(x, torch.tensor([[3, 3], [5, 1]]), torch.tensor([[0.25, 0.5], [1.0, 0.0]]), gate_up, down)
+    once = spec_ops.moe_experts(x, torch.tensor([[3], [5]]), torch.tensor([[0.75], [1.0]]), gate_up, down)
+    torch.testing.assert_close(twice, once, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "k"), [(0, 3), (4, 0)])
+def test_nothing_to_do(tokens, k):
+    gate_up, down = stacks()
+    out = spec_ops.moe_experts(torch.ones(tokens, HIDDEN), *(r[:, :k] for r in routing(tokens=tokens)), gate_up, down)
+    assert out.shape == (tokens, HIDDEN)
+    assert (out == 0).all()

@@ -48,6 +48,7 @@ KERNELS = {
     "build_tree": ("build_tree_kernel",),
     "accept_greedy": ("accept_greedy_kernel",),
     "accept_sampled": ("accept_sampled_tree_kernel", "accept_sampled_chain_kernel"),
+    "lookup_drafts": ("lookup_drafts_kernel",),
     "sample_tokens": ("sample_tokens_kernel",),
 }
 

@@ -15,6 +15,7 @@ from spec_ops.ops.attention import (
 )
 from spec_ops.ops.kv_cache import append_kv, append_mla_kv, move_kv
 from spec_ops.ops.kv_indices import draft_kv_indices, draft_kv_indices_steps, kv_indices, page_table
+from spec_ops.ops.lookup import lookup_drafts
 from spec_ops.ops.moe import moe_experts, route_experts
 from spec_ops.ops.rope import rope_append_kv
 from spec_ops.ops.sampling import Sampled, sample_logits, sample_tokens, sampling_probs, sampling_support
@@ -42,6 +43,7 @@ __all__ = [
     "draft_kv_indices_steps",
     "full_mask_to_tree_mask",
     "kv_indices",
+    "lookup_drafts",
     "mha_draft_decode",
     "mha_draft_extend",
     "mha_extend",

@@ -9,10 +9,21 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from spec_ops.backends.call import STEPS, AttentionCall
-from spec_ops.ops.reference import accept, attention, concatenate, kv_cache, kv_indices, linear, rope, sampling, tree
+from spec_ops.ops.reference import (
+    accept,
+    attention,
+    concatenate,
+    kv_cache,
+    kv_indices,
+    linear,
+    lookup,
+    rope,
+    sampling,
+    tree,
+)
 from tests.ops.test_opcheck import SAMPLES, SEEDS, WITH_CACHES, overload, sample
 
-MODULES: tuple[ModuleType, ...] = (kv_cache, kv_indices, tree, accept, sampling, rope, linear, concatenate)
+MODULES: tuple[ModuleType, ...] = (kv_cache, kv_indices, tree, accept, sampling, rope, linear, concatenate, lookup)
 CASES = [(name, seed, fp8) for name in SAMPLES for seed in SEEDS for fp8 in {False, name in WITH_CACHES}]
 
 

@@ -23,6 +23,7 @@ FAMILIES = {
     ("cache.append", "kv_cache"): ("append_kv", "append_mla_kv", "move_kv"),
     ("cache.indices", "kv_indices"): ("page_table", "kv_indices", "draft_kv_indices", "draft_kv_indices_steps"),
     ("tree.build", "tree"): ("select_draft_tokens", "build_tree"),
+    ("drafting.lookup", "lookup"): ("lookup_drafts",),
     ("sampling.accept", "accept"): ("accept_greedy", "accept_sampled"),
     ("sampling.accept", "sampling"): ("sample_tokens",),
 }
@@ -257,6 +258,19 @@ def build_tree(rng: Rng, exact_fp8: bool) -> Args:
     if parent_list.shape[1] == 1:  # drafts of one step: nothing is
         parent_list = rng.ints(topk, len(batch), rng.choice([0, 1, 7]))
     return parent_list, selected, lens, topk
+
+
+def lookup_drafts(rng: Rng, exact_fp8: bool) -> Args:
+    """Texts of a few tokens, or of a part that comes again; lengths at the edges of blocks and parts."""
+    bs, width, vocab = rng.choice([1, 2, 5]), rng.choice([1, 7, 64, 129, 700]), rng.choice([1, 2, 3, 50])
+    tokens = rng.ints(vocab, bs, width)
+    if rng.random() < 0.5:
+        period = rng.randint(1, width)
+        tokens = torch.where(rng.ints(20, bs, width) == 0, tokens, tokens[:, torch.arange(width) % period])
+    edges = [0, 1, 2, 64, 65, 128, 129, width, rng.randint(0, width)]
+    lens = torch.tensor([min(rng.choice(edges), width) for _ in range(bs)], dtype=rng.index_dtype())
+    max_ngram = rng.choice([1, 2, 5, 64])
+    return tokens.to(rng.index_dtype()), lens, rng.choice([1, 3, 8, 63]), max_ngram, rng.choice([1, 2, 5][:max_ngram])
 
 
 def walk(rng: Rng, vocab: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 
 from spec_ops.backends.triton.cache import append as kv_cache
 from spec_ops.backends.triton.cache import indices as kv_indices
+from spec_ops.backends.triton.drafting import lookup
 from spec_ops.backends.triton.runtime import launch
 from spec_ops.backends.triton.sampling import accept
 from tests.helpers.exact import ALMOST_ONE
@@ -22,6 +23,8 @@ def small_blocks(monkeypatch):
     """Work is split as on a GPU with long rows: several blocks of the vocabulary and of the tables for small tensors."""
     monkeypatch.setattr(accept, "VOCAB_BLOCK", 64)
     monkeypatch.setattr(kv_indices, "BLOCK", 128)
+    monkeypatch.setattr(lookup, "BLOCK", 32)
+    monkeypatch.setattr(lookup, "PART", 64)
     monkeypatch.setattr(kv_indices, "LENS_BLOCK", 2)
 
 

@@ -109,6 +109,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "parent_list": torch.tensor([[-1, 0, 1]] * BS), "selected_index": torch.tensor([[0, 1, 3]] * BS),
         "seq_lens": int32(4, 5), "topk": 2,
     },
+    "lookup_drafts": lambda: {"tokens": torch.ones(BS, 9, dtype=torch.int64), "lens": int32(9, 5), "num_steps": 3},
     "tree_mask_to_qlen_mask": lambda: {"tree_mask": torch.ones(BS, Q_LEN, dtype=torch.int64)},
     "qlen_mask_to_tree_mask": lambda: {"mask": torch.ones(BS, Q_LEN, Q_LEN, dtype=torch.bool)},
     "tree_mask_to_full_mask": lambda: {"tree_mask": torch.ones(BS, Q_LEN, dtype=torch.int64), "prefix_lens": [2, 0]},
@@ -500,6 +501,15 @@ wrong("build_tree", "selected_index", "shape (2, 64)", selected_index=torch.zero
 wrong("build_tree", "selected_index", "shape (2, 0)", selected_index=torch.zeros(BS, 0, dtype=torch.int64))
 wrong("build_tree", "parent_list", "shape (1, 3)", parent_list=torch.tensor([[-1, 0, 1]]))
 wrong("build_tree", "selected_index", "orphan", selected_index=torch.tensor([[0, 4, 5]] * BS))
+
+bad_tensor("lookup_drafts", "tokens", dtype=torch.float32, device=False)
+bad_tensor("lookup_drafts", "lens", dtype=torch.int16)
+wrong("lookup_drafts", "lens", "shape (3,)", lens=int32(9, 5, 1))
+bad_integer("lookup_drafts", "num_steps", 1, 63)
+bad_integer("lookup_drafts", "max_ngram", 1, 64)
+bad_integer("lookup_drafts", "min_ngram", 1, 8)
+for name, lens in (("[10, 5]", int32(10, 5)), ("[9, -1]", int32(9, -1))):
+    wrong("lookup_drafts", "lens", name, lens=lens)
 
 for op in ("tree_mask_to_qlen_mask", "tree_mask_to_full_mask"):
     bad_tensor(op, "tree_mask", dtype=torch.int32, device=False)

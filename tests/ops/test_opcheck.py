@@ -331,6 +331,13 @@ def build_tree_sample(s: Source) -> tuple[Any, ...]:
     return s.any_layout(parent_list), s.any_layout(selected), lens, topk
 
 
+def lookup_drafts_sample(s: Source) -> tuple[Any, ...]:
+    bs, width, max_ngram = s.integer(0, 3), s.integer(0, 12), s.integer(1, 4)
+    tokens = s.any_layout(s.ids(2, bs, width, dtype=s.pick(*INDEX)))
+    lens = s.to(s.ids(width + 1, bs, dtype=s.pick(*INDEX)))
+    return tokens, lens, s.integer(1, 6), max_ngram, s.integer(1, max_ngram)
+
+
 SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     **{
         f"{kind}_{step}{plan}": (lambda s, kind=kind, step=step: attention_sample(kind, step, s))
@@ -366,6 +373,7 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "sample_tokens": sample_tokens_sample,
     "select_draft_tokens": select_draft_tokens_sample,
     "build_tree": build_tree_sample,
+    "lookup_drafts": lookup_drafts_sample,
 }
 
 

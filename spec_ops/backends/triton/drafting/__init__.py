@@ -1,0 +1,1 @@
+"""Drafts without a model."""

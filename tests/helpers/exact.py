@@ -45,7 +45,7 @@ def float_tensor(rows, device: str) -> torch.Tensor:
     return torch.from_numpy(np.array(rows).astype(np.float32)).to(device)
 
 
-def filtered_probs(logits, temperature: float, top_k: int | None = None, top_p: float | None = None):
+def filtered_probs(logits, temperature: float, top_k: int | None = None, top_p: float | None = None, min_p: float = 0.0):
     """`(probs, margin)` in float64, ties to the lower id; margin: how close a partial sum comes to `top_p`."""
     logits = np.asarray(logits, dtype=np.float64)
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
@@ -67,4 +67,6 @@ def filtered_probs(logits, temperature: float, top_k: int | None = None, top_p: 
                 break
         probs = np.where(np.isin(np.arange(len(probs)), kept), probs, 0)
         probs /= probs.sum()
+    probs = np.where(probs >= min_p * probs.max(), probs, 0)
+    probs /= probs.sum()
     return probs, margin

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spec_ops
-from tests.helpers import tree_oracle as oracle
-from tests.helpers.exact import ALMOST_ONE, FUZZ, below, dyadic_row, float_tensor, invert_cdf, uniform_rows
+from tests.helpers import accept_oracle as oracle
+from tests.helpers.exact import ALMOST_ONE, FUZZ, below, dyadic_row, float_tensor, uniform_rows
+from tests.helpers.tree_oracle import random_parents
 
 
 def _as_lists(accepted: spec_ops.Accepted, bs: int, path_len: int) -> list[tuple[list[int], list[int]]]:
@@ -55,7 +56,7 @@ def test_greedy_matches_the_walk(device, data):
     rng = random.Random(data.draw(st.integers(0, 2**32), "seed"))
     candidates = [[rng.randrange(vocab) for _ in range(num_nodes)] for _ in range(bs)]
     target = [[rng.randrange(vocab) for _ in range(num_nodes)] for _ in range(bs)]
-    parents = [list(range(-1, num_nodes - 1)) if chain else oracle.random_parents(rng, num_nodes) for _ in range(bs)]
+    parents = [list(range(-1, num_nodes - 1)) if chain else random_parents(rng, num_nodes) for _ in range(bs)]
 
     def tensor(rows, dtype=torch.int64):
         return torch.tensor(rows, dtype=dtype, device=device).reshape(bs, num_nodes)
@@ -86,39 +87,6 @@ def test_greedy_by_hand(device):
 # that float32 holds every sum, product and quotient exactly: comparisons, ties included, have one right answer.
 
 
-def _target_only_walk(candidates, probs, uniforms, final_uniform, parents, path_len, single, acc):
-    """SGLang's loop over siblings, one request."""
-    tokens, nodes, weights = [], [0], list(probs[0])
-    while len(nodes) < path_len:
-        node, running = nodes[-1], Fraction(0)
-        weights = list(probs[node])
-        for child in (n for n in range(1, len(parents)) if parents[n] == node):
-            p = probs[node][candidates[child]]
-            running += p
-            if p > 0 and (uniforms[node] < running / acc or p >= single):
-                nodes.append(child)
-                tokens.append(candidates[child])
-                weights = list(probs[child])
-                break
-            weights[candidates[child]] = Fraction(0)
-        else:
-            break
-    if not any(weights):
-        weights = list(probs[nodes[-1]])
-    return [*tokens, invert_cdf(weights, final_uniform)], nodes
-
-
-def _rejection_walk(candidates, p, q, uniforms, final_uniform):
-    """arXiv:2211.17192, one request."""
-    tokens = []
-    for i, token in enumerate(candidates[1:]):
-        if not uniforms[i] * q[i][token] < p[i][token]:
-            residual = [max(a - b, Fraction(0)) for a, b in zip(p[i], q[i], strict=True)]
-            return [*tokens, invert_cdf(residual if any(residual) else p[i], final_uniform)], list(range(i + 1))
-        tokens.append(token)
-    return [*tokens, invert_cdf(p[-1], final_uniform)], list(range(len(candidates)))
-
-
 @FUZZ
 @given(st.data())
 def test_target_only_matches_the_walk(device, data):
@@ -131,7 +99,7 @@ def test_target_only_matches_the_walk(device, data):
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
     rng = random.Random(data.draw(st.integers(0, 2**32), "seed"))
     candidates = [[rng.randrange(vocab) for _ in range(num_nodes)] for _ in range(bs)]
-    parents = [list(range(-1, num_nodes - 1)) if chain else oracle.random_parents(rng, num_nodes) for _ in range(bs)]
+    parents = [list(range(-1, num_nodes - 1)) if chain else random_parents(rng, num_nodes) for _ in range(bs)]
     probs = [[dyadic_row(rng, vocab) for _ in range(num_nodes)] for _ in range(bs)]
     uniforms, final = uniform_rows(rng, bs, num_nodes), uniform_rows(rng, bs)
     accepted = spec_ops.accept_sampled(
@@ -145,7 +113,9 @@ def test_target_only_matches_the_walk(device, data):
         threshold_acc=acc,
     )
     assert _as_lists(accepted, bs, path_len) == [
-        _target_only_walk(candidates[b], probs[b], uniforms[b], final[b], parents[b], path_len, Fraction(single), Fraction(acc))
+        oracle.target_only(
+            candidates[b], probs[b], uniforms[b], final[b], parents[b], path_len, Fraction(single), Fraction(acc)
+        )
         for b in range(bs)
     ]
 
@@ -175,7 +145,7 @@ def test_rejection_matches_the_walk(device, data):
         draft_to_target=torch.tensor(ids, device=device) if reduced else None,
     )
     assert _as_lists(accepted, bs, num_nodes) == [
-        _rejection_walk(candidates[b], p[b], q_full[b], uniforms[b], final[b]) for b in range(bs)
+        oracle.rejection(candidates[b], p[b], q_full[b], uniforms[b], final[b]) for b in range(bs)
     ]
 
 
@@ -192,7 +162,7 @@ def test_one_hot_target_equals_greedy(device, seed, chain, with_draft_probs):
     final = torch.rand(bs, generator=generator).to(device)
     parents, draft_probs = None, None
     if not chain:
-        parents = torch.tensor([oracle.random_parents(rng, num_nodes) for _ in range(bs)], device=device)
+        parents = torch.tensor([random_parents(rng, num_nodes) for _ in range(bs)], device=device)
     elif with_draft_probs:  # a greedy draft: one-hot too
         draft_probs = torch.nn.functional.one_hot(candidates[:, 1:], vocab).float()
     sampled = spec_ops.accept_sampled(candidates, probs, uniforms, final, parents=parents, draft_probs=draft_probs)

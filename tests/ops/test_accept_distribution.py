@@ -8,82 +8,19 @@ three orders below, which shows that the number of draws resolves such mistakes.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import scipy.stats
 import torch
 
 import spec_ops
-from tests.helpers.exact import filtered_probs
-
-# Distribution of accept_sampled. A model is a table of conditionals per prefix, so that every token depends on those before it.
-
-DRAWS = 100_000
-PASS, FAIL = 1e-3, 1e-6
-DEPTH = 3  # tokens looked at: two drafts and the one after them
-
-
-class _Model:
-    """`logits[d]`: `[V] * d + [V]`, of the token after each prefix of `d` tokens; `probs` likewise, float64."""
-
-    def __init__(self, seed: int, vocab: int, scale: float, **sampling) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.vocab = vocab
-        self.logits = [scale * torch.randn([vocab] * (d + 1), generator=generator) for d in range(DEPTH)]
-        self.probs = []
-        for table in self.logits:
-            rows = [filtered_probs(row, **({"temperature": 1.0} | sampling))[0] for row in table.reshape(-1, vocab).tolist()]
-            self.probs.append(torch.from_numpy(np.array(rows)).reshape(table.shape))
-
-    def after(self, tables, prefix: torch.Tensor) -> torch.Tensor:
-        """Rows of `tables` (`self.logits` or `self.probs`) for prefixes `[n, d]`: `[n, V]`."""
-        d = prefix.shape[1]
-        return tables[d][tuple(prefix.unbind(1))].expand(prefix.shape[0], self.vocab)
-
-    def joint(self, depth: int) -> np.ndarray:
-        """Probability of every sequence of `depth` tokens, flat."""
-        out = self.probs[0]
-        for d in range(1, depth):
-            out = out[..., None] * self.probs[d]
-        return out.flatten().numpy()
-
-
-def _p_values(model: _Model, tokens: torch.Tensor, lens: torch.Tensor, seed: int) -> list[float]:
-    """Of the joint of the first 1, 2, 3 emitted tokens.
-
-    A request that emitted fewer goes on with tokens drawn from the target itself, by torch.multinomial rather than by the op
-    under test: had the op's own tokens the target's distribution, the completed sequence has it exactly.
-    """
-    tokens, lens = tokens.cpu()[:, :DEPTH].clone(), lens.cpu()
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(tokens.shape[1], DEPTH):
-        tokens = torch.cat([tokens, tokens.new_full((len(tokens), 1), -1)], 1)
-    for d in range(1, DEPTH):
-        short = lens <= d
-        drawn = torch.multinomial(model.after(model.probs, tokens[short, :d]), 1, generator=generator)
-        tokens[short, d] = drawn[:, 0]
-    out = []
-    for depth in range(1, DEPTH + 1):
-        code = tokens[:, 0]
-        for d in range(1, depth):
-            code = code * model.vocab + tokens[:, d]
-        expected = model.joint(depth)
-        counts = np.bincount(code.numpy(), minlength=len(expected))
-        possible = expected > 0
-        if counts[~possible].any():  # a token that the target cannot emit
-            out.append(0.0)
-            continue
-        expected = len(code) * expected[possible] / expected[possible].sum()
-        assert expected.min() >= 5, "too rare for chi-square"
-        out.append(float(scipy.stats.chisquare(counts[possible], expected).pvalue))
-    return out
+from tests.helpers.distribution import DEPTH, DRAWS, FAIL, PASS, Model, p_values
 
 
 def _uniforms(generator: torch.Generator, device: str, *shape: int) -> torch.Tensor:
     return torch.rand(*shape, generator=generator).to(device)
 
 
-def _sample_chain(target: _Model, draft: _Model, device: str, seed: int, ids: list[int] | None = None, sampling=None):
+def _sample_chain(target: Model, draft: Model, device: str, seed: int, ids: list[int] | None = None, sampling=None):
     """Arguments of `accept_sampled` for chains of two drafts, sampled from `draft`; target ids are `ids[draft id]`.
 
     Target and draft tokens condition on target ids, hence the draft's tables are those of the target's vocabulary.
@@ -122,7 +59,7 @@ def _inverse(ids: list[int]) -> list[int]:
     return [ids.index(t) if t in ids else 0 for t in range(max(ids) + 1)]
 
 
-def _sample_tree(target: _Model, draft: _Model, device: str, seed: int, topk: int, num_tokens: int, random_siblings: bool):
+def _sample_tree(target: Model, draft: Model, device: str, seed: int, topk: int, num_tokens: int, random_siblings: bool):
     """Arguments of `accept_sampled` for two-step trees of top-k drafts.
 
     With `random_siblings` each request perturbs the draft's log-probabilities (Gumbel noise: siblings drawn without
@@ -185,12 +122,12 @@ SCALE = 0.7
 
 @pytest.fixture(scope="module")
 def target():
-    return _Model(seed=1, vocab=VOCAB, scale=SCALE)
+    return Model(seed=1, vocab=VOCAB, scale=SCALE)
 
 
 @pytest.fixture(scope="module")
 def draft():
-    return _Model(seed=2, vocab=VOCAB, scale=SCALE)
+    return Model(seed=2, vocab=VOCAB, scale=SCALE)
 
 
 @pytest.fixture(scope="module")
@@ -213,13 +150,13 @@ def random_tree(target, draft, device):
 
 def test_rejection_sampling_is_lossless(target, chain):
     accepted = spec_ops.accept_sampled(**chain)
-    assert min(_p_values(target, accepted.tokens, accepted.lens, seed=10)) > PASS
+    assert min(p_values(target, accepted.tokens, accepted.lens, seed=10)) > PASS
     _assert_accept_rate(accepted, torch.minimum(chain["target_probs"][:, 0], chain["draft_probs"][:, 0]).sum(-1))
 
 
 def test_target_only_chain_is_lossless(target, chain):
     accepted = spec_ops.accept_sampled(**_without(chain, "draft_probs"))
-    assert min(_p_values(target, accepted.tokens, accepted.lens, seed=11)) > PASS
+    assert min(p_values(target, accepted.tokens, accepted.lens, seed=11)) > PASS
     _assert_accept_rate(accepted, chain["target_probs"][:, 0].gather(1, chain["candidates"][:, 1:2]))
 
 
@@ -227,7 +164,7 @@ def test_target_only_chain_is_lossless(target, chain):
 def test_tree_is_lossless(target, draft, device, tree):
     args = _sample_tree(target, draft, device, seed=4, **tree)
     accepted = spec_ops.accept_sampled(**args)
-    assert min(_p_values(target, accepted.tokens, accepted.lens, seed=12)) > PASS
+    assert min(p_values(target, accepted.tokens, accepted.lens, seed=12)) > PASS
     children = args["target_probs"][:, 0].gather(1, args["candidates"]) * (args["parents"] == 0)
     _assert_accept_rate(accepted, children.sum(1))
 
@@ -238,7 +175,7 @@ SAMPLING = {"temperature": 0.8, "top_k": 5, "top_p": 0.85}
 @pytest.fixture(scope="module")
 def filtered(device):
     """A target and a chain with temperature, top-k and top-p on draft and target."""
-    target, draft = (_Model(seed=s, vocab=8, scale=SCALE, **SAMPLING) for s in (5, 6))
+    target, draft = (Model(seed=s, vocab=8, scale=SCALE, **SAMPLING) for s in (5, 6))
     return target, draft, _sample_chain(target, draft, device, seed=7, sampling=SAMPLING)
 
 
@@ -247,7 +184,7 @@ def test_lossless_with_temperature_top_k_and_top_p(filtered, with_draft_probs):
     target, _, args = filtered
     assert (target.joint(1) == 0).any(), "nothing was cut off"
     accepted = spec_ops.accept_sampled(**(args if with_draft_probs else _without(args, "draft_probs")))
-    assert min(_p_values(target, accepted.tokens, accepted.lens, seed=13)) > PASS
+    assert min(p_values(target, accepted.tokens, accepted.lens, seed=13)) > PASS
 
 
 IDS = [4, 0, 5, 2]  # target ids of a draft vocabulary of 4; no id keeps its place
@@ -255,12 +192,12 @@ IDS = [4, 0, 5, 2]  # target ids of a draft vocabulary of 4; no id keeps its pla
 
 @pytest.fixture(scope="module")
 def reduced(target, device):
-    return _sample_chain(target, _Model(seed=8, vocab=len(IDS), scale=SCALE), device, seed=9, ids=IDS)
+    return _sample_chain(target, Model(seed=8, vocab=len(IDS), scale=SCALE), device, seed=9, ids=IDS)
 
 
 def test_lossless_with_a_reduced_draft_vocabulary(target, reduced, device):
     accepted = spec_ops.accept_sampled(**reduced, draft_to_target=torch.tensor(IDS, device=device))
-    assert min(_p_values(target, accepted.tokens, accepted.lens, seed=14)) > PASS
+    assert min(p_values(target, accepted.tokens, accepted.lens, seed=14)) > PASS
     drafted = torch.nn.functional.one_hot(reduced["candidates"][:, 1], VOCAB).sum(0)
     assert (drafted > 0).nonzero().flatten().tolist() == sorted(IDS)
 
@@ -284,19 +221,19 @@ def _rejection(args: dict, accept: str = "ratio", resample: str = "residual") ->
 
 
 def test_control_itself_is_lossless(target, chain):
-    assert min(_p_values(target, *_rejection(chain), seed=15)) > PASS
+    assert min(p_values(target, *_rejection(chain), seed=15)) > PASS
 
 
 @pytest.mark.parametrize("wrong", [{"accept": "target probability"}, {"resample": "target"}])
 def test_wrong_rejection_is_caught(target, chain, wrong):
-    assert max(_p_values(target, *_rejection(chain, **wrong), seed=15)) < FAIL
+    assert max(p_values(target, *_rejection(chain, **wrong), seed=15)) < FAIL
 
 
 def test_forgotten_scatter_is_caught(target, reduced):
     # Draft probabilities padded to the target's width, still in the order of the draft's ids.
     padded = torch.nn.functional.pad(reduced["draft_probs"], (0, VOCAB - len(IDS)))
     accepted = spec_ops.accept_sampled(**(reduced | {"draft_probs": padded}))
-    assert max(_p_values(target, accepted.tokens, accepted.lens, seed=14)) < FAIL
+    assert max(p_values(target, accepted.tokens, accepted.lens, seed=14)) < FAIL
 
 
 def test_unfiltered_draft_probs_are_caught(filtered):
@@ -304,7 +241,7 @@ def test_unfiltered_draft_probs_are_caught(filtered):
     prefixes = [args["candidates"][:, 1 : d + 1].cpu() for d in range(DEPTH - 1)]
     raw = torch.stack([draft.after(draft.logits, p).softmax(-1) for p in prefixes], 1).to(args["candidates"].device)
     accepted = spec_ops.accept_sampled(**(args | {"draft_probs": raw}))
-    assert max(_p_values(target, accepted.tokens, accepted.lens, seed=13)) < FAIL
+    assert max(p_values(target, accepted.tokens, accepted.lens, seed=13)) < FAIL
 
 
 def test_residual_with_rejected_siblings_is_caught(target, random_tree):
@@ -314,20 +251,20 @@ def test_residual_with_rejected_siblings_is_caught(target, random_tree):
     probs = random_tree["target_probs"].gather(1, node[..., None].expand(-1, 1, VOCAB))[:, 0]
     final = spec_ops.sample_tokens(probs, random_tree["final_uniforms"])
     tokens = accepted.tokens.scatter(1, last, final[:, None])
-    assert max(_p_values(target, tokens, accepted.lens, seed=12)) < FAIL
+    assert max(p_values(target, tokens, accepted.lens, seed=12)) < FAIL
 
 
 def test_one_uniform_for_every_node_is_caught(target, random_tree):
     shared = random_tree["uniforms"][:, :1].expand(-1, random_tree["uniforms"].shape[1])
     accepted = spec_ops.accept_sampled(**(random_tree | {"uniforms": shared}))
-    first, second, third = _p_values(target, accepted.tokens, accepted.lens, seed=12)
+    first, second, third = p_values(target, accepted.tokens, accepted.lens, seed=12)
     assert first > PASS  # one node alone is right: what is wrong is the dependence
     assert max(second, third) < FAIL
 
 
 def test_reusing_the_uniform_of_a_rejection_is_caught(target, chain):
     accepted = spec_ops.accept_sampled(**(chain | {"final_uniforms": chain["uniforms"][:, 0].contiguous()}))
-    assert max(_p_values(target, accepted.tokens, accepted.lens, seed=10)) < FAIL
+    assert max(p_values(target, accepted.tokens, accepted.lens, seed=10)) < FAIL
 
 
 # Lossy thresholds
@@ -340,4 +277,4 @@ def test_thresholds_accept_more_and_are_lossy(target, chain, random_tree, thresh
         lossy = spec_ops.accept_sampled(**args, **thresholds)
         assert ((lossy.lens > 1) >= (strict.lens > 1)).all(), "a root's child accepted before is accepted still"
         assert lossy.lens.double().mean() > strict.lens.double().mean() + 0.05
-        assert max(_p_values(target, lossy.tokens, lossy.lens, seed=16)) < FAIL
+        assert max(p_values(target, lossy.tokens, lossy.lens, seed=16)) < FAIL

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,59 +12,9 @@ from hypothesis import strategies as st
 
 import spec_ops
 from tests.helpers.exact import ALMOST_ONE, FUZZ, below
+from tests.helpers.sampling_oracle import NOTHING, ONE, support_of, token_of
 
 NAN, INF = math.nan, math.inf
-ONE = 2**44
-NOTHING = [0, -1, 0]
-
-
-def weights_of(row: torch.Tensor, temperature: float) -> list[int]:
-    """Of one row of float32 logits. The exponential is torch's, whose last bit is no part of the contract."""
-    row = row.numpy()
-    with np.errstate(over="ignore", invalid="ignore"):
-        argument = (row - row.max()) / np.float32(temperature)
-    argument = np.where(row == -np.inf, np.float32(-np.inf), argument)
-    return [int(math.ldexp(w, 44)) for w in torch.from_numpy(argument).exp().tolist()]
-
-
-def support_of(row: torch.Tensor, temperature: float, top_k=None, top_p=None, min_p=None) -> list[int]:
-    """The support by a sort of Python numbers and sums of Python integers."""
-    row = row.float()
-    if not math.isfinite(max(row.tolist(), key=lambda x: INF if math.isnan(x) else x)) or any(map(math.isnan, row.tolist())):
-        return NOTHING
-    order = sorted(range(len(row)), key=lambda x: (-float(row[x]), x))
-    if temperature == 0:
-        return [order[0], order[0], ONE]
-    weights, kept, cut = weights_of(row, temperature), order, False
-    if top_k is not None and 1 <= top_k < len(row):
-        kept, cut = kept[:top_k], True
-    if top_p is not None and top_p < 1:
-        wanted = max(1, math.ceil(float(top_p) * float(sum(weights[x] for x in kept))))
-        count, running = 0, 0
-        while running < wanted:
-            running += weights[kept[count]]
-            count += 1
-        kept, cut = kept[:count], True
-    if min_p is not None and min_p > 0:
-        least = math.ceil(float(min_p) * ONE)
-        kept, cut = [kept[0], *(x for x in kept[1:] if weights[x] >= least)], True
-    return [order[0], kept[-1] if cut else -1, sum(weights[x] for x in kept)]
-
-
-def token_of(row: torch.Tensor, temperature: float, support: list[int], uniform: float) -> int:
-    """The draw by a walk over Python integers."""
-    top, last, total = support
-    if not total:
-        return -1
-    row = row.float()
-    weights = [ONE if x == top else 0 for x in range(len(row))] if temperature == 0 else weights_of(row, temperature)
-    level, running = total * int(uniform * 2**24) >> 24, 0
-    for x, weight in enumerate(weights):
-        if last < 0 or row[x] > row[last] or (row[x] == row[last] and x <= last):
-            running += weight
-            if running > level:
-                return x
-    raise AssertionError("the kept weights sum to less than the total")
 
 
 def compare(logits, uniforms, temperature, top_k=None, top_p=None, min_p=None, k_dtype=torch.int32) -> None:

@@ -65,6 +65,16 @@ def _walk_target_only(candidates, weights, totals, uniforms, parents, path_len, 
     return nodes, alive, node, rejected
 
 
+def _in_every_row(candidates):
+    """`[bs, D, D]`: all tokens of a tree beside each of its rows."""
+    return candidates[:, None].expand(-1, candidates.shape[1], -1)
+
+
+def _after_parents(values, parents):
+    """`[bs, D]`: of `values [bs, D, D]` (rows, tokens) each token's in the row of its parent."""
+    return values.gather(1, parents.clamp(min=0)[:, None])[:, 0]
+
+
 def _without(weights, tokens, dropped):
     """`weights [bs, V]`, 0 at those of `tokens [bs, D]` that are `dropped`."""
     marks = torch.zeros_like(weights).scatter_add(1, tokens.clamp(min=0), dropped.to(weights.dtype))
@@ -122,8 +132,7 @@ def accept_sampled(
         residual = (target_probs[row, last] - rejected).clamp(min=0)
     else:
         parents = _chain_parents(candidates) if parents is None else parents
-        before = parents.clamp(min=0)[..., None].expand(-1, -1, vocab)
-        p = target_probs.gather(1, before).gather(2, candidates.clamp(min=0)[..., None])[..., 0]
+        p = _after_parents(target_probs.gather(2, _in_every_row(candidates).clamp(min=0)), parents)
         nodes, alive, last, rejected = _walk_target_only(
             candidates, p, torch.ones_like(p), uniforms, parents, path_len, threshold_single, threshold_acc
         )
@@ -179,8 +188,8 @@ def _block_verification(target: _Rows, draft: _Rows, p, q, offered, uniforms):
     scale = p.new_ones(bs)
     accepted, factor = torch.zeros_like(length), scale
     for step in range(steps):
-        ratio = torch.where(p[:, step] > 0, scale * p[:, step] / q[:, step], 0.0)
-        scale = ratio.clamp(max=1)
+        scale = scale * p[:, step]
+        scale = torch.where(scale > 0, (scale / q[:, step]).clamp(max=1), 0.0)
         count = step + 1
         chance = scale
         if count < steps:
@@ -223,13 +232,12 @@ def accept_sampled_logits(
         residual = torch.where(rejected[:, None], residual, 0)
     else:
         parents = _chain_parents(candidates) if parents is None else parents
-        before = parents.clamp(min=0)[:, None]
-        # Of every node's token in every row; then in the row of its parent. Sums of 64 weights are exact in float64.
-        weights = target.weights_of(candidates[:, None].expand(-1, steps + 1, -1)).gather(1, before)[:, 0].double()
+        # Sums of 64 weights are exact in float64.
+        weights = _after_parents(target.weights_of(_in_every_row(candidates)), parents).double()
+        totals = target.totals.gather(1, parents.clamp(min=0))
         nodes, alive, last, rejected = _walk_target_only(
-            candidates, weights, target.totals.gather(1, before[:, 0]), uniforms, parents, path_len, threshold_single,
-            threshold_acc,
-        )  # fmt: skip
+            candidates, weights, totals, uniforms, parents, path_len, threshold_single, threshold_acc
+        )
         residual = _without(target.weights(last), candidates, rejected)
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target.weights(last))
     return _path(candidates, nodes, alive, draw(residual, final_uniforms))

@@ -8,6 +8,7 @@ from benchmarks.accept import bench_accept
 from benchmarks.ahead import bench_ahead
 from benchmarks.kernels.command import bench_kernels
 from benchmarks.round.command import bench_round
+from benchmarks.sampling.command import bench_sampling
 from benchmarks.tune.command import bench_tune
 
 # Without rich markup: it would break an error's line into the lines of a box, paths too.
@@ -17,6 +18,7 @@ app = typer.Typer(
 )  # fmt: skip
 app.command("round", short_help="Whole rounds beside the bytes floor.")(bench_round)
 app.command("kernels", short_help="Every attention kernel: error and microseconds.")(bench_kernels)
+app.command("sampling", short_help="Sampling from logits, and acceptance: microseconds.")(bench_sampling)
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
 app.command("accept", short_help="Accept length of a target and its draft.")(bench_accept)
 app.command("ahead", short_help="Registers, shared memory and spills, without a GPU.")(bench_ahead)

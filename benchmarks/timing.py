@@ -47,7 +47,7 @@ def time_calls(
     """Time of one of `calls`, which do the same work on different buffers and run in turn, so that none finds its data in L2.
 
     On CUDA all calls are captured in one graph (several times over if they are short), replayed at least `min_replays` times
-    and for `min_ms`; before a last replay the first result is overwritten with NaN, so that the result returned is what the
+    and for `min_ms`; before a last replay the first result is overwritten (`_poison`), so that the result returned is what the
     timed graph wrote. `graph=False` runs the calls from Python between events, for work that cannot be captured. The GPU has
     rested for `REST_S` before either. On CPU: wall clock.
     """
@@ -75,7 +75,7 @@ def time_calls(
             count, once = rounds * count, median_ms(captured.replay, 1)
         time.sleep(REST_S)
         ms = median_ms(captured.replay, _replays(once, min_ms, min_replays))
-        output.fill_(math.nan)
+        _poison(output)
         captured.replay()
         return Timing(ms / count * 1e3, output, True)
 
@@ -102,6 +102,11 @@ def side_stream() -> Iterator[None]:
             yield
     finally:
         outer.wait_stream(inner)
+
+
+def _poison(output: torch.Tensor) -> None:
+    """NaN, or the least integer: what no kernel computes here."""
+    output.fill_(math.nan if output.dtype.is_floating_point else torch.iinfo(output.dtype).min)
 
 
 def _replays(once_ms: float, min_ms: float, min_replays: int) -> int:

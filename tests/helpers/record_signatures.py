@@ -1,4 +1,4 @@
-"""Records the signatures that the FlashInfer and TokenSpeed backends call, from unpacked wheels, without importing them.
+"""Records the signatures of FlashInfer and TokenSpeed that we call, from unpacked wheels, without importing them.
 
     pip download --no-deps -d wheels flashinfer-python==0.7.2.post1 && unzip wheels/flashinfer*.whl -d unpacked
     python tests/helpers/record_signatures.py unpacked [unpacked2 ...]    # writes tests/helpers/data/flashinfer_signatures.json
@@ -25,6 +25,14 @@ SOURCES = {
     "flashinfer.page:append_paged_kv_cache": ["flashinfer/page.py"],
     "flashinfer.page:append_paged_mla_kv_cache": ["flashinfer/page.py"],
     "tokenspeed_mla:tokenspeed_mla_decode": ["tokenspeed_mla/mla_decode.py"],
+    "flashinfer.sampling:softmax": ["flashinfer/sampling.py"],
+    "flashinfer.sampling:sampling_from_logits": ["flashinfer/sampling.py"],
+    "flashinfer.sampling:top_p_sampling_from_probs": ["flashinfer/sampling.py"],
+    "flashinfer.sampling:min_p_sampling_from_probs": ["flashinfer/sampling.py"],
+    "flashinfer.sampling:top_k_top_p_sampling_from_logits": ["flashinfer/sampling.py"],
+    "flashinfer.sampling:top_k_renorm_probs": ["flashinfer/sampling.py"],
+    "flashinfer.sampling:top_p_renorm_probs": ["flashinfer/sampling.py"],
+    "flashinfer.sampling:chain_speculative_sampling": ["flashinfer/sampling.py"],
 }
 METHODS = ("__init__", "plan", "run")
 

@@ -1,0 +1,1 @@
+"""Correctness and time of the sampling kernels: `python -m benchmarks sampling`."""

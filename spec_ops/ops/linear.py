@@ -9,20 +9,30 @@ from __future__ import annotations
 import torch
 
 from spec_ops.backends.squares import sums_of
+from spec_ops.backends.weight_format import columns_of, weight_format
 from spec_ops.ops._library import define_op
 from spec_ops.ops.reference import linear as reference
 
 __all__ = ["add_skinny_mm_op", "scaled_silu_mul_op", "scaled_skinny_mm_op", "skinny_mm_op"]
 
 
-def _skinny_mm_fake(x, weight, bias):
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _sizes(op, x, weight, scale, zero):
+    """m and n of a product whose weight is stored in a known format."""
+    weight_format(op, weight, scale, zero)
+    if x.shape[1] != (k := columns_of(weight)):
+        raise ValueError(f"{op}: `x` must have the {k} columns of `weight`, got shape {tuple(x.shape)}")
+    return x.shape[0], weight.shape[0]
 
 
-# `x [m, k] @ weight [n, k]^T + bias [n]`, summed in float32, as a contiguous `[m, n]` of the dtype of `x`. On CUDA: bfloat16 or
-# float16, m up to 64, k a multiple of 64, rows of `weight` contiguous and aligned to 16 bytes; anything else is a ValueError.
+def _skinny_mm_fake(x, weight, bias, scale=None, zero=None):
+    return x.new_empty(*_sizes("skinny_mm", x, weight, scale, zero))
+
+
+# `x [m, k] @ weight [n, k]^T + bias [n]`, summed in float32, as a contiguous `[m, n]` of the dtype of `x`. A weight of 8 or 4
+# bits comes with `scale` and perhaps `zero` (`backends/weight_format.py`). On CUDA: x of bfloat16 or float16, m up to 64, k a
+# multiple of 64, rows of `weight` contiguous and aligned to 16 bytes; anything else is a ValueError.
 skinny_mm_op = define_op(
-    "skinny_mm(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "skinny_mm(Tensor x, Tensor weight, Tensor? bias, Tensor? scale=None, Tensor? zero=None) -> Tensor",
     reference.skinny_mm,
     _skinny_mm_fake,
     cuda="spec_ops.backends.triton.linear.skinny_mm:skinny_mm",
@@ -32,29 +42,31 @@ skinny_mm_op = define_op(
 # applied after the second one: `(y * rstd * g) weight^T = ((y * g) weight^T) * rstd`. The first product adds up the squares.
 
 
-def _add_skinny_mm_fake(x, weight, residual, norm_weight):
-    m, n = x.shape[0], weight.shape[0]
+def _add_skinny_mm_fake(x, weight, residual, norm_weight, scale=None, zero=None):
+    m, n = _sizes("add_skinny_mm", x, weight, scale, zero)
     return x.new_empty(m, n), x.new_empty(m, n), x.new_empty(m, sums_of(n), dtype=torch.float32)
 
 
 # `y = x [m, k] @ weight [n, k]^T + residual [m, n]`, rounded as the product and as the sum; `z = y * norm_weight [n]`; and
 # `squares [m, sums_of(n)]`, float32: sums of the squares of y over `SUM_COLUMNS` columns each. y and z are contiguous; they and
-# the inputs are of the dtype of x. What `skinny_mm` asks for holds here too.
+# the inputs but the weight are of the dtype of x. What `skinny_mm` asks for holds here too.
 add_skinny_mm_op = define_op(
-    "add_skinny_mm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight) -> (Tensor y, Tensor z, Tensor squares)",
+    "add_skinny_mm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, Tensor? scale=None, Tensor? zero=None) "
+    "-> (Tensor y, Tensor z, Tensor squares)",
     reference.add_skinny_mm,
     _add_skinny_mm_fake,
     cuda="spec_ops.backends.triton.linear.norm:add_skinny_mm",
 )
 
 
-def _scaled_skinny_mm_fake(x, weight, bias, squares, eps):
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _scaled_skinny_mm_fake(x, weight, bias, squares, eps, scale=None, zero=None):
+    return x.new_empty(*_sizes("scaled_skinny_mm", x, weight, scale, zero))
 
 
 # `(x @ weight^T) * rsqrt(sum(squares) / k + eps) + bias`, rounded once: `skinny_mm` of the z above.
 scaled_skinny_mm_op = define_op(
-    "scaled_skinny_mm(Tensor x, Tensor weight, Tensor? bias, Tensor squares, float eps) -> Tensor",
+    "scaled_skinny_mm(Tensor x, Tensor weight, Tensor? bias, Tensor squares, float eps, Tensor? scale=None, Tensor? zero=None) "
+    "-> Tensor",
     reference.scaled_skinny_mm,
     _scaled_skinny_mm_fake,
     cuda="spec_ops.backends.triton.linear.norm:scaled_skinny_mm",

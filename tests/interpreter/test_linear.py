@@ -14,7 +14,7 @@ from spec_ops.ops.reference import linear as reference
 
 def check(x, weight, bias, config=None):
     """float16, since the interpreter truncates to bfloat16; rounded once, and summed in float32 in another order."""
-    got = linear.skinny_mm(x, weight, bias, config)
+    got = linear.skinny_mm(x, weight, bias, config=config)
     want = reference.skinny_mm(x.double(), weight.double(), None if bias is None else bias.double())
     assert got.dtype == x.dtype
     assert got.shape == want.shape

@@ -41,8 +41,8 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 def front(x, w0, r, g, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The product in front of the norm: its sum is the one that is rounded twice, bit for bit."""
     config = replace(linear.choose(x.shape[0], w0.shape[0], K0, 4, 90), splits=splits)
-    y, z, squares = norm_linear.add_skinny_mm(x, w0, r, g, config)
-    assert torch.equal(y, linear.skinny_mm(x, w0, None, config) + r)
+    y, z, squares = norm_linear.add_skinny_mm(x, w0, r, g, config=config)
+    assert torch.equal(y, linear.skinny_mm(x, w0, None, config=config) + r)
     assert torch.equal(z, (y.float() * g.float()).half())
     assert squares.shape == (x.shape[0], sums_of(w0.shape[0]))
     padded = torch.nn.functional.pad(y.float(), (0, -y.shape[1] % SUM_COLUMNS))
@@ -64,7 +64,7 @@ def test_like_float64(m, n, k, splits):
     x, w0, r, g, w1 = tensors(m, n, k)
     _, z, squares = front(x, w0, r, g, splits)
     config = replace(linear.choose(m, n, k, 4, 90), splits=splits)
-    got = norm_linear.scaled_skinny_mm(z, w1, None, squares, EPS, config)
+    got = norm_linear.scaled_skinny_mm(z, w1, None, squares, EPS, config=config)
     assert got.shape == (m, n)
     assert got.dtype == x.dtype
     exact = (z.double() @ w1.double().t()) * scale(squares, k)

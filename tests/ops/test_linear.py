@@ -59,7 +59,10 @@ def test_the_pass_asks_for_whole_blocks():
     assert rows[-1] <= linear.MAX_ROWS
 
 
-@pytest.mark.parametrize("variant", [*linear.ahead(), *norm_linear.ahead()], ids=lambda variant: variant.name)
+BF16 = [v for v in (*linear.ahead(), *norm_linear.ahead()) if not ("float8" in v.name or "int4" in v.name)]
+
+
+@pytest.mark.parametrize("variant", BF16, ids=lambda variant: variant.name)
 def test_programs_are_resident_at_once(variant):
     """One wave, as many programs as `choose` counts on, without spills."""
     arch = variant.archs[-1]

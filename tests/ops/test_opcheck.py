@@ -32,7 +32,7 @@ class Source:
     def __init__(self, integer: Callable[[int, int], int], device: str, fp8: bool | None = None) -> None:
         self.integer = integer
         self.device = device
-        self.fp8 = fp8  # whether caches are fp8; None: sometimes
+        self.fp8 = fp8  # whether caches and weights are fp8; None: sometimes
         self.generator = torch.Generator().manual_seed(integer(0, 1000))
 
     def pick(self, *options: Any) -> Any:
@@ -136,17 +136,33 @@ def rope_append_kv_sample(s: Source) -> tuple[Any, ...]:
     return (q, k, v.to(dtype), *angles, k_cache, v_cache, slots, *scales)
 
 
+def stored_weight(s: Source, n: int, k: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """A weight of 16, 8 or 4 bits, its scale and its zero."""
+    bits = 8 if s.fp8 else s.pick(16, 4) if s.fp8 is not None else s.pick(16, 8, 4)
+    if bits == 16:
+        return s.normal(n, k, dtype=dtype).to(s.device), None, None
+    if bits == 8:
+        scale = s.any_layout(s.normal(*s.pick((1, 1), (n, 1), (n, k // 64), (-(-n // 128), -(-k // 128))))) if n else None
+        scale = s.to(s.normal(0, 1)) if scale is None else scale
+        return s.to(s.normal(n, k, dtype=FP8)), scale, None
+    packed = s.ids(256, n, k // 2, dtype=torch.int64).sub(128).to(torch.int8).to(s.device)
+    dtype = s.pick(*FLOATS)
+    scale, zero = (s.any_layout(s.normal(n, k // s.pick(32, 64), dtype=dtype)) for _ in range(2))
+    return packed, scale, zero if s.pick(False, True) and zero.shape == scale.shape else None
+
+
 def skinny_mm_sample(s: Source) -> tuple[Any, ...]:
-    m, n, k = s.integer(0, 5), s.integer(0, 70), 64 * s.integer(1, 3)
+    m, n, k = s.integer(0, 5), s.integer(0, 70), 128 * s.integer(1, 3)
     dtype = s.pick(*FLOATS[1:])
-    x, weight = s.any_layout(s.normal(m, k, dtype=dtype)), s.normal(n, k, dtype=dtype).to(s.device)
-    return x, weight, s.any_layout(s.normal(n, dtype=dtype)) if s.pick(False, True) else None
+    weight, scale, zero = stored_weight(s, n, k, dtype)
+    x = s.any_layout(s.normal(m, k, dtype=dtype))
+    return x, weight, s.any_layout(s.normal(n, dtype=dtype)) if s.pick(False, True) else None, scale, zero
 
 
 def add_skinny_mm_sample(s: Source) -> tuple[Any, ...]:
-    x, weight, _ = skinny_mm_sample(s)
+    x, weight, _, *stored = skinny_mm_sample(s)
     m, n = x.shape[0], weight.shape[0]
-    return x, weight, s.any_layout(s.normal(m, n, dtype=x.dtype)), s.any_layout(s.normal(n, dtype=x.dtype))
+    return x, weight, s.any_layout(s.normal(m, n, dtype=x.dtype)), s.any_layout(s.normal(n, dtype=x.dtype)), *stored
 
 
 def squares(s: Source, m: int, columns: int) -> torch.Tensor:
@@ -154,8 +170,8 @@ def squares(s: Source, m: int, columns: int) -> torch.Tensor:
 
 
 def scaled_skinny_mm_sample(s: Source) -> tuple[Any, ...]:
-    x, weight, bias = skinny_mm_sample(s)
-    return x, weight, bias, squares(s, *x.shape), 1e-5
+    x, weight, bias, *stored = skinny_mm_sample(s)
+    return x, weight, bias, squares(s, *x.shape), 1e-5, *stored
 
 
 def scaled_silu_mul_sample(s: Source) -> tuple[Any, ...]:
@@ -390,7 +406,7 @@ def test_every_registered_op_has_samples():
 
 # Seeds rather than single cases: each draws other dtypes, layouts, optional inputs and sizes, empty ones among them.
 SEEDS = range(4)
-WITH_CACHES = [name for name in SAMPLES if name.startswith(("mha", "mla", "append", "move", "rope"))]
+WITH_FP8 = [name for name in SAMPLES if name.startswith(("mha", "mla", "append", "move", "rope")) or "skinny" in name]
 
 
 def sample(name: str, seed: int, device: str, fp8: bool) -> tuple[Any, ...]:
@@ -404,7 +420,7 @@ def test_opcheck(name, seed, device):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", WITH_CACHES)
+@pytest.mark.parametrize("name", WITH_FP8)
 def test_opcheck_fp8(name, seed, device):
     """Without opcheck's `test_schema`, whose torch.allclose has no fp8 kernel; the next test does its work."""
     utilities = [u for u in DEFAULT_TEST_UTILS if u != "test_schema"]
@@ -421,7 +437,7 @@ def stored_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("name", "fp8"), [*((name, False) for name in SAMPLES), *((name, True) for name in WITH_CACHES)])
+@pytest.mark.parametrize(("name", "fp8"), [*((name, False) for name in SAMPLES), *((name, True) for name in WITH_FP8)])
 def test_schema_tells_what_is_written(name, fp8, seed, device):
     """Byte for byte: an argument changes only if the schema says so, and no output shares an input's memory."""
     args = sample(name, seed, device, fp8)

@@ -1,5 +1,4 @@
-"""Reference products with a weight stored as `torch.nn.Linear` stores it, and an RMS norm divided among two of them, in
-float32."""
+"""Reference products with a weight `[n, k]` of 16, 8 or 4 bits, and an RMS norm divided among two of them, in float32."""
 
 from __future__ import annotations
 
@@ -7,19 +6,31 @@ import torch
 import torch.nn.functional as F
 
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
+from spec_ops.backends.weight_format import dequantized
 
 
-def skinny_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = x.float() @ weight.float().t()
+def skinny_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = x.float() @ dequantized(weight, scale, zero).t()
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
 
 
 def add_skinny_mm(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    y = (skinny_mm(x, weight, None).float() + residual.float()).to(x.dtype)
+    y = (skinny_mm(x, weight, None, scale, zero).float() + residual.float()).to(x.dtype)
     z = (y.float() * norm_weight.float()).to(x.dtype)
     (m, n), sums = y.shape, sums_of(y.shape[1])
     padded = F.pad(y.float(), (0, sums * SUM_COLUMNS - n))
@@ -32,9 +43,15 @@ def _rstd(squares: torch.Tensor, columns: int, eps: float) -> torch.Tensor:
 
 
 def scaled_skinny_mm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, squares: torch.Tensor, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    squares: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = (x.float() @ weight.float().t()) * _rstd(squares, x.shape[1], eps)
+    out = (x.float() @ dequantized(weight, scale, zero).t()) * _rstd(squares, x.shape[1], eps)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.triton.linear import skinny_mm as linear
-from spec_ops.backends.triton.linear.skinny_mm import Config, ask_for_weight, products, store_transposed
+from spec_ops.backends.triton.linear.skinny_mm import Config, Weight, ask_for_weight, products, store_transposed
 from spec_ops.backends.triton.runtime.ahead import Variant
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch
 
@@ -33,13 +33,15 @@ SILU_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["M"])
 def add_skinny_mm_kernel(
-    x, weight, partial, counters, M, N, K, weight_rows, row_stride, residual, norm_weight, y, z, squares,
+    x, weight, scale, zero, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
+    residual, norm_weight, y, z, squares,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr, SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`residual`, `y`, `z [M, N]` contiguous; `norm_weight [N]`; `squares [M, cdiv(N, SUM_COLUMNS)]`. The rest: see
     `skinny_mm_kernel`."""
-    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL)
+    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL, BITS)
     await_predecessors(PDL)
     tile = tl.program_id(0) // SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -48,7 +50,10 @@ def add_skinny_mm_kernel(
     # In flight while the weights stream.
     r = tl.load(residual + m[None, :] * N + n[:, None], mask=mask, other=0.0)
     g = tl.load(norm_weight + n, mask=n < N, other=0.0)
-    acc, complete = products(x, weight, partial, counters, K, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES)
+    acc, complete = products(
+        x, weight, scale, zero, scale_row, scale_column, partial, counters, N, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES, BITS, ROWS, COLUMNS,
+    )  # fmt: skip
     if complete:
         dtype: tl.constexpr = y.dtype.element_ty
         # Rounded as the product, then as the sum, as two kernels would.
@@ -67,20 +72,25 @@ def add_skinny_mm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def scaled_skinny_mm_kernel(
-    x, weight, partial, counters, M, N, K, weight_rows, row_stride, bias, squares, eps, out,
+    x, weight, scale, zero, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
+    bias, squares, eps, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """`squares [M, SUMS]`, of which `SUMS_PAD` is a power of 2. The rest: see `skinny_mm_kernel`."""
-    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL)
+    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL, BITS)
     await_predecessors(PDL)
     n = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     place = tl.arange(0, SUMS_PAD)
     # In flight while the weights stream.
     sums = tl.load(squares + m[:, None] * SUMS + place[None, :], mask=(m < M)[:, None] & (place < SUMS)[None, :], other=0.0)
-    acc, complete = products(x, weight, partial, counters, K, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES)
+    acc, complete = products(
+        x, weight, scale, zero, scale_row, scale_column, partial, counters, N, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES, BITS, ROWS, COLUMNS,
+    )  # fmt: skip
     if complete:
         acc *= tl.rsqrt(tl.sum(sums, 1) / K + eps)[None, :]
         if bias is not None:
@@ -107,16 +117,17 @@ def scaled_silu_mul_kernel(
 
 
 def add_skinny_mm(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, config: Config | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `spec_ops.ops.linear`; raises as `linear.run` does."""
     m, n = x.shape[0], weight.shape[0]
     y, z = x.new_empty(m, n), x.new_empty(m, n)
     squares = x.new_empty(m, sums_of(n), dtype=torch.float32)
     if y.numel():
         linear.run(
-            add_skinny_mm_kernel, "add_skinny_mm", x, weight, config, residual.contiguous(), norm_weight.contiguous(), y, z,
-            squares, SUM_COLUMNS=SUM_COLUMNS,
+            add_skinny_mm_kernel, "add_skinny_mm", x, Weight(weight, scale, zero), config, residual.contiguous(),
+            norm_weight.contiguous(), y, z, squares, SUM_COLUMNS=SUM_COLUMNS,
         )  # fmt: skip
     return y, z, squares
 
@@ -127,14 +138,14 @@ def _sums(columns: int) -> dict[str, Any]:
 
 def scaled_skinny_mm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, squares: torch.Tensor, eps: float,
-    config: Config | None = None,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, config: Config | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `spec_ops.ops.linear`; raises as `linear.run` does."""
     out = x.new_empty(x.shape[0], weight.shape[0])
     if out.numel():
         linear.run(
-            scaled_skinny_mm_kernel, "scaled_skinny_mm", x, weight, config, None if bias is None else bias.contiguous(),
-            squares.contiguous(), eps, out, **_sums(x.shape[1]),
+            scaled_skinny_mm_kernel, "scaled_skinny_mm", x, Weight(weight, scale, zero), config,
+            None if bias is None else bias.contiguous(), squares.contiguous(), eps, out, **_sums(x.shape[1]),
         )  # fmt: skip
     return out
 
@@ -170,6 +181,15 @@ def ahead() -> Iterator[Variant]:
     for shape in ((4, 6144, 4096), (16, 6144, 4096), (32, 4096, 4096), (64, 4096, 4096)):
         yield from linear.variants(
             scaled_skinny_mm_kernel, "scaled_skinny_mm", shape, signature, {"bias": None, **_sums(shape[2])}
+        )
+    for name, stored in linear.stored_ahead():
+        shape = (4, 4096, 4096)
+        yield from linear.variants(
+            add_skinny_mm_kernel, "add_skinny_mm", shape, {**rows, "squares": "*fp32:16"}, {"SUM_COLUMNS": SUM_COLUMNS}, name,
+            stored,
+        )  # fmt: skip
+        yield from linear.variants(
+            scaled_skinny_mm_kernel, "scaled_skinny_mm", shape, signature, {"bias": None, **_sums(4096)}, name, stored
         )
     sizes = dict.fromkeys(("gate_row", "up_row", "N", "columns"), "i32:16")
     signature |= {"gate": "*bf16:16", "up": "*bf16:16", **sizes}

@@ -8,6 +8,8 @@ are the long operand (`out^T = weight x^T`), so that rows pad to 8 and not to 64
 Every program reads all rows over its share of k, from L2: `BLOCK_M / BLOCK_N` bytes of `x` for each byte of the weight. Up to
 16 rows that is at most one, and narrow tiles, of which each warp takes a chunk of k, need the fewest partial sums. With more
 rows a tile has the 64 columns of a warpgroup's instruction (`wgmma`), which reads both operands from shared memory.
+
+A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide in registers (`quantized.py`).
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.attention.schedule import arrive
 from spec_ops.backends.triton.attention.tuning import SHARED
+from spec_ops.backends.triton.linear.quantized import load_scales, numbers, scaled
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
+from spec_ops.backends.weight_format import WeightFormat, columns_of, weight_format
 
 CHUNK = 64  # of k: what one row of shared memory holds (128 bytes)
 WARPGROUP = tl.constexpr(64)  # columns from which a tile is one product of 128 threads
@@ -50,12 +54,17 @@ class Tile(NamedTuple):
 # The first that holds the rows; figures in `docs/notebook/products.md`.
 TILES = (Tile(8, 16, 256, 4, 3), Tile(16, 16, 256, 4, 3), Tile(32, 64, 128, 4, 1), Tile(64, 64, 128, 4, 1))
 MAX_ROWS = TILES[-1].block_m
+# With a weight of fewer bits the rows are more of what a program reads: from 9 rows on (5 with 4 bits) it takes more columns.
+QUANTIZED_TILES = {
+    8: (Tile(8, 16, 512, 4, 3), Tile(16, 64, 128, 4, 2), Tile(32, 64, 128, 4, 2), Tile(64, 64, 128, 4, 2)),
+    4: (Tile(8, 32, 512, 4, 3), Tile(16, 64, 128, 4, 2), Tile(32, 64, 128, 4, 2), Tile(64, 64, 128, 4, 2)),
+}
 
 
 @dataclass(frozen=True)
 class Config:
     """A tile, programs that share its k, Triton's count of stages, and programs that a multiprocessor holds at once; `full`: it
-    has no room for more of them, so that a launch may be early."""
+    has no room for more of them, so that a launch may be early. `chunk` of k is what a warp takes below `WARPGROUP` columns."""
 
     block_m: int
     block_n: int
@@ -65,46 +74,61 @@ class Config:
     num_stages: int
     programs: int
     full: bool
+    chunk: int = CHUNK
 
 
-def choose(m: int, n: int, k: int, sms: int, arch: int) -> Config:
-    return fitted(next(tile for tile in TILES if m <= tile.block_m), n, k, sms, arch)
+def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | None = None) -> Config:
+    """`stored`: the weight's format, by default 16 bits."""
+    tiles = TILES if stored is None or stored.bits == 16 else QUANTIZED_TILES[stored.bits]
+    return fitted(next(tile for tile in tiles if m <= tile.block_m), n, k, sms, arch, stored)
 
 
-def fitted(tile: Tile, n: int, k: int, sms: int, arch: int) -> Config:
+def fitted(tile: Tile, n: int, k: int, sms: int, arch: int, stored: WeightFormat | None = None) -> Config:
     """As many splits as give every program its place at once, and as many blocks in flight as shared memory holds."""
     block_m, block_n, block_k, num_warps, most = tile
+    chunk, bits = CHUNK, 16
+    if stored is not None and stored.bits < 16:
+        # A row of shared memory holds 128 numbers of 8 bits, but no chunk has two scales.
+        chunk, bits = min(stored.columns, 128 if k % 128 == 0 else 64), stored.bits
+        block_k = block_k if block_n < WARPGROUP.value else min(block_k, stored.columns)
     blocks = triton.cdiv(k, block_k)
-    buffer = 2 * block_k * (block_n + block_m)
+    buffer = block_k * (block_n * bits // 8 + 2 * block_m)
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
+    if bits < 16 and block_n >= WARPGROUP.value:
+        # A tile's sums on their way to memory, and what tcgen05 does not take from registers: numbers of 4 bits, and ones.
+        rest += 4 * block_n * block_m + 2 * block_n * block_k * (bits == 4 and 100 <= arch < 120)
     shared = SHARED.get(arch, 99) * 1024
     programs = max(1, min(most, shared // (2 * buffer + rest)))
     # At least two blocks for each, and partial sums of at most a quarter of the weight's bytes.
     tiles = triton.cdiv(n, block_n)
-    splits = max(1, min(sms * programs // tiles, blocks // 2, k // (8 * block_m)))
+    splits = max(1, min(sms * programs // tiles, blocks // 2, k * bits // (128 * block_m)))
     programs = min(programs, triton.cdiv(tiles * splits, sms))  # the rest of the memory is for blocks in flight
     buffers = min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits))
-    # A stage is the product itself, except that Triton adds a buffer where the product is asynchronous (wgmma, tcgen05).
-    asynchronous = block_n >= WARPGROUP.value and 90 <= arch < 120
+    # A stage is the product itself, except that Triton adds a buffer where the product is asynchronous (wgmma, tcgen05): where
+    # it reads the weight's buffer.
+    asynchronous = block_n >= WARPGROUP.value and 90 <= arch < 120 and bits == 16
     # Not on sm_120: its 99 KiB leave two to four blocks in flight, and Triton 3.6 keeps values on the stack to ask for two.
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
-    return Config(block_m, block_n, block_k, num_warps, splits, max(2, buffers + (not asynchronous)), programs, full)
+    return Config(block_m, block_n, block_k, num_warps, splits, max(2, buffers + (not asynchronous)), programs, full, chunk)
 
 
 @triton.jit
 def ask_for_weight(
     weight, row_stride, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, ASKED: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Before the wait for earlier kernels: this program's first `ASKED` blocks of the weight on their way to L2. No kernel's
     result is read or overtaken by that, not even where one writes the weight: L2 is what all of them see."""
     if PDL and ASKED > 0:
         pid = tl.program_id(0)
         first = pid % SPLITS * tl.cdiv(K, BLOCK_K) // SPLITS
-        LINES: tl.constexpr = ASKED * BLOCK_K // 64  # of 128 bytes in a row
+        LINE: tl.constexpr = 1024 // BITS  # numbers in 128 bytes
+        LINES: tl.constexpr = max(1, ASKED * BLOCK_K // LINE)
         i = tl.arange(0, BLOCK_N * LINES)
         row = tl.minimum(pid // SPLITS * BLOCK_N + i // LINES, N - 1)
-        column = tl.minimum(first * BLOCK_K + i % LINES * 64, K - 1)
+        column = tl.minimum(first * BLOCK_K + i % LINES * LINE, K - 1)
+        if BITS == 4:
+            column = column // 2
         line = (weight + row.to(tl.int64) * row_stride + column).to(tl.int64)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
@@ -113,9 +137,9 @@ def ask_for_weight(
 
 @triton.jit
 def products(
-    x, weight, partial, counters, K,
+    x, weight, scale, zero, scale_row, scale_column, partial, counters, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """This program's tile of the transposed product, `[BLOCK_N, BLOCK_M]`, and whether it is summed over all of k, as
     only the last program of a tile to arrive has it. The arguments are those of `skinny_mm_kernel`."""
@@ -125,7 +149,13 @@ def products(
     blocks = tl.cdiv(K, BLOCK_K)
     first = split * blocks // SPLITS
     end = (split + 1) * blocks // SPLITS
-    if BLOCK_N < WARPGROUP:
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if BITS < 16:
+        acc = quantized_products(
+            x, weight, scale, zero, scale_row, scale_column, tile, first, end, n, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, BITS, ROWS, COLUMNS,
+        )  # fmt: skip
+    elif BLOCK_N < WARPGROUP:
         # A batch of products, of which Triton gives each warp its own: no warp reads what another one reads.
         CHUNKS: tl.constexpr = BLOCK_K // CHUNK
         sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
@@ -154,11 +184,63 @@ def products(
                     acc += tl.load(parts + i * (BLOCK_N * BLOCK_M))
             else:
                 # ptxas keeps few such reads in flight, so they go through shared memory, as many as fit where blocks were.
-                ROOM: tl.constexpr = ((STAGES - 1) * BLOCK_K * (BLOCK_N + BLOCK_M)) // (2 * BLOCK_N * BLOCK_M)
+                BLOCK: tl.constexpr = BLOCK_K * (BLOCK_N * BITS // 8 + 2 * BLOCK_M)
+                ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK) // (4 * BLOCK_N * BLOCK_M))
                 acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 for i in tl.range(0, SPLITS, num_stages=min(SPLITS, ROOM) + 1):
                     acc += tl.load(parts + i * (BLOCK_N * BLOCK_M))
+    if BITS < 16 and COLUMNS == 0:
+        acc = scaled(acc, scale, scale_row, n, N)
     return acc, complete
+
+
+@triton.jit
+def quantized_products(
+    x, weight, scale, zero, scale_row, scale_column, tile, first, end, n, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, without the scales of rows (`COLUMNS` is 0)."""
+    dtype: tl.constexpr = x.dtype
+    STORED: tl.constexpr = BLOCK_K * BITS // 8
+    CHUNKS: tl.constexpr = BLOCK_K // CHUNK if BLOCK_N < WARPGROUP else 1
+    if BLOCK_N < WARPGROUP:
+        sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
+        ones = tl.full([CHUNKS, BLOCK_N, CHUNK], 1, dtype)
+        row, chunk = n[None, :], tl.arange(0, CHUNKS)[:, None]
+        chunks = K // CHUNK
+    else:
+        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        ones = tl.full([BLOCK_N, BLOCK_K], 1, dtype)
+        row, chunk = n, 0
+        chunks = tl.cdiv(K, BLOCK_K)
+    if COLUMNS > 0:
+        # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
+        SPAN: tl.constexpr = CHUNK if BLOCK_N < WARPGROUP else BLOCK_K
+        s = load_scales(scale, scale_row, scale_column, row, first * CHUNKS + chunk, N, chunks, SPAN, ROWS, COLUMNS)
+        if zero is not None:
+            z = load_scales(zero, scale_row, scale_column, row, first * CHUNKS + chunk, N, chunks, SPAN, ROWS, COLUMNS)
+    for block in tl.range(first, end, num_stages=STAGES):
+        if BLOCK_N < WARPGROUP:
+            columns = weight.load([block * CHUNKS, tile * BLOCK_N, 0])
+            rows = tl.permute(x.load([block * CHUNKS, 0, 0]), (0, 2, 1))
+        else:
+            columns = weight.load([tile * BLOCK_N, block * STORED])
+            rows = tl.permute(x.load([0, block * BLOCK_K]), (1, 0))
+        columns = numbers(columns, dtype, BITS)
+        if COLUMNS > 0:
+            sums += tl.dot(columns, rows) * tl.expand_dims(s, -1)
+            if zero is not None:
+                sums += tl.dot(ones, rows) * tl.expand_dims(z, -1)
+            chunk_ahead = (block + 1) * CHUNKS + chunk
+            s = load_scales(scale, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)
+            if zero is not None:
+                z = load_scales(zero, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)
+        else:
+            sums = tl.dot(columns, rows, sums)
+    if BLOCK_N < WARPGROUP:
+        sums = tl.sum(sums, 0)
+    return sums
 
 
 @triton.jit
@@ -170,16 +252,21 @@ def store_transposed(out, acc, n, m, N, M):
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_mm_kernel(
-    x, weight, partial, counters, M, N, K, weight_rows, row_stride, bias, out,
+    x, weight, scale, zero, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride, bias, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`x`, `weight`: tensor descriptors of what `_block_shape` says, of `BLOCK_M` and `BLOCK_N` rows. `partial`, `counters`: of
-    the sums that the programs of a tile exchange, None if there is one. `weight_rows`: the weight, as a pointer. `bias [N]`
-    or None; `out [M, N]` is contiguous."""
-    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL)
+    """`x`, `weight`: tensor descriptors of what `_block_shape` says, of `BLOCK_M` and `BLOCK_N` rows. `scale`, `zero` (`BITS`
+    below 16): of strides `scale_row` and `scale_column`, one for `ROWS` and `COLUMNS` of the weight (0: for all of k).
+    `partial`, `counters`: of the sums that the programs of a tile exchange, None if there is one. `weight_rows`: the weight,
+    as a pointer. `bias [N]` or None; `out [M, N]` is contiguous."""
+    ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL, BITS)
     await_predecessors(PDL)
-    acc, complete = products(x, weight, partial, counters, K, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES)
+    acc, complete = products(
+        x, weight, scale, zero, scale_row, scale_column, partial, counters, N, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES, BITS, ROWS, COLUMNS,
+    )  # fmt: skip
     if complete:
         n = tl.program_id(0) // SPLITS * BLOCK_N + tl.arange(0, BLOCK_N)
         if bias is not None:
@@ -198,31 +285,44 @@ def _tma_reads(rows: torch.Tensor) -> bool:
     return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] and aligned
 
 
-def _block_shape(rows: int, config: Config) -> list[int]:
-    """Of `[k / CHUNK, n, CHUNK]` where warps take chunks, of `[n, k]` else."""
+def _block_shape(rows: int, config: Config, packed: int = 1) -> list[int]:
+    """Of `[k / chunk, n, chunk]` where warps take chunks, of `[n, k]` else; an element holds `packed` numbers of k."""
     if config.block_n < WARPGROUP.value:
-        return [config.block_k // CHUNK, rows, CHUNK]
-    return [rows, config.block_k]
+        return [config.block_k // config.chunk, rows, config.chunk // packed]
+    return [rows, config.block_k // packed]
 
 
-def _descriptor(matrix: torch.Tensor, rows: int, config: Config) -> TensorDescriptor:
-    (n, k), block = matrix.shape, _block_shape(rows, config)
+def _descriptor(matrix: torch.Tensor, rows: int, config: Config, packed: int = 1) -> TensorDescriptor:
+    (n, k), block = matrix.shape, _block_shape(rows, config, packed)
     if len(block) == 3:
-        return TensorDescriptor(matrix, [k // CHUNK, n, CHUNK], [CHUNK, matrix.stride(0), 1], block)
+        chunk = block[2]
+        return TensorDescriptor(matrix, [k // chunk, n, chunk], [chunk, matrix.stride(0), 1], block)
     return TensorDescriptor(matrix, [n, k], [matrix.stride(0), 1], block)
 
 
-def run(
-    kernel: Any, name: str, x: torch.Tensor, weight: torch.Tensor, config: Config | None, *args: Any, **constants: Any
-) -> None:
+class Weight(NamedTuple):
+    """A weight as an op gets it: `backends/weight_format.py`."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+
+def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config | None, *args: Any, **constants: Any) -> None:
     """Launches `kernel`, which takes what `skinny_mm_kernel` takes up to `row_stride` and then `args`, for the op `name`.
 
     An `x` that TMA cannot read is copied.
 
     Raises:
-        ValueError: more than `MAX_ROWS` rows, 2^31 outputs or more, k no multiple of 64, or a weight that TMA cannot read.
+        TypeError, ValueError: a weight of no known format.
+        ValueError: more than `MAX_ROWS` rows, 2^31 outputs or more, another k than the weight's or no multiple of 64, or a
+            weight that TMA cannot read.
     """
+    weight, scale, zero = weights
+    stored = weight_format(name, *weights)
     (m, k), n = x.shape, weight.shape[0]
+    if k != columns_of(weight):
+        raise ValueError(f"{name}: `x` must have the {columns_of(weight)} columns of `weight`, got {k}")
     if m > MAX_ROWS:
         raise ValueError(f"{name}: `x` must have at most {MAX_ROWS} rows, got {m}")
     if m * n >= 2**31:  # kernels address the output in 32 bits
@@ -235,7 +335,7 @@ def run(
             f"{tuple(weight.stride())} at address {weight.data_ptr():#x}"
         )
     x = x if _tma_reads(x) else x.clone(memory_format=torch.contiguous_format)
-    config = config or choose(m, n, k, num_sms(x.device), _arch(x.device))
+    config = config or choose(m, n, k, num_sms(x.device), _arch(x.device), stored)
     block_m, block_n, splits = config.block_m, config.block_n, config.splits
     tiles = triton.cdiv(n, block_n)
     partial = counters = None
@@ -244,24 +344,40 @@ def run(
         counters = arrival_counters(x.device, tiles, "skinny_mm")
     with device_guard(x):
         launch(
-            kernel, (tiles * splits,), _descriptor(x, block_m, config), _descriptor(weight, block_n, config), partial, counters,
-            m, n, k, weight, weight.stride(0), *args, **constants, **_constants(config), num_warps=config.num_warps,
-            early=config.full,
+            kernel, (tiles * splits,), _descriptor(x, block_m, config),
+            _descriptor(weight, block_n, config, k // weight.shape[1]), *_scales(scale, zero, stored), partial, counters,
+            m, n, k, weight, weight.stride(0), *args, **constants, **_constants(config, stored, n, k),
+            num_warps=config.num_warps, early=config.full,
         )  # fmt: skip
 
 
-def _constants(config: Config) -> dict[str, Any]:
+def _scales(scale: torch.Tensor | None, zero: torch.Tensor | None, stored: WeightFormat) -> tuple[Any, ...]:
+    """`scale`, `zero` and their strides, as the kernel takes them."""
+    if scale is None:
+        return None, None, None, None
+    if zero is not None and zero.stride() != scale.stride():
+        scale, zero = scale.contiguous(), zero.contiguous()
+    return scale, zero, 0 if scale.shape[0] == 1 else scale.stride(0), 0 if scale.shape[1] == 1 else scale.stride(1)
+
+
+def _constants(config: Config, stored: WeightFormat, n: int, k: int) -> dict[str, Any]:
+    within = stored.bits < 16 and not (stored.columns == k and stored.rows in (1, n))  # scales of parts of k
     return {
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": CHUNK,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": config.chunk,
         "SPLITS": config.splits, "STAGES": config.num_stages, "ASKED": ASKED if config.full else 0,
+        "BITS": stored.bits, "ROWS": stored.rows if within else 1, "COLUMNS": stored.columns if within else 0,
     }  # fmt: skip
 
 
-def skinny_mm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config | None = None) -> torch.Tensor:
+def skinny_mm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None, config: Config | None = None,
+) -> torch.Tensor:  # fmt: skip
     """See `spec_ops.ops.linear`; raises as `run` does."""
     out = x.new_empty(x.shape[0], weight.shape[0])
     if out.numel():
-        run(skinny_mm_kernel, "skinny_mm", x, weight, config, None if bias is None else bias.contiguous(), out)
+        bias = None if bias is None else bias.contiguous()
+        run(skinny_mm_kernel, "skinny_mm", x, Weight(weight, scale, zero), config, bias, out)
     return out
 
 
@@ -271,32 +387,61 @@ def ahead() -> Iterator[Variant]:
     )
     for shape in shapes:
         yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None})
+    for name, stored in stored_ahead():
+        for m in (4, 16, 64):
+            shape = (m, 4096, 4096)
+            yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None}, name, stored)
+
+
+def stored_ahead() -> list[tuple[str, WeightFormat]]:
+    """Formats of a weight of 4096 columns, by name."""
+    return [
+        ("float8", WeightFormat(8, 1, 4096)),
+        ("float8 in blocks", WeightFormat(8, 128, 128)),
+        ("int4", WeightFormat(4, 1, 128)),
+    ]
 
 
 def variants(
-    kernel: Any, name: str, shape: tuple[int, int, int], signature: dict[str, str], constexprs: dict[str, Any]
-) -> Iterator[Variant]:
+    kernel: Any, name: str, shape: tuple[int, int, int], signature: dict[str, str], constexprs: dict[str, Any],
+    weight: str = "", stored: WeightFormat | None = None,
+) -> Iterator[Variant]:  # fmt: skip
     """The variants of `kernel` for m, n and k; `signature` and `constexprs` are of the arguments that `skinny_mm_kernel` lacks
-    or that follow its `row_stride`."""
+    or that follow its `row_stride`. `weight` names the format `stored`."""
     chosen: dict[Config, list[int]] = {}
     for arch in (a for a in ARCHS if a >= 90):  # older ones have no tensor descriptors, and no pass gives them these products
-        chosen.setdefault(choose(*shape, 132, arch), []).append(arch)
+        chosen.setdefault(choose(*shape, 132, arch, stored), []).append(arch)
     m, n, k = shape
+    stored = stored or WeightFormat(16, n, k)
+    element, packed = {16: ("bf16", 1), 8: ("fp8e4nv", 1), 4: ("i8", 2)}[stored.bits]
     for config, archs in chosen.items():
         blocks = {
-            key: f"tensordesc<bf16{_block_shape(rows, config)}>"
-            for key, rows in (("x", config.block_m), ("weight", config.block_n))
+            "x": f"tensordesc<bf16{_block_shape(config.block_m, config)}>",
+            "weight": f"tensordesc<{element}{_block_shape(config.block_n, config, packed)}>",
         }
         split = {"partial": "*fp32:16", "counters": "*i32:16"}
-        sizes = {"M": "i32", "N": "i32:16", "K": "i32:16", "weight_rows": "*bf16:16", "row_stride": "i32:16"}
+        sizes = {"M": "i32", "N": "i32:16", "K": "i32:16", "weight_rows": f"*{element}:16", "row_stride": "i32:16"}
+        given, absent = _scale_types(stored)
         yield Variant(
-            f"{name}, {m} x {n} x {k} on sm_{archs[0]}",
+            " ".join(part for part in (name, weight) if part) + f", {m} x {n} x {k} on sm_{archs[0]}",
             kernel,
-            {**blocks, **sizes, **(split if config.splits > 1 else {}), **signature},
-            {**_constants(config), **({} if config.splits > 1 else dict.fromkeys(split)), **constexprs},
+            {**blocks, **given, **sizes, **(split if config.splits > 1 else {}), **signature},
+            {**_constants(config, stored, n, k), **({} if config.splits > 1 else dict.fromkeys(split)), **absent, **constexprs},
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             archs=tuple(archs),
             programs=config.programs,
             early=config.full,
         )
+
+
+def _scale_types(stored: WeightFormat) -> tuple[dict[str, str], dict[str, Any]]:
+    """Of `scale`, `zero` and their strides: types of those that are given, and constants. As published: float32 with 8 bits,
+    bfloat16 and stored transposed with 4."""
+    if stored.bits == 16:
+        return {}, dict.fromkeys(("scale", "zero", "scale_row", "scale_column"))
+    if stored.bits == 8:
+        return {"scale": "*fp32:16", **({"scale_row": "i32:16"} if stored.rows > 1 else {})}, {
+            "zero": None, "scale_column": 1 if stored.rows > 1 else 0, **({} if stored.rows > 1 else {"scale_row": 1}),
+        }  # fmt: skip
+    return {"scale": "*bf16:16", "zero": "*bf16:16", "scale_column": "i32:16"}, {"scale_row": 1}

@@ -22,6 +22,7 @@ from benchmarks.round.profile import Profile, breakdown, plot, profile, small_ke
 from benchmarks.round.shapes import SHAPES, Shape
 from benchmarks.timing import median_ms
 from spec_ops.decoding import Generator, SpeculationConfig
+from spec_ops.decoding.drafter import draft_model
 from spec_ops.models.config import CacheSizes, ModelConfig
 from spec_ops.passes import compile as compile_with_passes
 
@@ -132,7 +133,7 @@ class RoundCase:
 def floor_bytes(generator: Generator, batch_size: int, context: int) -> tuple[int, int]:
     """Bytes of weights and of KV that a round must read: the target's once, the draft's (its LM head too) once per draft
     forward. A layer with a window reads the window."""
-    target, draft = generator.target, generator.draft
+    target, draft = generator.target, draft_model(generator.draft)
 
     def size(module: Any) -> int:
         return sum(p.numel() * p.element_size() for p in module.parameters()) - sum(

@@ -16,6 +16,7 @@ from torch import nn
 
 from spec_ops.decoding import Generator
 from spec_ops.models import PagedAttention
+from spec_ops.models.drafts import Draft
 from spec_ops.models.layers import rotary
 
 
@@ -53,7 +54,7 @@ class NaiveRound(example.NaiveRound):  # type: ignore[misc, name-defined]
     def __init__(self, generator: Generator, batch_size: int) -> None:
         nn.Module.__init__(self)  # the example's own would make caches and state
         draft, cache, config = generator.draft, generator.draft_cache, generator.config
-        if draft is None or cache is None or draft.token_offset != 0 or config.topk != 1:
+        if not isinstance(draft, Draft) or cache is None or draft.token_offset != 0 or config.topk != 1:
             raise ValueError("NaiveRound: `generator` must draft chains with an EAGLE-3 or MTP draft")
         self.target, self.draft, self.steps, self.width = generator.target, draft, config.num_steps, 1
         self.num_tokens, self.page_size, self.backend = config.num_steps + 1, generator.page_size, generator.backend

@@ -2,6 +2,7 @@
 
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.generate import GenerationResult, Generator, generate
+from spec_ops.decoding.lookup import PromptLookup
 from spec_ops.decoding.round import PlainRound, SpeculativeRound
 from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.state import RoundState
@@ -12,6 +13,7 @@ __all__ = [
     "GenerationStats",
     "Generator",
     "PlainRound",
+    "PromptLookup",
     "RoundState",
     "SamplingParams",
     "SpeculationConfig",

@@ -23,11 +23,12 @@ class Drafted(NamedTuple):
     """Tokens to verify.
 
     Attributes:
-        candidates: `[bs, D]` int64, target ids, root first.
+        candidates: `[bs, D]` int64, target ids, root first; -1 where nothing was drafted.
         positions: `[bs, D]`, their positions for RoPE: the depth in a tree.
         tree_mask: `[bs, D]` int64, a tree's bit masks; None for chains.
         parents: `[bs, D]`, each node's parent; None for chains.
-        probs: `[bs, D - 1, Vd]` float32, the distribution that each draft was sampled from; None unless a chain is sampled.
+        probs: `[bs, D - 1, Vd]` float32, the distribution that each draft was sampled from; None unless a
+            model's chain is sampled.
     """
 
     candidates: torch.Tensor

@@ -17,8 +17,9 @@ from tqdm.auto import tqdm
 from spec_ops._numbers import integer, is_integer
 from spec_ops.decoding.arguments import ArgumentNames, Requests, TokenChoice, check_requests, check_sampling
 from spec_ops.decoding.config import SpeculationConfig
-from spec_ops.decoding.draft import first_drafts
+from spec_ops.decoding.drafter import draft_model, make_drafter
 from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures, LogitsProcessor, check_processor
+from spec_ops.decoding.lookup import PromptLookup
 from spec_ops.decoding.random import row_seeds
 from spec_ops.decoding.round import PlainRound, SpeculativeRound, commit_next
 from spec_ops.decoding.sampling import SamplingParams
@@ -57,7 +58,8 @@ class Generator:
 
     Args:
         target: the model whose output is wanted, on any device.
-        draft: the model that drafts, on the target's device and in its dtype; None for plain decoding.
+        draft: the model that drafts, on the target's device and in its dtype; a `PromptLookup`, which drafts without a model;
+            None for plain decoding.
         config: shape of a round; default `SpeculationConfig()`.
         max_batch_size: most requests decoded at once; longer lists of prompts run in groups. Buckets are the powers of two up
             to it.
@@ -75,7 +77,7 @@ class Generator:
     def __init__(
         self,
         target: Target,
-        draft: Draft | None = None,
+        draft: Draft | PromptLookup | None = None,
         config: SpeculationConfig | None = None,
         *,
         max_batch_size: int = 8,
@@ -90,15 +92,18 @@ class Generator:
         max_seq_len = integer("Generator", "max_seq_len", max_seq_len, 1)
         page_size = integer("Generator", "page_size", page_size, 1, 128)
         _check_kinds(target, draft, config)
-        self.target, self.draft = target.eval(), draft.eval() if draft is not None else None
+        self.target, self.draft = target.eval(), draft
         self.config = config or SpeculationConfig()
         self.max_batch_size, self.max_seq_len, self.page_size = max_batch_size, max_seq_len, page_size
         self.compile, self.backend = compile, backend
         self.prefill_backend = backend if prefill_backend is None else prefill_backend
         weight = target.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
-        if draft is not None:
-            self._check_draft(draft)
+        if isinstance(draft, PromptLookup):
+            draft.check(self.config, max_seq_len)
+        model = draft_model(draft)
+        if model is not None:
+            self._check_draft(model.eval())
         if cache_dtype not in (None, self.dtype, torch.float8_e4m3fn):
             raise ValueError(f"Generator: `cache_dtype` must be the model's {self.dtype} or float8_e4m3fn, got {cache_dtype}")
         reserve = self.config.reserve if draft is not None else 1
@@ -107,7 +112,7 @@ class Generator:
         num_pages = self.max_pages * max_batch_size
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
             self.target_cache = PagedKVCache(target.config, num_pages, page_size, **pool)
-            self.draft_cache = PagedKVCache(draft.config, num_pages, page_size, **pool) if draft is not None else None
+            self.draft_cache = None if model is None else PagedKVCache(model.config, num_pages, page_size, **pool)
         self._states: dict[int, RoundState] = {}
         self._rounds: dict[tuple[int, bool, LogitsFeatures | None], Callable[[], None]] = {}
         self._changes: dict[tuple[int, LogitsFeatures], LogitsChanges] = {}
@@ -254,19 +259,18 @@ class Generator:
 
     def _state(self, bucket: int) -> RoundState:
         if bucket not in self._states:
-            draft = self.draft
-            sizes = {}
-            if draft is not None:
+            model, sizes = draft_model(self.draft), {}
+            if model is not None:
                 sizes = {
                     "topk": self.config.topk,
-                    "draft_hidden": draft.config.hidden_size,
-                    "draft_vocab": draft.draft_vocab_size,
+                    "draft_hidden": model.config.hidden_size,
+                    "draft_vocab": model.draft_vocab_size,
                 }
             self._states[bucket] = RoundState(
                 bucket,
                 self.max_pages,
                 max_len=self.max_seq_len,
-                path_len=self.config.path_len if draft is not None else 1,
+                path_len=self.config.path_len if self.draft is not None else 1,
                 hidden_dtype=self.dtype,
                 device=self.device,
                 **sizes,
@@ -309,7 +313,7 @@ class Generator:
         if features is not None:
             options["changes"] = self._logits_changes(bucket, features)
         state = self._state(bucket)
-        if self.draft is None or self.draft_cache is None:
+        if self.draft is None:
             return PlainRound(self.target, self.target_cache, state, **options)
         caches = self.target_cache, self.draft_cache
         return SpeculativeRound(self.target, self.draft, *caches, state, self.config, **options)
@@ -399,21 +403,9 @@ class Generator:
         logits = output.hidden.new_zeros(state.batch_size, self.target.config.vocab_size)
         logits[:count] = self.target.logits(output.hidden[last])
         commit_next(logits, state, sampled, changes)
-        if self.draft is None or self.draft_cache is None:
-            return
-        features = self.draft.encode(output)
-        rows = features.split(lens)
-        first = state.last_token[:count].split(1)
-        if self.draft.token_offset == 0:  # features at p beside token p + 1
-            inputs = [torch.cat([t[1:], f]) for t, f in zip(tokens.split(lens), first, strict=True)]
-        else:  # token p itself, the newest included
-            inputs = [torch.cat([t, f]) for t, f in zip(tokens.split(lens), first, strict=True)]
-            rows = tuple(torch.cat([r, r[-1:]]) for r in rows)
-        positions, starts, attention = self._ragged(self.draft_cache, state, [len(i) for i in inputs])
-        hidden = self.draft(torch.cat(inputs), torch.cat(rows), positions, attention)
-        carried = hidden.new_zeros(state.batch_size, hidden.shape[-1])
-        carried[:count] = hidden[(starts[1 : count + 1] - 1).to(self.device)]
-        first_drafts(self.draft, state, carried, self.config.topk, sampled)
+        if self.draft is not None:
+            drafter = make_drafter(self.draft, self.draft_cache, state, self.config, sampled=sampled, backend=self.backend)
+            drafter.prefill(tokens, lens, output, lambda cache, lens: self._ragged(cache, state, lens))
 
 
 def _check_kinds(target: Any, draft: Any, config: Any) -> None:
@@ -421,7 +413,7 @@ def _check_kinds(target: Any, draft: Any, config: Any) -> None:
     if config is not None and not isinstance(config, SpeculationConfig):
         raise ValueError(f"Generator: `config` must be a SpeculationConfig, got {type(config).__name__}")
     for name, model, kind in (("target", target, Target), ("draft", draft, Draft)):
-        if isinstance(model, kind) or (name == "draft" and model is None):
+        if isinstance(model, kind) or (name == "draft" and (model is None or isinstance(model, PromptLookup))):
             continue
         hint = ""
         if hasattr(model, "generation_config"):
@@ -432,6 +424,8 @@ def _check_kinds(target: Any, draft: Any, config: Any) -> None:
             hint = ": prompts come after it, `generate(target, draft, prompts)`, where None is no draft"
         elif isinstance(model, Target):
             hint = ": a language model drafts as `StandaloneDraft(model)`"
+        elif model is PromptLookup or isinstance(model, str):
+            hint = ": drafts without a model are `PromptLookup()`"
         raise ValueError(
             f"Generator: `{name}` must be a {kind.__module__}.{kind.__qualname__}, got {type(model).__name__}{hint}"
         )
@@ -528,7 +522,7 @@ class _OutputReader:
 
 def generate(
     target: Target,
-    draft: Draft | None,
+    draft: Draft | PromptLookup | None,
     prompts: Sequence[Sequence[int]],
     config: SpeculationConfig | None = None,
     *,

@@ -16,11 +16,10 @@ from spec_ops.decoding.draft import (
     COUNTERS,
     FINAL_COUNTER,
     Drafted,
-    draft_chain,
-    draft_tree,
-    first_drafts,
 )
+from spec_ops.decoding.drafter import make_drafter
 from spec_ops.decoding.logits import LogitsChanges, masked_end, masked_tokens
+from spec_ops.decoding.lookup import PromptLookup
 from spec_ops.decoding.random import uniforms
 from spec_ops.decoding.state import ALL_MASKED, RoundState
 from spec_ops.models.drafts import Draft
@@ -37,8 +36,9 @@ class SpeculativeRound(nn.Module):
     """Draft `S` steps, verify `D` tokens with one target forward, accept, extend the draft's cache.
 
     Args:
-        target, draft: the models.
-        target_cache, draft_cache: their paged KV; a request has the same page ids in both.
+        target: the model whose output is wanted.
+        draft: the model that drafts, or a `PromptLookup`.
+        target_cache, draft_cache: their paged KV; a request has the same page ids in both. None for a draft without a model.
         state: buffers of the batch bucket; after a call `state.output` holds what it emitted.
         config: draft steps, and shape of the tree.
         sampled: sample with the state's `temperature`, `top_k` and `top_p` (rows of temperature 0 stay greedy); else decode
@@ -50,9 +50,9 @@ class SpeculativeRound(nn.Module):
     def __init__(
         self,
         target: Target,
-        draft: Draft,
+        draft: Draft | PromptLookup,
         target_cache: PagedKVCache,
-        draft_cache: PagedKVCache,
+        draft_cache: PagedKVCache | None,
         state: RoundState,
         config: SpeculationConfig,
         *,
@@ -61,8 +61,8 @@ class SpeculativeRound(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self.target, self.draft = target, draft
-        self.target_cache, self.draft_cache = target_cache, draft_cache
+        self.target, self.target_cache = target, target_cache
+        self.drafter = make_drafter(draft, draft_cache, state, config, sampled=sampled, backend=backend)
         self.state, self.config = state, config
         self.sampled, self.changes, self.backend = sampled, changes, backend
 
@@ -70,10 +70,7 @@ class SpeculativeRound(nn.Module):
     def forward(self) -> None:
         """Run the round: read and advance `state`, write both caches."""
         config, state = self.config, self.state
-        if config.topk == 1:
-            drafted = draft_chain(self.draft, self.draft_cache, state, config, self.sampled, self.backend)
-        else:
-            drafted = draft_tree(self.draft, self.draft_cache, state, config, self.backend)
+        drafted = self.drafter()
         output = self.verify(drafted)
         logits = self.target.logits(output.hidden)
         accepted = self.accept(drafted, logits if self.changes is None else self.changes(logits, drafted))
@@ -83,7 +80,7 @@ class SpeculativeRound(nn.Module):
         count = state.commit(accepted.tokens, accepted.lens)
         if self.changes is not None:
             self.changes.update(accepted.tokens, count)
-        self.extend(output, accepted, committed, count, active)
+        self.drafter.extend(output, accepted, committed, count, active)
 
     def verify(self, drafted: Drafted) -> TargetOutput:
         """Run the target over all drafted tokens, whose KV goes to slots `[committed, committed + D)`."""
@@ -99,7 +96,7 @@ class SpeculativeRound(nn.Module):
             tree_mask=drafted.tree_mask,
             backend=self.backend,
         )
-        return self.target(drafted.candidates, drafted.positions, attention)
+        return self.target(drafted.candidates.clamp(min=0), drafted.positions, attention)  # -1: nothing was drafted
 
     def accept(self, drafted: Drafted, logits: torch.Tensor) -> ops.Accepted:
         """The path through the `drafted` tokens that the target's `logits [bs, D, V]` accept."""
@@ -118,7 +115,7 @@ class SpeculativeRound(nn.Module):
             final_uniforms(state),
             parents=drafted.parents,
             draft_probs=drafted.probs,
-            draft_to_target=self.draft.draft_to_target if drafted.probs is not None else None,
+            draft_to_target=self.drafter.draft_to_target if drafted.probs is not None else None,
             path_len=config.path_len,
             threshold_single=config.threshold_single,
             threshold_acc=config.threshold_acc,
@@ -135,36 +132,6 @@ class SpeculativeRound(nn.Module):
         start = state.committed_lens[:, None]
         source = state.slots(start + accepted.path, page_size, keep)
         ops.move_kv(self.target_cache.tensors(), source.flatten(), state.slots(start + place, page_size, keep).flatten())
-
-    def extend(self, output: TargetOutput, accepted: ops.Accepted, committed, count, active) -> None:
-        """Draft extend: run the draft over the accepted path with the target's features. The row of the last accepted token
-        drafts the first tokens of the next round. Rows past the accepted length write slots that later steps overwrite before
-        they are read.
-
-        Args:
-            output: of the target, for the verified tokens.
-            accepted: the accepted path.
-            committed: `[bs]` int32, committed lengths before this round.
-            count: `[bs]` int32, how many tokens the round emitted.
-            active: `[bs]` bool, requests that were not finished before this round.
-        """
-        state, length = self.state, self.config.path_len
-        encoded = self.draft.encode(output)
-        node = accepted.path.clamp(min=0)
-        features = encoded.gather(1, node[:, :, None].expand(-1, -1, encoded.shape[-1]))
-        first = committed + self.draft.token_offset
-        positions = first[:, None] + torch.arange(length, device=first.device)
-        attention = PagedAttention(
-            self.draft_cache,
-            "draft_extend",
-            state.block_tables,
-            torch.where(active, first + length, 0),
-            state.slots(positions, self.draft_cache.page_size, active[:, None]),
-            backend=self.backend,
-        )
-        hidden = self.draft(accepted.tokens.clamp(min=0), features, positions, attention)
-        row = (count - 1).clamp(min=0).long()[:, None, None].expand(-1, 1, hidden.shape[-1])
-        first_drafts(self.draft, state, hidden.gather(1, row)[:, 0], self.config.topk, self.sampled)
 
 
 class PlainRound(nn.Module):

@@ -1,0 +1,186 @@
+"""What drafts for the rounds of a batch bucket: a model with a KV cache of its own, or the text itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from spec_ops import ops
+from spec_ops.decoding.config import SpeculationConfig
+from spec_ops.decoding.draft import Drafted, draft_chain, draft_tree, first_drafts
+from spec_ops.decoding.lookup import PromptLookup
+from spec_ops.decoding.state import RoundState
+from spec_ops.models.drafts import Draft
+from spec_ops.models.paged import PagedAttention, PagedKVCache
+from spec_ops.models.target import TargetOutput
+
+# `ragged(cache, lens)`: positions `[total]`, starts `[bs + 1]` on the CPU, and the attention of a ragged extend.
+Ragged = Callable[[PagedKVCache, list[int]], tuple[torch.Tensor, torch.Tensor, Any]]
+
+
+class Drafter(nn.Module):
+    """What a round and the prefill before it need of whatever drafts."""
+
+    @property
+    def draft_to_target(self) -> torch.Tensor | None:
+        """`[draft_vocab]` int64: the target ids of a reduced vocabulary that `Drafted.probs` is about."""
+        return None
+
+    def prefill(self, tokens: torch.Tensor, lens: list[int], output: TargetOutput, ragged: Ragged) -> None:
+        """Read the prompts, after the target.
+
+        Args:
+            tokens: `[total]` int64, of all prompts. The first new token of each is the state's `last_token`.
+            lens: tokens of each prompt.
+            output: of the target, for `tokens`.
+            ragged: makes the attention of a ragged extend.
+        """
+
+    def forward(self) -> Drafted:
+        """The tokens to verify."""
+        raise NotImplementedError
+
+    def extend(self, output: TargetOutput, accepted: ops.Accepted, committed, count, active) -> None:
+        """Read what a round has verified.
+
+        Args:
+            output: of the target, for the verified tokens.
+            accepted: the accepted path.
+            committed: `[bs]` int32, committed lengths before this round.
+            count: `[bs]` int32, how many tokens the round emitted.
+            active: `[bs]` bool, requests that were not finished before this round.
+        """
+
+
+class ModelDrafter(Drafter):
+    """A draft model: chains, or trees.
+
+    Args:
+        draft: the model.
+        cache: its paged KV; a request has the same page ids as in the target's.
+        state: buffers of the batch bucket.
+        config: draft steps, and shape of the tree.
+        sampled: draw chains from the draft's distribution; else take the likeliest tokens.
+        backend: of every attention op.
+    """
+
+    def __init__(
+        self, draft: Draft, cache: PagedKVCache, state: RoundState, config: SpeculationConfig, *, sampled: bool, backend: str
+    ) -> None:
+        super().__init__()
+        self.draft, self.cache, self.state, self.config = draft, cache, state, config
+        self.sampled, self.backend = sampled, backend
+
+    @property
+    def draft_to_target(self) -> torch.Tensor | None:
+        return self.draft.draft_to_target
+
+    def prefill(self, tokens, lens, output, ragged) -> None:
+        count = len(lens)
+        rows = self.draft.encode(output).split(lens)
+        first = self.state.last_token[:count].split(1)
+        if self.draft.token_offset == 0:  # features at p beside token p + 1
+            inputs = [torch.cat([t[1:], f]) for t, f in zip(tokens.split(lens), first, strict=True)]
+        else:  # token p itself, the newest included
+            inputs = [torch.cat([t, f]) for t, f in zip(tokens.split(lens), first, strict=True)]
+            rows = tuple(torch.cat([r, r[-1:]]) for r in rows)
+        positions, starts, attention = ragged(self.cache, [len(i) for i in inputs])
+        hidden = self.draft(torch.cat(inputs), torch.cat(rows), positions, attention)
+        carried = hidden.new_zeros(self.state.batch_size, hidden.shape[-1])
+        carried[:count] = hidden[(starts[1 : count + 1] - 1).to(hidden.device)]
+        first_drafts(self.draft, self.state, carried, self.config.topk, self.sampled)
+
+    def forward(self) -> Drafted:
+        if self.config.topk == 1:
+            return draft_chain(self.draft, self.cache, self.state, self.config, self.sampled, self.backend)
+        return draft_tree(self.draft, self.cache, self.state, self.config, self.backend)
+
+    def extend(self, output, accepted, committed, count, active) -> None:
+        """Run the draft over the accepted path with the target's features. The row of the last accepted token drafts the first
+        tokens of the next round. Rows past the accepted length write slots that later steps overwrite before they are read."""
+        state, length = self.state, self.config.path_len
+        encoded = self.draft.encode(output)
+        node = accepted.path.clamp(min=0)
+        features = encoded.gather(1, node[:, :, None].expand(-1, -1, encoded.shape[-1]))
+        first = committed + self.draft.token_offset
+        positions = first[:, None] + torch.arange(length, device=first.device)
+        attention = PagedAttention(
+            self.cache,
+            "draft_extend",
+            state.block_tables,
+            torch.where(active, first + length, 0),
+            state.slots(positions, self.cache.page_size, active[:, None]),
+            backend=self.backend,
+        )
+        hidden = self.draft(accepted.tokens.clamp(min=0), features, positions, attention)
+        row = (count - 1).clamp(min=0).long()[:, None, None].expand(-1, 1, hidden.shape[-1])
+        first_drafts(self.draft, state, hidden.gather(1, row)[:, 0], self.config.topk, self.sampled)
+
+
+class LookupDrafter(Drafter):
+    """Prompt lookup in the state's history.
+
+    Args:
+        lookup: which places are taken.
+        state: buffers of the batch bucket.
+        config: how many tokens are drafted.
+        otherwise: drafts the chains of requests in which nothing is found, without a distribution; None: nothing is drafted.
+    """
+
+    def __init__(
+        self, lookup: PromptLookup, state: RoundState, config: SpeculationConfig, otherwise: ModelDrafter | None = None
+    ) -> None:
+        super().__init__()
+        self.lookup, self.state, self.config, self.otherwise = lookup, state, config, otherwise
+
+    def prefill(self, tokens, lens, output, ragged) -> None:
+        if self.otherwise is not None:
+            self.otherwise.prefill(tokens, lens, output, ragged)
+
+    def forward(self) -> Drafted:
+        state, lookup = self.state, self.lookup
+        lens = state.committed_lens + 1
+        found = ops.lookup_drafts(state.tokens, lens, self.config.num_steps, lookup.max_ngram, lookup.min_ngram)
+        candidates = torch.cat([state.last_token[:, None], found], 1)
+        if self.otherwise is not None:
+            drafted = self.otherwise()
+            return drafted._replace(candidates=torch.where(candidates >= 0, candidates, drafted.candidates))
+        positions = state.committed_lens[:, None] + torch.arange(self.config.num_tokens, device=candidates.device)
+        return Drafted(candidates, positions)
+
+    def extend(self, output, accepted, committed, count, active) -> None:
+        if self.otherwise is not None:
+            self.otherwise.extend(output, accepted, committed, count, active)
+
+
+def draft_model(draft: Draft | PromptLookup | None) -> Draft | None:
+    """The model among what drafts, which needs a cache."""
+    return draft.otherwise if isinstance(draft, PromptLookup) else draft
+
+
+def make_drafter(
+    draft: Draft | PromptLookup,
+    cache: PagedKVCache | None,
+    state: RoundState,
+    config: SpeculationConfig,
+    *,
+    sampled: bool,
+    backend: str,
+) -> Drafter:
+    """What drafts as `draft` says; `cache` is that of its model, if it has one."""
+    lookup = draft if isinstance(draft, PromptLookup) else None
+    # Where rows may be drafted either way, none has a distribution: target-only acceptance is lossless for any draft.
+    sampled = sampled and lookup is None
+    drafter = None
+    if (model := draft_model(draft)) is not None:
+        if cache is None:
+            raise ValueError("SpeculativeRound: `draft_cache` must be the draft model's PagedKVCache, got None")
+        drafter = ModelDrafter(model, cache, state, config, sampled=sampled, backend=backend)
+    if lookup is not None:
+        return LookupDrafter(lookup, state, config, drafter)
+    if drafter is None:
+        raise ValueError("SpeculativeRound: `draft` must be a draft model or a PromptLookup, got None")
+    return drafter

@@ -59,7 +59,7 @@ def _next_draft(
     """The draft tokens (target ids, `[bs]`) for `logits [bs, Vd]`, and the distribution that they were sampled from."""
     if not sampled:
         return draft.to_target(logits.argmax(-1)), None
-    probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
+    probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p, state.min_p)
     coins = uniforms(state.seeds, state.committed_lens.long() * COUNTERS + DRAFT_COUNTER + step)
     # -1 where nothing can be drawn. Any token will do there: acceptance gets the same distribution, and ends the request.
     return draft.to_target(ops.sample_tokens(probs, coins).clamp(min=0)), probs

@@ -351,7 +351,7 @@ class Generator:
         if stops:
             state.stop_tokens[:count, : len(stops)] = torch.as_tensor(stops, device=self.device)
         params = [choice.params[i] for i in members]
-        for name in ("temperature", "top_k", "top_p"):
+        for name in ("temperature", "top_k", "top_p", "min_p"):
             put(getattr(state, name), [getattr(p, name) for p in params])
         if choice.sampled:
             put(state.seeds, row_seeds([choice.seeds[i] for i in members], members))

@@ -41,8 +41,8 @@ class SpeculativeRound(nn.Module):
         target_cache, draft_cache: their paged KV; a request has the same page ids in both. None for a draft without a model.
         state: buffers of the batch bucket; after a call `state.output` holds what it emitted.
         config: draft steps, and shape of the tree.
-        sampled: sample with the state's `temperature`, `top_k` and `top_p` (rows of temperature 0 stay greedy); else decode
-            greedily.
+        sampled: sample with the state's `temperature`, `top_k`, `top_p` and `min_p` (rows of temperature 0 stay greedy); else
+            decode greedily.
         changes: what is done to the target's logits first; None for nothing.
         backend: of every attention op.
     """
@@ -105,7 +105,7 @@ class SpeculativeRound(nn.Module):
             tokens = logits.argmax(-1)
             tokens = tokens if self.changes is None else masked_tokens(logits, tokens)
             return ops.accept_greedy(drafted.candidates, tokens, drafted.parents, config.path_len)
-        probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
+        probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p, state.min_p)
         node = torch.arange(config.num_tokens, device=logits.device)
         counters = (state.committed_lens.long() * COUNTERS + ACCEPT_COUNTER)[:, None] + node
         accepted = ops.accept_sampled(
@@ -185,7 +185,7 @@ def commit_next(logits: torch.Tensor, state: RoundState, sampled: bool, changes:
         tokens = logits.argmax(-1)
         tokens = tokens if changes is None else masked_tokens(logits, tokens)
     else:
-        probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p)
+        probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p, state.min_p)
         tokens = ops.sample_tokens(probs, final_uniforms(state))
         if changes is not None:
             masked = logits.amax(-1) == -torch.inf

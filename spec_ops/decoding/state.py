@@ -41,6 +41,7 @@ class RoundState(nn.Module):
         temperature: `[bs]` float32; 0 is greedy.
         top_k: `[bs]` int32; 0 keeps all tokens.
         top_p: `[bs]` float32; 1 keeps all tokens.
+        min_p: `[bs]` float32; 0 keeps all tokens.
         seeds: `[bs]` int64.
         output: `[bs, P + 2]` int64, packed so that the host reads one tensor: the tokens that the last round emitted (-1 past
             their count), their count, and the request's status: 0 goes on, 1 finished, `BROKEN` no token could be drawn,
@@ -61,6 +62,7 @@ class RoundState(nn.Module):
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
+    min_p: torch.Tensor
     seeds: torch.Tensor
     output: torch.Tensor
 
@@ -94,6 +96,7 @@ class RoundState(nn.Module):
             "temperature": ((), torch.float32),
             "top_k": ((), torch.int32),
             "top_p": ((), torch.float32),
+            "min_p": ((), torch.float32),
             "seeds": ((), torch.int64),
             "output": ((path_len + 2,), torch.int64),
         }

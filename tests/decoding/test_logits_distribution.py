@@ -17,14 +17,14 @@ from tests.helpers.exact import filtered_probs
 
 DRAWS, ROWS = 40_000, 5_000
 PARAMS = [  # one for each prompt: every group holds rows of both
-    SamplingParams(1.0, seed=4, repetition_penalty=1.6, frequency_penalty=0.7, logit_bias={2: 0.8}),
-    SamplingParams(0.8, seed=4, presence_penalty=1.0, top_k=3, bad_words_ids=[[3, 0], [1, 2]], suppress_tokens=[]),
+    SamplingParams(1.0, seed=4, repetition_penalty=1.6, frequency_penalty=0.7, logit_bias={2: 0.8}, min_p=0.2),
+    SamplingParams(0.8, seed=4, presence_penalty=1.0, top_k=3, bad_words_ids=[[3, 0], [1, 2]]),
 ]
 
 
 def exact_joint(target, prompt: list[int], params: SamplingParams) -> np.ndarray:
     """Probability of every continuation of `LENGTH` tokens, in `itertools.product`'s order."""
-    filters = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+    filters = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
 
     def next_probs(output: list[int]) -> list[float]:
         logits = target.logits(full_prefill(target, prompt + output)[0].hidden[-1]).detach()

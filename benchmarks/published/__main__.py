@@ -35,6 +35,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "again": rounds.again,
     "backends": rounds.backends,
     "passes": rounds.passes,
+    "sampled": rounds.sampled,
     "planned": rounds.planned,
     "compilation": rounds.compilation,
     "peers": peers.rounds,

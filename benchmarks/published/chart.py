@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published import peers, summary
-from benchmarks.published.text import RESULTS, ROOT, load
+from benchmarks.published.text import RESULTS, ROOT, load_rounds
 
 PATH = ROOT / "docs" / "images" / "chart.svg"
 CASES = ((1, 1024), (8, 1024), (32, 1024))
@@ -23,7 +23,7 @@ def data(results: Path = RESULTS) -> dict[str, Any]:
         row = peers.ours(results, bs, context)
         assert row is not None
         rounds[f"batch {bs}"] = {FLOOR: row["floor_ms"], OURS: row["ms"], SGLANG: min(peers.sglang(results, bs, context))}
-    assisted = next(row for row in load("h200-round", results)["rows"] if row["round"] == "assisted")
+    assisted = next(row for row in load_rounds("h200-round", results)["rows"] if row["round"] == "assisted")
     rounds[f"batch {assisted['bs']}"][TRANSFORMERS] = assisted["ms"]
     plain, speculative, _ = summary.demo(results)
     return {"ms a round": rounds, "tokens/s": {"plain": plain, "speculative": speculative}}

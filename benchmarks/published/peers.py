@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.published.text import Row, listed, load, paragraph, short, table
+from benchmarks.published.text import Row, listed, load, load_rounds, paragraph, short, table
 
 MODEL = "llama-3.1-8b-shape-32-layers"
 
 
 def ours(results: Path, bs: int, context: int, name: str = "h200-round") -> Row | None:
     """Our speculative round of the 8B shape, passes on, the backend chosen automatically."""
-    for row in load(name, results)["rows"]:
+    for row in load_rounds(name, results)["rows"]:
         case = (row["model"].partition("+")[0], row["bs"], row["context"], row["round"], row["backend"], row["passes"])
         if case == (MODEL, bs, context, "speculative", "auto", True):
             return row
@@ -33,7 +33,7 @@ def rounds(results: Path) -> str:
             continue
         ratio = f"{min(theirs) / row['ms']:.2f}"
         lines.append([f"{bs}, {context}", f"{row['floor_ms']:.2f}", f"{row['ms']:.2f}", listed(theirs, "{:.1f}".format), ratio])
-    assisted = next(row for row in load("h200-round", results)["rows"] if row["round"] == "assisted")
+    assisted = next(row for row in load_rounds("h200-round", results)["rows"] if row["round"] == "assisted")
     intro = "One round of Llama-3.1-8B's shape with an EAGLE-3 head on one H200: three draft steps, four verified tokens, bf16,"
     intro += f" random weights, milliseconds. SGLang is release {found['versions']['sglang']} with its `fa3` attention backend,"
     intro += " the fastest of those that were tried, CUDA graphs and overlap scheduling, and a simulated accept length of"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published.text import Row, listed, load, paragraph, table, without_empty_columns
+from benchmarks.published.text import Row, listed, load, load_rounds, paragraph, table, without_empty_columns
+from benchmarks.round.report import beside_base, describe_choice, draft_shape
 
 # What the tables call a model; other names stand as they are.
 LABELS = {
@@ -62,7 +63,7 @@ def _beside(found: dict[str, Any]) -> dict[tuple, dict[str, Row]]:
 
 
 def rounds(results: Path) -> str:
-    found = load("h200-round", results)
+    found = load_rounds("h200-round", results)
     beside, lines = _beside(found), []
     for (model, bs, context), kinds in beside.items():
         if (row := kinds.get("speculative")) is None:
@@ -95,7 +96,7 @@ def rounds(results: Path) -> str:
 
 def above(results: Path) -> str:
     """Where the time goes in every profiled round that the table of rounds does not show."""
-    found = load("h200-round", results)
+    found = load_rounds("h200-round", results)
     shown = [kinds["speculative"] for kinds in _beside(found).values() if "speculative" in kinds]
     lines = []
     for row in found["rows"]:
@@ -111,7 +112,7 @@ def above(results: Path) -> str:
 
 def again(results: Path) -> str:
     """The rounds of `h200-round.json` beside those of a later commit."""
-    first, second = (_beside(load(name, results)) for name in ("h200-round", "h200-round-again"))
+    first, second = (_beside(load_rounds(name, results)) for name in ("h200-round", "h200-round-again"))
     lines = []
     for (model, bs, context), kinds in second.items():
         for kind, row in kinds.items():
@@ -123,7 +124,7 @@ def again(results: Path) -> str:
 
 
 def backends(results: Path) -> str:
-    found = load("h200-round-backends", results)
+    found = load_rounds("h200-round-backends", results)
     rows = [row for row in found["rows"] if row.get("round", "speculative") == "speculative" and row["passes"]]
     names = sorted({row["backend"] for row in rows}, key=lambda name: (name != "auto", name != "triton", name))
     cases: dict[tuple, dict[str, Row]] = {}
@@ -147,7 +148,7 @@ def backends(results: Path) -> str:
 
 
 def passes(results: Path) -> str:
-    rows = load("h200-round", results)["rows"]
+    rows = load_rounds("h200-round", results)["rows"]
     both = {(*_key(row), row["round"]) for row in rows if not row["passes"] and row.get("round") in ("speculative", "naive")}
     lines = []
     for row in rows:
@@ -165,7 +166,7 @@ def passes(results: Path) -> str:
 
 
 def compilation(results: Path) -> str:
-    found = load("h200-round-compile", results)
+    found = load_rounds("h200-round-compile", results)
     lines = [
         [str(row["layers"]), str(row["steps"]), f"{row['compile_cold_s']:.0f}", f"{row['compile_warm_s']:.0f}"]
         for row in sorted(found["rows"], key=lambda row: (row["layers"], row["steps"]))
@@ -177,9 +178,26 @@ def compilation(results: Path) -> str:
     return paragraph(intro) + "\n\n" + table(("layers", "draft steps", "cold", "warm"), lines)
 
 
+def sampled(results: Path) -> str:
+    """Rounds that sample, and rounds that change logits, beside those that do not."""
+    lines = []
+    for row, other in beside_base(load("h200-round", results)["rows"]):
+        if row["passes"] and row["backend"] in ("auto", "triton") and row.get("round", "speculative") == "speculative":
+            times = [f"{row['ms']:.2f}", describe_choice(other), f"{other['ms']:.2f}", f"{row['ms'] / other['ms']:.3f}"]
+            where = [label(row["model"]), f"{row['bs']}, {row['context']}", draft_shape(row), describe_choice(row)]
+            lines.append([*where, *times])
+    intro = "What sampling adds to a round, and what a bias, penalties and a token bitmask add, milliseconds; each pair"
+    intro += " measured in one call (`python -m benchmarks round --sampled --penalties`, `benchmarks/results/h200-round.json`)"
+    if not lines:
+        return paragraph(f"{intro}: not measured yet.")
+    intro += ":"
+    header = ("model", "batch, context", "drafts", "tokens chosen by", "ms", "beside", "ms", "ratio")
+    return paragraph(intro) + "\n\n" + table(header, lines)
+
+
 def planned(results: Path) -> str:
     """What a round costs with kernels that plan on the host."""
-    rows = [row for row in load("h200-round-backends", results)["rows"] if row["model"].startswith("llama-3.1-8b")]
+    rows = [row for row in load_rounds("h200-round-backends", results)["rows"] if row["model"].startswith("llama-3.1-8b")]
     rows = [row for row in rows if (row["bs"], row["round"], row["passes"]) == (1, "speculative", True)]
     by_name = {row["backend"]: row for row in rows}
     theirs, ours = by_name["flashinfer-fa2"], by_name["triton"]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from benchmarks.published import kernels, peers
-from benchmarks.published.text import ROOT, load, paragraph, table
+from benchmarks.published.text import ROOT, load, load_rounds, paragraph, table
 
 FILES = "benchmarks/results"
 
@@ -28,7 +28,7 @@ def families() -> tuple[int, int]:
 
 
 def claims(results: Path) -> str:
-    rows = load("h200-round", results)["rows"]
+    rows = load_rounds("h200-round", results)["rows"]
     case = [row for row in rows if (row["bs"], row["context"]) == (1, 1024) and row["model"] == f"{peers.MODEL}+eagle3"]
     on, off = (next(row for row in case if row["passes"] is passes) for passes in (True, False))
     theirs, sglang = min(peers.sglang(results, 1, 1024)), load("h200-peers", results)["versions"]["sglang"]

@@ -9,14 +9,22 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.round.report import choice
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-WIDTH = 130
+WIDTH = 128
 Row = dict[str, Any]
 
 
 def load(name: str, results: Path) -> dict[str, Any]:
     return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def load_rounds(name: str, results: Path) -> dict[str, Any]:
+    """A file of rounds with its greedy chains alone: rounds that sample or change logits, and trees, have a table of theirs."""
+    found = load(name, results)
+    return found | {"rows": [row for row in found["rows"] if not any(choice(row)) and row.get("topk", 1) <= 1]}
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from benchmarks.round.shapes import SHAPES
 from benchmarks.timing import measure_ceilings
-from spec_ops.cli.options import console, plot_file, writable_file
+from spec_ops.cli.options import KeepK, KeepP, MinP, Temperature, console, parse_sampling, plot_file, writable_file
 
 PASSES = {"both": (True, False), "on": (True,), "off": (False,)}
 
@@ -29,6 +29,16 @@ def bench_round(
     naive: Annotated[bool, typer.Option("--naive", help="Also the round as one writes it at first.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Also plain compiled decoding by the same ops.")] = False,
     assisted: Annotated[bool, typer.Option("--assisted", help="Also transformers', batch 1, shortest context.")] = False,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="Also rounds that sample, by default at temperature 0.6 with top-p 0.9.")
+    ] = False,
+    temperature: Temperature = None,
+    top_k: KeepK = None,
+    top_p: KeepP = None,
+    min_p: MinP = None,
+    penalties: Annotated[
+        bool, typer.Option("--penalties", help="Also rounds with a bias, penalties and a token bitmask, greedy and sampled.")
+    ] = False,
     accept_length: Annotated[
         float | None, typer.Option(min=1, help="Tokens a round for tokens/s; default three quarters of the longest path.")
     ] = None,
@@ -59,6 +69,7 @@ def bench_round(
         raise typer.BadParameter(f"must be one of {list(PASSES)}, got {passes!r}", param_hint="--passes")
     if unknown := sorted(set(model) - set(SHAPES)):
         raise typer.BadParameter(f"must be one of {list(SHAPES)}, got {unknown}", param_hint="--model")
+    choices = _choices(sampled, penalties, temperature, top_k, top_p, min_p)
     if naive and tree_width > 1:
         raise typer.BadParameter("drafts chains: leave out --tree-width", param_hint="--naive")
     from benchmarks.round import runner as round_runner  # imports the compiler, which would slow down every command
@@ -68,7 +79,8 @@ def bench_round(
     try:
         cases = round_runner.plan(
             model=model, batch_size=batch_size, context=context, layers=layers, steps=steps, tree=(tree_width, tree_tokens),
-            backend=backend, passes=PASSES[passes], extra=(naive, plain, assisted), accept_length=accept_length,
+            backend=backend, passes=PASSES[passes], extra=(naive, plain, assisted), choices=choices,
+            accept_length=accept_length,
             common={"repeats": repeats, "bandwidth": copy_rate, "device": device, "compiled": device == "cuda"},
         )  # fmt: skip
     except ValueError as error:
@@ -83,3 +95,27 @@ def bench_round(
     if any(note.failed for note in notes):
         console.print("[red]some rounds failed[/red]")
         raise typer.Exit(1)
+
+
+def _choices(
+    sampled: bool,
+    penalties: bool,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+) -> list[dict[str, Any]]:
+    """How the rounds of each case choose their tokens, as attributes of a `RoundCase`; the greedy one comes first."""
+    given = {"--temperature": temperature, "--top-k": top_k, "--top-p": top_p, "--min-p": min_p}
+    named = [option for option, value in given.items() if value is not None]
+    if named and not sampled:
+        raise typer.BadParameter("needs --sampled", param_hint=named[0])
+    if temperature == 0:
+        raise typer.BadParameter("must be above 0 with --sampled", param_hint="--temperature")
+    choices: list[dict[str, Any]] = [{}]
+    if sampled:
+        # Of Llama 3's generation_config.
+        filters = (0.6 if temperature is None else temperature, top_k, 0.9 if top_p is None else top_p, min_p)
+        params = parse_sampling(*filters, seed=0)
+        choices.append({name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")})
+    return choices + [choice | {"penalties": True} for choice in choices if penalties]

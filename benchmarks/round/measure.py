@@ -19,16 +19,20 @@ import torch
 
 from benchmarks.round.naive import NaiveRound
 from benchmarks.round.profile import Profile, breakdown, plot, profile, small_kernels
+from benchmarks.round.report import kind
 from benchmarks.round.shapes import SHAPES, Shape
 from benchmarks.timing import median_ms
-from spec_ops.decoding import Generator, SpeculationConfig
+from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
 from spec_ops.decoding.drafter import draft_model
+from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures
 from spec_ops.models.config import CacheSizes, ModelConfig
 from spec_ops.passes import compile as compile_with_passes
 
 ROUNDS = ("speculative", "naive", "plain", "assisted")
 PAGE_SIZE = 64
 PROFILED = 5  # rounds under the profiler
+PENALIZED = LogitsFeatures(bias=True, repetition=True, counts=True, bitmask=True)
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class RoundCase:
         accept_length: tokens a request gains per round, stated and not measured: random weights accept nothing.
         compiled: False runs the round as it is, to try a benchmark without a compiler.
         timeline: file for a picture of one round at the first context.
+        temperature, top_k, top_p, min_p: of every request; temperature 0 decodes greedily.
+        penalties: bias, repetition, presence and frequency penalties and a token bitmask change the target's logits.
     """
 
     model: str
@@ -64,12 +70,27 @@ class RoundCase:
     dtype: str = "bfloat16"
     compiled: bool = True
     timeline: str | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    penalties: bool = False
 
     def __str__(self) -> str:
         layers = f" {self.layers} layers" if self.layers else ""
         contexts = ", ".join(str(context) for context in self.contexts)
         shape = f"{self.model}{layers} batch {self.batch_size} context {contexts} S={self.steps}"
-        return f"{shape} {self.round} {self.backend}{'' if self.passes else ' without passes'}"
+        return f"{shape} {kind({'round': self.round} | self.choice)} {self.backend}{'' if self.passes else ' without passes'}"
+
+    @property
+    def sampled(self) -> bool:
+        return self.temperature > 0
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """What its rows say of how tokens are chosen; nothing for a greedy round of unchanged logits."""
+        settings = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return ({"sampled": True, **settings} if self.sampled else {}) | ({"penalties": True} if self.penalties else {})
 
     @property
     def shape(self) -> Shape:
@@ -110,6 +131,7 @@ class RoundCase:
         accepted = 1.0 if self.round == "plain" else self.accept_length
         steps, topk = (0, 0) if self.round == "plain" else (self.steps, self.topk)
         draft = {"plain": "", "assisted": "+one-layer"}.get(self.round, f"+{self.shape.draft}")
+        tree = {"num_tokens": self.config.num_tokens} if topk > 1 else {}
         return {
             "model": f"{self.shape.label}-{self.shape.target.num_layers}-layers{draft}",
             "layers": self.shape.target.num_layers,
@@ -117,7 +139,9 @@ class RoundCase:
             "context": context,
             "steps": steps,
             "topk": topk,
+            **tree,
             "round": self.round,
+            **self.choice,
             "backend": self.backend,
             "passes": self.passes,
             "ms": round(milliseconds, 3),
@@ -172,6 +196,7 @@ class CompiledRound:
     """
 
     compile_s: float | None = None
+    changes: LogitsChanges | None = None
 
     def __init__(self, case: RoundCase) -> None:
         self.case = case
@@ -189,10 +214,10 @@ class CompiledRound:
         for cache in filter(None, (self.generator.target_cache, self.generator.draft_cache)):
             for tensor in cache.tensors():
                 tensor.normal_()
-        self.reset(max(case.contexts))
+        reset(self.generator, case.batch_size, max(case.contexts))  # a naive round copies the page tables
         naive = case.round == "naive"
-        module = NaiveRound(self.generator, case.batch_size) if naive else self.generator.round(case.batch_size)
-        self.step = self._compiled(module)
+        self.step = self._compiled(NaiveRound(self.generator, case.batch_size) if naive else self._round())
+        self.reset(max(case.contexts))
         start = time.perf_counter()
         # `.item()` of the naive round becomes a node that a pass can remove, instead of a graph break.
         with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=naive):
@@ -203,6 +228,12 @@ class CompiledRound:
             for _ in range(3):  # record the graph, and replay it
                 self.step()
         self._synchronize()
+
+    def _round(self) -> torch.nn.Module:
+        case = self.case
+        module = self.generator.round(case.batch_size, sampled=case.sampled, features=PENALIZED if case.penalties else None)
+        self.changes = module.changes
+        return module
 
     def _compiled(self, module: torch.nn.Module) -> Callable[[], object]:
         if not self.case.compiled:
@@ -219,7 +250,19 @@ class CompiledRound:
             torch.cuda.synchronize()
 
     def reset(self, context: int) -> None:
-        reset(self.generator, self.case.batch_size, context)
+        case = self.case
+        reset(self.generator, case.batch_size, context)
+        if case.sampled:
+            state = self.generator._state(case.batch_size)
+            state.seeds.copy_(torch.arange(case.batch_size))
+            for name in ("temperature", "top_k", "top_p", *["min_p"] * (case.min_p > 0)):
+                getattr(state, name).fill_(getattr(case, name))
+        if self.changes is not None:
+            vocab, random = case.shape.target.vocab_size, torch.Generator().manual_seed(0)
+            texts = torch.randint(vocab, (case.batch_size, context), generator=random).tolist()
+            self.changes.load([SamplingParams(**PENALTIES, logit_bias={1: 1.0})] * case.batch_size, texts)
+            masks = torch.randint(-(2**31), 2**31, (64, *self.changes.bitmask.shape[1:]), generator=random)
+            self.changes.bitmask.copy_(masks[torch.arange(case.batch_size) % 64])
 
     def _milliseconds(self) -> float:
         if self.case.device == "cuda":

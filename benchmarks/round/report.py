@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -22,9 +22,28 @@ def above_floor(row: dict[str, Any]) -> dict[str, float] | None:
     return {part: row[f"{part}_ms"] - floors.get(part, 0.0) for part in PARTS}
 
 
+# What a row says of how tokens are chosen; one without them is of a greedy round of unchanged logits.
+CHOICE = ("sampled", "temperature", "top_k", "top_p", "min_p", "penalties")
+
+
+def kind(row: Mapping[str, Any]) -> str:
+    """Of the round: `"speculative"`, `"plain, sampled"`, `"speculative, sampled, penalties"`."""
+    return ", ".join([row.get("round", "speculative"), *(name for name in ("sampled", "penalties") if row.get(name))])
+
+
+def choice(row: Mapping[str, Any]) -> tuple:
+    return tuple(row.get(name) for name in CHOICE)
+
+
 def base(row: dict[str, Any]) -> tuple:
     """What rows must share to be compared: target, batch, context."""
     return row["model"].partition("+")[0], row["bs"], row["context"]
+
+
+def draft_shape(row: Mapping[str, Any]) -> str:
+    """`"S=3"`, `"S=3, K=4, 16 tokens"`; of older files, which hold no trees' tokens, without them."""
+    tree = [f"K={row['topk']}", *([f"{row['num_tokens']} tokens"] if "num_tokens" in row else [])] if row["topk"] > 1 else []
+    return ", ".join([f"S={row['steps']}", *tree])
 
 
 def judge_auto(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -32,8 +51,8 @@ def judge_auto(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     cases: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if row["round"] != "assisted":
-            key = (row["model"], row["bs"], row["context"], row["steps"], row["topk"], row["round"], row["passes"])
-            cases.setdefault(key, {})[row["backend"]] = row
+            key = (row["model"], row["bs"], row["context"], draft_shape(row), row["round"], row["passes"])
+            cases.setdefault((*key, choice(row)), {})[row["backend"]] = row
     verdicts = []
     for found in cases.values():
         if "auto" not in found or len(found) == 1:
@@ -46,6 +65,7 @@ def judge_auto(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             planned = backend is not None and backend.host_plan
             why = "it plans on the host, so it is used by name only" if planned else "its rank is behind what `auto` chose"
         shared = {name: row[name] for name in ("model", "bs", "context", "round", "passes")}
+        shared |= {name: row[name] for name in CHOICE if name in row}
         verdicts.append(
             shared | {"fastest": row["backend"], "auto_over_fastest": round(ratio, 3), "auto_wins": why is None, "why": why}
         )
@@ -85,8 +105,8 @@ def rounds_table(rows: Sequence[dict[str, Any]]) -> Table:
         ]
         seconds = ["" if row[f"compile_{kind}_s"] is None else f"{row[f'compile_{kind}_s']:.1f}" for kind in ("cold", "warm")]
         table.add_row(
-            f"{row['model']}, S={row['steps']}" + (f", K={row['topk']}" if row["topk"] > 1 else ""),
-            row["round"],
+            f"{row['model']}, {draft_shape(row)}",
+            kind(row),
             row["backend"],
             "on" if row["passes"] else "off",
             f"{row['bs']}, {row['context']}",
@@ -103,15 +123,15 @@ def rounds_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def beside_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     """A line per case with every kind of round beside the others, in tokens a second; None if there is one kind only."""
-    kinds = list(dict.fromkeys(row["round"] for row in rows))
+    kinds = list(dict.fromkeys(map(kind, rows)))
     if len(kinds) == 1:
         return None
     cases: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if row["passes"] or row["round"] == "assisted":
             best = cases.setdefault(base(row), {})
-            if row["round"] not in best or row["ms"] < best[row["round"]]["ms"]:
-                best[row["round"]] = row
+            if kind(row) not in best or row["ms"] < best[kind(row)]["ms"]:
+                best[kind(row)] = row
     table = Table("model", "batch, context", *kinds, title="tokens a second (ms a round), fastest backend, passes on")
     for (model, bs, context), found in cases.items():
         cells = [f"{found[k]['tokens_per_s']:.0f} ({found[k]['ms']:.2f})" if k in found else "" for k in kinds]
@@ -119,10 +139,50 @@ def beside_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     return table
 
 
+def beside_base(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each row of a round that samples or changes logits, with the row of the same case that it is judged by: a sampled round
+    by the greedy one, one that changes logits by the one that does not."""
+
+    def case(row: dict[str, Any]) -> tuple:
+        shape = row["model"], row["bs"], row["context"], draft_shape(row)
+        return (*shape, row.get("round", "speculative"), row["backend"], row["passes"])
+
+    def without(row: dict[str, Any]) -> tuple:
+        dropped = ("penalties",) if row.get("penalties") else CHOICE
+        return choice({name: value for name, value in row.items() if name not in dropped})
+
+    found = {(case(row), choice(row)): row for row in rows}
+    pairs = [(row, found.get((case(row), without(row)))) for row in rows if any(choice(row))]
+    return [(row, other) for row, other in pairs if other is not None]
+
+
+def describe_choice(row: Mapping[str, Any]) -> str:
+    """`"greedy"`, `"temperature 0.6, top-p 0.9"`, `"greedy, penalties, bias, bitmask"`."""
+    told = [] if row.get("sampled") else ["greedy"]
+    if row.get("sampled"):
+        told.append(f"temperature {row['temperature']:g}")
+        told += [f"top-k {row['top_k']}"] * (row["top_k"] > 0) + [f"top-p {row['top_p']:g}"] * (row["top_p"] < 1)
+        told += [f"min-p {row['min_p']:g}"] * (row["min_p"] > 0)
+    return ", ".join(told + ["penalties, bias, bitmask"] * bool(row.get("penalties")))
+
+
+def choice_table(rows: Sequence[dict[str, Any]]) -> Table | None:
+    """A line per round that samples or changes logits, beside the one that it is judged by; None if there is none."""
+    pairs = beside_base(rows)
+    if not pairs:
+        return None
+    table = Table("model", "batch, context", "round", "passes", "tokens chosen by", "ms", "beside", "ms", "ratio")
+    for row, other in pairs:
+        shown = (f"{row['model']}, {draft_shape(row)}", f"{row['bs']}, {row['context']}", row["round"])
+        times = (f"{row['ms']:.2f}", describe_choice(other), f"{other['ms']:.2f}", f"{row['ms'] / other['ms']:.3f}")
+        table.add_row(*shown, "on" if row["passes"] else "off", describe_choice(row), *times)
+    return table
+
+
 def auto_table(verdicts: Sequence[dict[str, Any]]) -> Table:
     table = Table("model", "round", "passes", "batch, context", "fastest", "auto / fastest", "why auto is not the fastest")
     for v in verdicts:
-        shown = (v["model"], v["round"], "on" if v["passes"] else "off", f"{v['bs']}, {v['context']}", v["fastest"])
+        shown = (v["model"], kind(v), "on" if v["passes"] else "off", f"{v['bs']}, {v['context']}", v["fastest"])
         ratio = f"{v['auto_over_fastest']:.2f}"
         table.add_row(*shown, ratio if v["auto_wins"] else f"[red]{ratio}[/red]", v["why"] or "")
     return table

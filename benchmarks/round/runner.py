@@ -16,7 +16,15 @@ from benchmarks.kernels.measure import Note
 from benchmarks.kernels.report import for_tables, notes_table
 from benchmarks.round.jobs import fitting, run
 from benchmarks.round.measure import RoundCase
-from benchmarks.round.report import auto_table, beside_table, judge_auto, rounds_table
+from benchmarks.round.report import (
+    auto_table,
+    beside_table,
+    choice,
+    choice_table,
+    draft_shape,
+    judge_auto,
+    rounds_table,
+)
 from benchmarks.rows import write_rows
 from spec_ops.decoding import SpeculationConfig
 
@@ -34,11 +42,13 @@ def plan(
     extra: tuple[bool, bool, bool],
     accept_length: float | None,
     common: dict[str, Any],
+    choices: Sequence[dict[str, Any]] = ({},),
 ) -> list[RoundCase]:
     """A case for every combination; plain and assisted rounds once for all settings that they do not depend on.
 
     Args:
         tree: width and tokens of the draft, as in `SpeculationConfig`. extra: whether naive, plain and assisted rounds too.
+        choices: how tokens are chosen, attributes of speculative and plain rounds; one round for each. Default greedily.
         accept_length: default three quarters of the longest path. common: further attributes of all cases.
 
     Raises:
@@ -54,13 +64,15 @@ def plan(
             if gained > path_len:
                 raise ValueError(f"--accept-length must be at most {path_len} tokens with {number} steps, got {gained:g}")
             drafted = shared | {"steps": number, "topk": tree[0], "tree_tokens": tree[1], "accept_length": gained}
-            for kind, kernel, on in itertools.product(("speculative", "naive")[: 1 + naive], backend, passes):
-                cases.append(RoundCase(round=kind, backend=kernel, passes=on, **drafted))
+            for kernel, on in itertools.product(backend, passes):
+                cases += [RoundCase(backend=kernel, passes=on, **drafted, **choice) for choice in choices]
+                cases += [RoundCase(round="naive", backend=kernel, passes=on, **drafted)] * naive
             if assisted and size == 1:
                 shortest = drafted | {"contexts": (min(context),)}
                 cases.append(RoundCase(round="assisted", backend="transformers", passes=False, **shortest))
         if plain:
-            cases += [RoundCase(round="plain", backend=kernel, passes=on, **shared) for kernel in backend for on in passes]
+            every = itertools.product(backend, passes, choices)
+            cases += [RoundCase(round="plain", backend=kernel, passes=on, **shared, **choice) for kernel, on, choice in every]
     return list(dict.fromkeys(cases))
 
 
@@ -88,8 +100,8 @@ class Report:
 
 
 def _identity(row: dict[str, Any]) -> tuple:
-    case = tuple(row[name] for name in ("model", "bs", "context", "steps", "topk", "backend", "passes"))
-    return (row.get("round", "speculative"), *case)  # older files hold no other
+    case = tuple(row[name] for name in ("model", "bs", "context", "backend", "passes"))
+    return (row.get("round", "speculative"), *case, draft_shape(row), choice(row))  # older files hold no other round
 
 
 def measure(
@@ -126,9 +138,9 @@ def show(console: Console, rows: list[dict[str, Any]], notes: list[Note]) -> Non
     console = for_tables(console)
     if rows:
         console.print(rounds_table(rows))
-        beside, verdicts = beside_table(rows), judge_auto(rows)
-        if beside is not None:
-            console.print(beside)
+        beside, chosen, verdicts = beside_table(rows), choice_table(rows), judge_auto(rows)
+        for table in filter(None, (beside, chosen)):
+            console.print(table)
         if verdicts:
             console.print(auto_table(verdicts))
     if notes:

@@ -14,7 +14,7 @@ from benchmarks import __main__ as benchmarks
 from benchmarks.round import profile as round_profile
 from benchmarks.round.measure import CompiledRound, RoundCase, floor_bytes
 from benchmarks.round.profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
-from benchmarks.round.report import above_floor, judge_auto
+from benchmarks.round.report import above_floor, beside_base, choice_table, judge_auto, kind
 from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES
 from spec_ops.passes import explain
 from spec_ops.passes.analysis import counts
@@ -98,6 +98,55 @@ def test_rows_of_a_round_on_cpu():
         assert row["floor_ms"] == pytest.approx(row["weights_floor_ms"] + row["kv_floor_ms"], abs=0.002)
         assert row["tokens_per_s"] == pytest.approx(3.0 * 3 / row["ms"] * 1e3, rel=0.01)
         assert (row["round"], row["model"], row["topk"]) == ("speculative", "tiny-2-layers+eagle3", 1)
+
+
+@pytest.mark.parametrize("tree", [{}, {"topk": 2, "tree_tokens": 6}], ids=["chain", "tree"])
+@pytest.mark.parametrize("penalties", [False, True], ids=["logits as they are", "penalties"])
+def test_rounds_that_sample(tree, penalties):
+    """Every request by the settings of the case; the same tokens after each reset, and not the greedy ones."""
+    torch.manual_seed(0)
+    case = replace(TINY, temperature=0.6, top_p=0.9, penalties=penalties, **tree)
+    made = CompiledRound(case)
+    state = made.generator._state(3)
+    assert (state.temperature == 0.6).all()
+    assert (state.top_p == torch.tensor(0.9)).all()
+    assert len(set(state.seeds.tolist())) == 3
+
+    def texts() -> list[torch.Tensor]:
+        made.reset(40)
+        found = []
+        for _ in range(4):
+            made.step()
+            found.append(state.output.clone())
+        return found
+
+    first = texts()
+    assert all(torch.equal(a, b) for a, b in zip(first, texts(), strict=True))
+    state.temperature.zero_()
+    made.reset(40)
+    state.temperature.zero_()
+    made.step()
+    assert not torch.equal(state.output, first[0])
+    (row, _) = made.rows()
+    said = {"sampled": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
+    assert {name: row[name] for name in said} == said
+    assert row.get("penalties", False) is penalties
+    assert row.get("num_tokens") == tree.get("tree_tokens")
+
+
+def test_penalties_change_the_round():
+    """The bitmask of the case allows about half of the tokens; each that is emitted is one of them."""
+    torch.manual_seed(0)
+    made = CompiledRound(replace(TINY, round="plain", penalties=True))
+    made.step()
+    state = made.generator._state(3)
+    assert made.changes is not None
+    allowed = (made.changes.bitmask[:, 0, :, None] >> torch.arange(32)) & 1
+    tokens = state.last_token
+    assert allowed.flatten(1).gather(1, tokens[:, None]).all()
+    assert 0.3 < allowed.double().mean() < 0.7
+    assert int(made.changes.counts.sum()) == 3 * 5  # five rounds: four of the constructor
+    assert "sampled" not in next(made.rows())
 
 
 def test_floors_against_the_figures_of_the_models():
@@ -234,6 +283,30 @@ def test_whether_auto_is_the_fastest():
     (planned,) = judge_auto([row("auto", 5.0), row("flashinfer-fa2", 4.0)])
     assert "plans on the host" in planned["why"]
     assert judge_auto([row("auto", 5.0), row("transformers", 4.0, round="assisted")]) == []
+
+
+def test_what_a_round_is_judged_by():
+    """A sampled round by the greedy one of its case, one with penalties by the same without."""
+    sampled = {"sampled": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05}
+
+    def row(ms: float, **more) -> dict:
+        same = {"model": "m+eagle3", "bs": 1, "context": 8, "steps": 3, "topk": 1, "round": "speculative", "backend": "auto"}
+        return same | {"passes": True, "ms": ms} | more
+
+    tree = {"topk": 4, "num_tokens": 16}
+    rows = [row(4.0), row(5.0, **sampled), row(4.1, penalties=True), row(5.2, **sampled, penalties=True), row(6.0, **tree)]
+    rows += [row(6.6, **tree, **sampled), row(7.0, bs=8, **sampled), row(7.0, backend="triton", **sampled)]
+    assert [(a["ms"], b["ms"]) for a, b in beside_base(rows)] == [(5.0, 4.0), (4.1, 4.0), (5.2, 5.0), (6.6, 6.0)]
+    cells = [list(column.cells) for column in choice_table(rows).columns]
+    assert cells[-1] == ["1.250", "1.025", "1.040", "1.100"]
+    assert cells[0][3] == "m+eagle3, S=3, K=4, 16 tokens"
+    assert cells[4][0] == "temperature 0.6, top-k 20, top-p 0.9, min-p 0.05"
+    assert cells[6] == ["greedy", "greedy", "temperature 0.6, top-k 20, top-p 0.9, min-p 0.05", "greedy"]
+    assert kind(rows[3]) == "speculative, sampled, penalties"
+    assert choice_table(rows[:1]) is None
+    # Verdicts on `auto` keep them apart.
+    other = [row(3.0, backend="triton"), row(6.0, backend="triton", **sampled)]
+    assert [(v["fastest"], v.get("sampled")) for v in judge_auto([*rows[:2], *other])] == [("triton", None), ("auto", True)]
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-mla"])

@@ -16,7 +16,7 @@ from benchmarks.kernels.measure import Note
 from benchmarks.round import worker as round_worker
 from benchmarks.round.jobs import fitting, groups, run
 from benchmarks.round.measure import RoundCase
-from benchmarks.round.runner import Report
+from benchmarks.round.runner import Report, plan
 from spec_ops.backends import BackendError
 
 CASE = RoundCase("tiny", 1, (40,), device="cpu", dtype="float32", compiled=False, repeats=2)
@@ -198,9 +198,43 @@ def test_the_command_in_real_processes(tmp_path):
     assert "tokens a second" in result.output  # plain beside speculative
 
 
+def test_sampled_rounds_stand_beside_greedy_ones(tmp_path):
+    path = tmp_path / "round.json"
+    small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--jobs", "2", "--sampled", "--temperature", "0.8"]
+    result = bench_round(*small, "--top-k", "9", "--top-p", "1", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    greedy, sampled = json.loads(path.read_text())["rows"]
+    assert "sampled" not in greedy
+    said = {"sampled": True, "temperature": 0.8, "top_k": 9, "top_p": 1.0, "min_p": 0.0}
+    assert {name: sampled[name] for name in said} == said
+    assert "temperature 0.8, top-k 9" in result.output
+    assert "speculative, sampled" in result.output
+    report = Report(path, True, {})
+    report.write([], [sampled | {"ms": 1.0}], [])  # it takes the sampled row's place, not the greedy one's
+    assert [row["ms"] for row in json.loads(path.read_text())["rows"]] == [greedy["ms"], 1.0]
+
+
+def test_the_cases_of_sampled_and_penalized_rounds():
+    choices = [{}, {"temperature": 0.6, "top_p": 0.9}]
+    choices += [choice | {"penalties": True} for choice in choices]
+    shape = {"model": ["tiny"], "batch_size": [1], "context": [40], "layers": None, "steps": [3], "tree": (1, None)}
+    cases = plan(
+        **shape, backend=["auto"], passes=[True], extra=(True, True, False), accept_length=None, common={}, choices=choices
+    )
+    found = [(case.round, case.sampled, case.penalties) for case in cases]
+    every = [(False, False), (True, False), (False, True), (True, True)]
+    speculative, plain = ([(kind, *choice) for choice in every] for kind in ("speculative", "plain"))
+    assert found == [*speculative, ("naive", False, False), *plain]
+    assert all(RoundCase.from_json(case.to_json()) == case for case in cases)
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [
+        (["--temperature", "0.5"], "--temperature"),
+        (["--min-p", "0.1"], "--min-p"),
+        (["--sampled", "--temperature", "0"], "--temperature"),
+        (["--sampled", "--top-p", "0"], "--top-p"),
         (["--model", "llama"], "--model"),
         (["--device", "tpu"], "--device"),
         (["--passes", "some"], "--passes"),

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from benchmarks.kernels import roofline
 from benchmarks.published import __main__ as published
 from benchmarks.published import chart, peers, rounds, summary
+from benchmarks.published.text import load_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -116,10 +117,29 @@ def test_rounds_stand_beside_plain_and_assisted_ones(tmp_path):
     text = rounds.rounds(tmp_path)
     one = ["m", "1, 1024", "5.00", "4.10", "82%", "0.30", "0.30", "0.20", "0.10", "421", "600", "250", "15"]
     assert lines(text) == [one, ["m", "8, 1024", "6.00", "4.10", "68%", *one[5:11], "", ""]]
-    assert "accept length of 3; beside it" in text
+    assert "accept length of 3; beside it" in " ".join(text.split())
     assert "no sync" not in text  # two graphs at batch size 8
     write(tmp_path, "h200-round", [row()])
     assert "no sync" in rounds.rounds(tmp_path)
+
+
+def test_rounds_that_sample_have_a_table_of_their_own(tmp_path):
+    """Beside the greedy ones, which all other tables go on showing."""
+    sampled = {"sampled": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
+    tree = {"topk": 4, "num_tokens": 16}
+    others = [row(topk=1, ms=5.2, **sampled), row(topk=1, ms=5.1, penalties=True), row(ms=6.0, **tree)]
+    others += [row(ms=6.3, **tree, **sampled), row(topk=1, ms=9.9, passes=False, **sampled)]
+    write(tmp_path, "h200-round", [*others, row(topk=1)])  # first, where a table that takes the first row would find them
+    assert lines(rounds.sampled(tmp_path)) == [
+        ["m", "1, 1024", "S=3", "temperature 0.6, top-p 0.9", "5.20", "greedy", "5.00", "1.040"],
+        ["m", "1, 1024", "S=3", "greedy, penalties, bias, bitmask", "5.10", "greedy", "5.00", "1.020"],
+        ["m", "1, 1024", "S=3, K=4, 16 tokens", "temperature 0.6, top-p 0.9", "6.30", "greedy", "6.00", "1.050"],
+    ]
+    (line,) = lines(rounds.rounds(tmp_path))
+    assert line[2] == "5.00"
+    assert lines(rounds.above(tmp_path)) == []
+    write(tmp_path, "h200-round", [row(topk=1)])
+    assert "not measured yet" in rounds.sampled(tmp_path)
 
 
 def test_every_profiled_round_says_where_its_time_goes(tmp_path):
@@ -132,7 +152,7 @@ def test_every_profiled_round_says_where_its_time_goes(tmp_path):
         ["m", "1, 1024", "speculative, flashinfer-xqa", *same, "0.80", "0.20", "0.10"],
         ["m", "1, 1024", "speculative, auto, passes off", *same, "0.30", "0.20", "0.10"],
     ]
-    found = json.loads((RESULTS / "h200-round.json").read_text(encoding="utf-8"))["rows"]
+    found = load_rounds("h200-round", RESULTS)["rows"]
     told = lines(rounds.rounds(RESULTS)) + lines(rounds.above(RESULTS))
     assert len(told) == sum("matmul_ms" in one for one in found)
     assert all(all(line) for line in lines(rounds.above(RESULTS)))

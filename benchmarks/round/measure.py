@@ -32,7 +32,7 @@ ROUNDS = ("speculative", "naive", "plain", "assisted")
 PAGE_SIZE = 64
 PROFILED = 5  # rounds under the profiler
 PENALIZED = LogitsFeatures(bias=True, repetition=True, counts=True, bitmask=True)
-PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+PENALTIES = SamplingParams(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5, logit_bias={1: 1.0})
 
 
 @dataclass(frozen=True)
@@ -255,12 +255,12 @@ class CompiledRound:
         if case.sampled:
             state = self.generator._state(case.batch_size)
             state.seeds.copy_(torch.arange(case.batch_size))
-            for name in ("temperature", "top_k", "top_p", *["min_p"] * (case.min_p > 0)):
+            for name in ("temperature", "top_k", "top_p", "min_p"):
                 getattr(state, name).fill_(getattr(case, name))
         if self.changes is not None:
             vocab, random = case.shape.target.vocab_size, torch.Generator().manual_seed(0)
             texts = torch.randint(vocab, (case.batch_size, context), generator=random).tolist()
-            self.changes.load([SamplingParams(**PENALTIES, logit_bias={1: 1.0})] * case.batch_size, texts)
+            self.changes.load([PENALTIES] * case.batch_size, texts)
             masks = torch.randint(-(2**31), 2**31, (64, *self.changes.bitmask.shape[1:]), generator=random)
             self.changes.bitmask.copy_(masks[torch.arange(case.batch_size) % 64])
 

@@ -105,11 +105,12 @@ def test_rows_of_a_round_on_cpu():
 def test_rounds_that_sample(tree, penalties):
     """Every request by the settings of the case; the same tokens after each reset, and not the greedy ones."""
     torch.manual_seed(0)
-    case = replace(TINY, temperature=0.6, top_p=0.9, penalties=penalties, **tree)
+    case = replace(TINY, temperature=0.6, top_p=0.9, min_p=0.01, penalties=penalties, **tree)
     made = CompiledRound(case)
     state = made.generator._state(3)
     assert (state.temperature == 0.6).all()
     assert (state.top_p == torch.tensor(0.9)).all()
+    assert (state.min_p == torch.tensor(0.01)).all()
     assert len(set(state.seeds.tolist())) == 3
 
     def texts() -> list[torch.Tensor]:
@@ -128,7 +129,7 @@ def test_rounds_that_sample(tree, penalties):
     made.step()
     assert not torch.equal(state.output, first[0])
     (row, _) = made.rows()
-    said = {"sampled": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
+    said = {"sampled": True, "temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.01}
     assert {name: row[name] for name in said} == said
     assert row.get("penalties", False) is penalties
     assert row.get("num_tokens") == tree.get("tree_tokens")

@@ -260,7 +260,8 @@ class CompiledRound:
         if self.changes is not None:
             vocab, random = case.shape.target.vocab_size, torch.Generator().manual_seed(0)
             texts = torch.randint(vocab, (case.batch_size, context), generator=random).tolist()
-            self.changes.load([PENALTIES] * case.batch_size, texts)
+            rows = torch.arange(case.batch_size, device=self.changes.bitmask.device)
+            self.changes.load(rows, [PENALTIES] * case.batch_size, texts)
             masks = torch.randint(-(2**31), 2**31, (64, *self.changes.bitmask.shape[1:]), generator=random)
             self.changes.bitmask.copy_(masks[torch.arange(case.batch_size) % 64])
 

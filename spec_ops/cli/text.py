@@ -12,7 +12,7 @@ import typer
 
 from spec_ops.cli.options import refusing
 from spec_ops.decoding import SamplingParams
-from spec_ops.decoding.generate import StopWhen
+from spec_ops.decoding.batch import StopWhen
 from spec_ops.models.drafts import Draft
 from spec_ops.models.pretrained import load_pair
 from spec_ops.models.target import Target

@@ -11,6 +11,7 @@ import torch
 
 from spec_ops._numbers import integer, is_integer, shown
 from spec_ops.decoding.logits import LogitsFeatures, LogitsProcessor
+from spec_ops.decoding.pages import PagePool
 from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.state import MAX_STOP_TOKENS
 from spec_ops.models.target import PositionLimit
@@ -52,6 +53,21 @@ class Requests:
     limits: list[int]
     stop_tokens: list[int]
     names: ArgumentNames = ArgumentNames()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Most tokens of each request, prompt and new ones."""
+        return [len(prompt) + limit for prompt, limit in zip(self.prompts, self.limits, strict=True)]
+
+    def check_pages(self, pool: PagePool) -> None:
+        """Raise a ValueError for a request that the whole pool could not hold."""
+        for row, length in enumerate(self.lengths):
+            if pool.needed(length) > pool.count:
+                raise ValueError(
+                    f"generate: `{self.names.prompt(row)}` plus {self.names.limits} must fit the Generator's num_pages="
+                    f"{pool.count} pages of {pool.page_size} tokens, got {len(self.prompts[row])} + {self.limits[row]} tokens, "
+                    f"which take {pool.needed(length)}"
+                )
 
     def check_positions(self, limit: PositionLimit | None) -> None:
         """Raise a ValueError for a request that needs positions past `limit`. Its last new token is never run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from spec_ops import ops
 from spec_ops.decoding.config import SpeculationConfig
@@ -36,6 +37,23 @@ class Drafted(NamedTuple):
     tree_mask: torch.Tensor | None = None
     parents: torch.Tensor | None = None
     probs: torch.Tensor | None = None
+
+
+class HeldDrafts(nn.Module):
+    """A `Drafted` in static buffers, from the end of one round to the next. The first `hold` makes them: it runs eagerly."""
+
+    def hold(self, drafted: Drafted) -> None:
+        for name, value in drafted._asdict().items():
+            if not hasattr(self, name):
+                buffer = None if value is None else torch.empty_like(value, memory_format=torch.contiguous_format)
+                if buffer is not None:
+                    torch._dynamo.mark_static_address(buffer)
+                self.register_buffer(name, buffer, persistent=False)
+            if value is not None:
+                getattr(self, name).copy_(value)
+
+    def read(self) -> Drafted:
+        return Drafted(*(getattr(self, name) for name in Drafted._fields))
 
 
 def first_drafts(draft: Draft, state: RoundState, hidden: torch.Tensor, topk: int, sampled: bool) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -12,13 +9,11 @@ from spec_ops import ops
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.draft import Drafted, draft_chain, draft_tree, first_drafts
 from spec_ops.decoding.lookup import PromptLookup
+from spec_ops.decoding.prefill import PromptPiece
 from spec_ops.decoding.state import RoundState
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
 from spec_ops.models.target import TargetOutput
-
-# `ragged(cache, lens)`: positions `[total]`, starts `[bs + 1]` on the CPU, and the attention of a ragged extend.
-Ragged = Callable[[PagedKVCache, list[int]], tuple[torch.Tensor, torch.Tensor, Any]]
 
 
 class Drafter(nn.Module):
@@ -29,14 +24,13 @@ class Drafter(nn.Module):
         """`[draft_vocab]` int64: the target ids of a reduced vocabulary that `Drafted.probs` is about."""
         return None
 
-    def prefill(self, tokens: torch.Tensor, lens: list[int], output: TargetOutput, ragged: Ragged) -> None:
-        """Read the prompts, after the target.
+    def prefill(self, piece: PromptPiece, output: TargetOutput) -> None:
+        """Read a piece of prompts, after the target. With the last one, where each prompt's first new token is the state's
+        `last_token`, draft the first tokens.
 
         Args:
-            tokens: `[total]` int64, of all prompts. The first new token of each is the state's `last_token`.
-            lens: tokens of each prompt.
-            output: of the target, for `tokens`.
-            ragged: makes the attention of a ragged extend.
+            piece: which tokens.
+            output: of the target, for them.
         """
 
     def forward(self) -> Drafted:
@@ -78,20 +72,21 @@ class ModelDrafter(Drafter):
     def draft_to_target(self) -> torch.Tensor | None:
         return self.draft.draft_to_target
 
-    def prefill(self, tokens, lens, output, ragged) -> None:
-        count = len(lens)
-        rows = self.draft.encode(output).split(lens)
-        first = self.state.last_token[:count].split(1)
-        if self.draft.token_offset == 0:  # features at p beside token p + 1
-            inputs = [torch.cat([t[1:], f]) for t, f in zip(tokens.split(lens), first, strict=True)]
-        else:  # token p itself, the newest included
-            inputs = [torch.cat([t, f]) for t, f in zip(tokens.split(lens), first, strict=True)]
-            rows = tuple(torch.cat([r, r[-1:]]) for r in rows)
-        positions, starts, attention = ragged(self.cache, [len(i) for i in inputs])
-        hidden = self.draft(torch.cat(inputs), torch.cat(rows), positions, attention)
-        carried = hidden.new_zeros(self.state.batch_size, hidden.shape[-1])
-        carried[:count] = hidden[(starts[1 : count + 1] - 1).to(hidden.device)]
-        first_drafts(self.draft, self.state, carried, self.config.topk, self.sampled)
+    def prefill(self, piece, output) -> None:
+        offset, state = self.draft.token_offset, self.state
+        # Offset 0: features at `p` beside token `p + 1`. Offset 1: token `p` itself, and the new one too.
+        more = int(piece.last and offset == 1)
+        positions, attention, last = piece.extend(self.cache, more)
+        tokens, features = piece.tokens(1 - offset, more), self.draft.encode(output)
+        if piece.last:
+            tokens[last] = state.last_token[piece.rows]
+        if more:
+            features = torch.cat([row for feature in features.split(piece.counts) for row in (feature, feature[-1:])])
+        hidden = self.draft(tokens, features, positions, attention)
+        if piece.last:
+            carried = hidden.new_zeros(state.batch_size, hidden.shape[-1])
+            carried[piece.rows] = hidden[last]
+            first_drafts(self.draft, state, carried, self.config.topk, self.sampled)
 
     def forward(self) -> Drafted:
         if self.config.topk == 1:
@@ -136,9 +131,9 @@ class LookupDrafter(Drafter):
         super().__init__()
         self.lookup, self.state, self.config, self.otherwise = lookup, state, config, otherwise
 
-    def prefill(self, tokens, lens, output, ragged) -> None:
+    def prefill(self, piece, output) -> None:
         if self.otherwise is not None:
-            self.otherwise.prefill(tokens, lens, output, ragged)
+            self.otherwise.prefill(piece, output)
 
     def forward(self) -> Drafted:
         state, lookup = self.state, self.lookup

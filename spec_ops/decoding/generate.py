@@ -8,46 +8,32 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from spec_ops._numbers import integer, is_integer
-from spec_ops.decoding.arguments import ArgumentNames, Requests, TokenChoice, check_requests, check_sampling
+from spec_ops._numbers import integer
+from spec_ops.backends.registry import available_backends
+from spec_ops.decoding.arguments import Requests, TokenChoice, check_requests, check_sampling
+from spec_ops.decoding.batch import Admitted, Batch, OnTokens, StopWhen
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.drafter import draft_model, make_drafter
 from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures, LogitsProcessor, check_processor
 from spec_ops.decoding.lookup import PromptLookup
+from spec_ops.decoding.output import OutputReader
+from spec_ops.decoding.pages import PagePool
+from spec_ops.decoding.prefill import pieces
 from spec_ops.decoding.random import row_seeds
 from spec_ops.decoding.round import PlainRound, SpeculativeRound, commit_next
 from spec_ops.decoding.sampling import SamplingParams
-from spec_ops.decoding.state import BROKEN, MASKED, RoundState
-from spec_ops.decoding.stats import GenerationStats
+from spec_ops.decoding.state import MAX_STOP_TOKENS, RoundState
+from spec_ops.decoding.stats import GenerationResult, GenerationStats
 from spec_ops.models.drafts import Draft
-from spec_ops.models.paged import PagedAttention, PagedKVCache, refuse_autocast
+from spec_ops.models.paged import PagedKVCache, refuse_autocast
 from spec_ops.models.target import Target
 
-OnTokens = Callable[[int, list[int]], None]
-StopWhen = Callable[[int, list[int], int], int | None]
 MAX_PROCESSORS = 8  # functions whose rounds a generator keeps
-
-
-@dataclass
-class GenerationResult:
-    """What `generate` returns.
-
-    Attributes:
-        tokens: `tokens[i]` are the new tokens of prompt `i`, a stop token included if one ended it.
-        stats: counts and times.
-        seed: the seed of sampling; `SamplingParams(seed=...)` repeats the run with it. With several `SamplingParams`, the one
-            that those without a seed drew, or that all have in common, else None. None for greedy decoding.
-    """
-
-    tokens: list[list[int]]
-    stats: GenerationStats = field(default_factory=GenerationStats)
-    seed: int | None = None
 
 
 class Generator:
@@ -61,10 +47,13 @@ class Generator:
         draft: the model that drafts, on the target's device and in its dtype; a `PromptLookup`, which drafts without a model;
             None for plain decoding.
         config: shape of a round; default `SpeculationConfig()`.
-        max_batch_size: most requests decoded at once; longer lists of prompts run in groups. Buckets are the powers of two up
-            to it.
+        max_batch_size: most requests decoded at once; of a longer list of prompts, the next one takes the row of one that has
+            ended. Buckets are the powers of two up to it.
         max_seq_len: most tokens of a request, prompt and new ones.
         page_size: tokens per KV page, 1 to 128.
+        num_pages: pages of the KV pools, which requests share: one begins when the pages for its prompt and its most new tokens
+            are free. Default: enough for `max_batch_size` requests of `max_seq_len`.
+        prefill_chunk_size: prompts run through the models in pieces of at most so many tokens; short ones together.
         cache_dtype: default the model's; `torch.float8_e4m3fn` quantizes with scale 1.
         compile: compile rounds with `spec_ops.compile`: the graph passes, and one CUDA graph per bucket.
         backend: of every attention op. `"triton-deterministic"`: batch-invariant attention, see `spec_ops/ops/attention.py`.
@@ -83,6 +72,8 @@ class Generator:
         max_batch_size: int = 8,
         max_seq_len: int = 2048,
         page_size: int = 16,
+        num_pages: int | None = None,
+        prefill_chunk_size: int = 8192,
         cache_dtype: torch.dtype | None = None,
         compile: bool = False,
         backend: str = "auto",
@@ -91,7 +82,13 @@ class Generator:
         max_batch_size = integer("Generator", "max_batch_size", max_batch_size, 1)
         max_seq_len = integer("Generator", "max_seq_len", max_seq_len, 1)
         page_size = integer("Generator", "page_size", page_size, 1, 128)
+        if num_pages is not None:
+            num_pages = integer("Generator", "num_pages", num_pages, 1)
+        self.prefill_chunk_size = integer("Generator", "prefill_chunk_size", prefill_chunk_size, 1)
         _check_kinds(target, draft, config)
+        for name, value in (("backend", backend), ("prefill_backend", prefill_backend)):
+            if value not in ("auto", *available_backends()) and not (value is None and name == "prefill_backend"):
+                raise ValueError(f"Generator: `{name}` must be 'auto' or one of {list(available_backends())}, got {value!r}")
         self.target, self.draft = target.eval(), draft
         self.config = config or SpeculationConfig()
         self.max_batch_size, self.max_seq_len, self.page_size = max_batch_size, max_seq_len, page_size
@@ -106,18 +103,20 @@ class Generator:
             self._check_draft(model.eval())
         if cache_dtype not in (None, self.dtype, torch.float8_e4m3fn):
             raise ValueError(f"Generator: `cache_dtype` must be the model's {self.dtype} or float8_e4m3fn, got {cache_dtype}")
-        reserve = self.config.reserve if draft is not None else 1
-        self.max_pages = -(-(max_seq_len + reserve) // page_size)
+        self.max_pages = self._pool(0).needed(max_seq_len)
+        self.num_pages = self.max_pages * max_batch_size if num_pages is None else num_pages
         pool: dict[str, Any] = {"dtype": cache_dtype or self.dtype, "device": self.device}
-        num_pages = self.max_pages * max_batch_size
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
-            self.target_cache = PagedKVCache(target.config, num_pages, page_size, **pool)
-            self.draft_cache = None if model is None else PagedKVCache(model.config, num_pages, page_size, **pool)
+            self.target_cache = PagedKVCache(target.config, self.num_pages, page_size, **pool)
+            self.draft_cache = None if model is None else PagedKVCache(model.config, self.num_pages, page_size, **pool)
         self._states: dict[int, RoundState] = {}
         self._rounds: dict[tuple[int, bool, LogitsFeatures | None], Callable[[], None]] = {}
         self._changes: dict[tuple[int, LogitsFeatures], LogitsChanges] = {}
         self._processors: list[LogitsProcessor] = []
         self._running = threading.Lock()
+
+    def _pool(self, count: int) -> PagePool:
+        return PagePool(count, self.page_size, self.config.reserve if self.draft is not None else 1)
 
     def _check_draft(self, draft: Draft) -> None:
         vocab = self.target.config.vocab_size
@@ -203,6 +202,7 @@ class Generator:
     ) -> GenerationResult:
         """`generate`, its prompts, limits and hooks checked. `prepare` is called once no other call can be running."""
         requests.check_positions(self.target.position_limit)
+        requests.check_pages(self._pool(self.num_pages))
         choice = check_sampling(sampling, requests, self.target.config.vocab_size, logits_processor)
         with self._exclusive(), tqdm(total=sum(requests.limits), unit="tok", disable=not progress, desc="generate") as bar:
             if prepare is not None:
@@ -211,12 +211,11 @@ class Generator:
             stats = GenerationStats.of(len(requests.prompts), path_len)
             result = GenerationResult([[] for _ in requests.prompts], stats, choice.seed)
             start = time.perf_counter()
-            for first in range(0, len(requests.prompts), self.max_batch_size):
-                members = range(first, min(first + self.max_batch_size, len(requests.prompts)))
-                state = self._state(self.bucket(len(members)))
-                group = _Group(members, state, result, on_tokens, stop_when, bar, requests.names)
-                self._generate_group(requests, group, choice)
-            result.stats.seconds = time.perf_counter() - start
+            if requests.prompts:
+                state = self._state(self.bucket(min(len(requests.prompts), self.max_batch_size)))
+                pool = self._pool(self.num_pages)
+                self._decode(Batch(requests, state, pool, result, on_tokens, stop_when, bar), choice)
+            stats.seconds = time.perf_counter() - start
         return result
 
     @contextlib.contextmanager
@@ -237,25 +236,41 @@ class Generator:
         finally:
             self._running.release()
 
-    def _generate_group(self, requests: Requests, group: _Group, choice: TokenChoice) -> None:
-        state, stats = group.state, group.result.stats
+    def _decode(self, batch: Batch, choice: TokenChoice) -> None:
+        """Rounds until every request has ended. Rows that become free are filled between them."""
+        state, stats = batch.state, batch.result.stats
         changes = None if choice.features is None else self._logits_changes(state.batch_size, choice.features)
-        self._load(requests, group, choice, changes)
-        self._prefill(state, [requests.prompts[i] for i in group.members], choice.sampled, changes)
-        rows = _OutputReader(state)
-        running = group.emit(state.output.cpu(), of_round=False)
-        step = self._round(state.batch_size, choice, group.bar)
-        start = time.perf_counter()
-        while running:
+        state.clear()
+        reader = OutputReader(state)
+        step: Callable[[], None] | None = None
+        prefill_seconds, start = 0.0, time.perf_counter()
+        while True:
+            if batch.has_room():
+                last = reader.drain()
+                began = time.perf_counter()
+                if last is not None:  # rows in it may have ended
+                    batch.emit(last)
+                self._begin(batch, choice, changes)
+                prefill_seconds += time.perf_counter() - began
+                continue
+            if not batch.members:
+                break
+            if step is None:
+                step = self._round(state.batch_size, choice, batch.bar)
             step()
-            # On CUDA this is one round late: the host handles round n - 1 while the device runs round n. The last round may
-            # thus find every request finished; it emits nothing.
-            output = rows.read()
+            # The last round may find every request finished; it emits nothing.
+            output = reader.read()
             if output is not None:
-                running = group.emit(output)
-                stats.rounds += 1
-        rows.drain()
-        stats.decode_seconds += time.perf_counter() - start
+                batch.emit(output)
+        reader.drain()
+        stats.decode_seconds += time.perf_counter() - start - prefill_seconds
+
+    def _begin(self, batch: Batch, choice: TokenChoice, changes: LogitsChanges | None = None) -> None:
+        """Run the prompts of those that wait and have room through the models, as many as make one forward."""
+        admitted = batch.admit(self.prefill_chunk_size)
+        self._load(batch, admitted, choice, changes)
+        self._prefill(batch, admitted, choice.sampled, changes)
+        batch.emit_first(batch.state.output.cpu(), admitted)
 
     def _state(self, bucket: int) -> RoundState:
         if bucket not in self._states:
@@ -334,78 +349,54 @@ class Generator:
                 self._rounds[key] = module
         return self._rounds[key]
 
-    def _load(self, requests: Requests, group: _Group, choice: TokenChoice, changes: LogitsChanges | None = None) -> None:
-        """Fill the rows of the bucket with pages, limits and sampling parameters."""
-        state, members = group.state, group.members
-        state.clear()
-        count, stops = len(members), requests.stop_tokens
-        prompts = [requests.prompts[i] for i in members]
-        lens = [len(prompt) for prompt in prompts]
+    def _load(
+        self, batch: Batch, admitted: Sequence[Admitted], choice: TokenChoice, changes: LogitsChanges | None = None
+    ) -> None:
+        """Fill the rows of the requests with pages, limits and sampling parameters."""
+        state, stops = batch.state, batch.requests.stop_tokens
+        members = [member.request for member in admitted]
+        prompts = [batch.requests.prompts[i] for i in members]
+        count, lens = len(members), [len(prompt) for prompt in prompts]
+        rows = torch.tensor([member.row for member in admitted], device="cpu").to(self.device)
 
         def put(buffer: torch.Tensor, values) -> None:
-            buffer[:count].copy_(torch.as_tensor(values, dtype=buffer.dtype, device="cpu"))
+            buffer.index_copy_(0, rows, torch.as_tensor(values, dtype=buffer.dtype, device="cpu").to(self.device))
 
-        pages = torch.arange(count * self.max_pages, dtype=torch.int32, device="cpu").reshape(count, self.max_pages)
-        put(state.block_tables, pages)
-        put(state.max_lens, [length + requests.limits[i] for length, i in zip(lens, members, strict=True)])
-        if stops:
-            state.stop_tokens[:count, : len(stops)] = torch.as_tensor(stops, device=self.device)
+        put(state.block_tables, [_padded(member.pages, self.max_pages, 0) for member in admitted])
+        put(state.max_lens, [batch.requests.lengths[i] for i in members])
+        put(state.stop_tokens, [_padded(stops, MAX_STOP_TOKENS, -1)] * count)
         params = [choice.params[i] for i in members]
         for name in ("temperature", "top_k", "top_p", "min_p"):
             put(getattr(state, name), [getattr(p, name) for p in params])
         if choice.sampled:
             put(state.seeds, row_seeds([choice.seeds[i] for i in members], members))
         put(state.finished, [False] * count)
-        longest = max(lens)
-        state.tokens[:count, :longest] = torch.tensor(
-            [prompt + [-1] * (longest - len(prompt)) for prompt in prompts], device="cpu"
-        ).to(self.device)
+        put(state.tokens, [_padded(prompt, state.tokens.shape[1], -1) for prompt in prompts])
         put(state.last_token, [prompt[-1] for prompt in prompts])
         # All prompt tokens but the last one are committed, so that the prefill's `commit` adds the first new token after it.
         put(state.committed_lens, [length - 1 for length in lens])
         if changes is not None:
-            changes.load(params, prompts)
+            changes.load(rows, params, prompts)
 
-    def _ragged(self, cache: PagedKVCache, state: RoundState, lens: list[int]):
-        """A ragged extend that writes the first `lens[b]` slots of each request: positions `[total]`, starts `[bs + 1]` int64
-        on the CPU, and the attention."""
-        device, page_size = self.device, self.page_size
-        lengths = torch.tensor(lens + [0] * (state.batch_size - len(lens)), device="cpu")  # whatever the default device is
-        starts = torch.zeros(state.batch_size + 1, dtype=torch.int64, device="cpu")
-        torch.cumsum(lengths, 0, out=starts[1:])
-        positions = torch.arange(int(starts[-1]), device="cpu") - starts[:-1].repeat_interleave(lengths)
-        request = torch.arange(state.batch_size, device="cpu").repeat_interleave(lengths)
-        positions, request = positions.to(device), request.to(device)
-        slots = state.block_tables[request, positions // page_size].long() * page_size + positions % page_size
-        attention = PagedAttention(
-            cache,
-            "extend",
-            state.block_tables,
-            lengths.to(device, torch.int32),
-            slots,
-            q_indptr=starts.to(device, torch.int32),
-            max_q_len=max(lens),
-            backend=self.prefill_backend,
-        )
-        return positions, starts, attention
-
-    def _prefill(
-        self, state: RoundState, prompts: list[list[int]], sampled: bool, changes: LogitsChanges | None = None
-    ) -> None:
-        """Run the prompts through target and draft. Emits each request's first token, and drafts the first tokens of the first
-        round."""
-        lens = [len(p) for p in prompts]
-        tokens = torch.tensor([t for p in prompts for t in p], device=self.device)
-        positions, starts, attention = self._ragged(self.target_cache, state, lens)
-        output = self.target(tokens, positions, attention)
-        count = len(prompts)
-        last = (starts[1 : count + 1] - 1).to(self.device)
-        logits = output.hidden.new_zeros(state.batch_size, self.target.config.vocab_size)
-        logits[:count] = self.target.logits(output.hidden[last])
-        commit_next(logits, state, sampled, changes)
+    def _prefill(self, batch: Batch, admitted: Sequence[Admitted], sampled: bool, changes: LogitsChanges | None = None) -> None:
+        """Run prompts through target and draft, a long one in pieces. Emits each request's first token, and drafts the first
+        tokens of its first round."""
+        state = batch.state
+        prompts = [batch.requests.prompts[member.request] for member in admitted]
+        rows = torch.tensor([member.row for member in admitted], device="cpu").to(self.device)
+        drafter = None
         if self.draft is not None:
             drafter = make_drafter(self.draft, self.draft_cache, state, self.config, sampled=sampled, backend=self.backend)
-            drafter.prefill(tokens, lens, output, lambda cache, lens: self._ragged(cache, state, lens))
+        with state.only(torch.zeros_like(state.finished).index_fill_(0, rows, True)):
+            for piece in pieces(prompts, rows, state.block_tables[rows], self.prefill_chunk_size, self.prefill_backend):
+                positions, attention, last = piece.extend(self.target_cache)
+                output = self.target(piece.tokens(), positions, attention)
+                if piece.last:
+                    logits = output.hidden.new_zeros(state.batch_size, self.target.config.vocab_size)
+                    logits[rows] = self.target.logits(output.hidden[last])
+                    commit_next(logits, state, sampled, changes)
+                if drafter is not None:
+                    drafter.prefill(piece, output)
 
 
 def _check_kinds(target: Any, draft: Any, config: Any) -> None:
@@ -431,93 +422,8 @@ def _check_kinds(target: Any, draft: Any, config: Any) -> None:
         )
 
 
-@dataclass
-class _Group:
-    """Requests that are decoded together, and what becomes of their tokens."""
-
-    members: range
-    state: RoundState
-    result: GenerationResult
-    on_tokens: OnTokens | None
-    stop_when: StopWhen | None
-    bar: tqdm
-    names: ArgumentNames = field(default_factory=ArgumentNames)
-    stopped: set[int] = field(default_factory=set)  # ended by `stop_when`; the round under way may still emit for them
-
-    def emit(self, output: torch.Tensor, *, of_round: bool = True) -> int:
-        """Hand out the tokens of one round, or of the prefill. Returns how many requests go on."""
-        running = 0
-        for index, (request, row) in enumerate(zip(self.members, output.tolist(), strict=False)):
-            if request in self.stopped:
-                continue
-            tokens, new = self.result.tokens[request], row[: row[-2]]
-            if row[-1] == MASKED:
-                raise RuntimeError(
-                    f"generate: every token is masked for `{self.names.prompt(request)}` after {len(tokens) + len(new)} new "
-                    "tokens: `suppress_tokens`, `bad_words_ids`, `min_new_tokens`, a bitmask and `logits_processor` leave none"
-                )
-            if row[-1] == BROKEN:
-                raise RuntimeError(
-                    f"generate: nothing can be sampled for `{self.names.prompt(request)}` after {len(tokens) + len(new)} new "
-                    "tokens: the target's logits hold a NaN or an infinity, or no finite number at all"
-                )
-            ended = bool(row[-1])
-            if new and self.stop_when is not None:
-                keep = self.stop_when(request, tokens + new, len(new))
-                if keep is not None:
-                    if not is_integer(keep) or not 0 <= keep <= len(new):
-                        raise ValueError(
-                            f"generate: `{self.names.stop_when}` must return None or how many of the {len(new)} new tokens to "
-                            f"keep, got {keep!r}"
-                        )
-                    new, ended = new[:keep], True
-                    self.stopped.add(request)
-                    self.state.finished[index].fill_(True)
-            running += not ended
-            if new:
-                tokens.extend(new)
-                self.result.stats.new_tokens += len(new)
-                if of_round:
-                    self.result.stats.add_round(request, len(new), ended)
-                self.bar.update(len(new))
-                if self.on_tokens is not None:
-                    self.on_tokens(request, new)
-        return running
-
-
-class _OutputReader:
-    """Brings `state.output` to the host: immediately on the CPU, one round late through pinned memory on CUDA."""
-
-    def __init__(self, state: RoundState) -> None:
-        self.state = state
-        self.late = state.output.is_cuda
-        self.pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        self.spare = [torch.empty_like(state.output, device="cpu", pin_memory=True) for _ in range(2)] if self.late else []
-
-    def read(self) -> torch.Tensor | None:
-        """Start copying this round's output. Returns the previous round's, or on the CPU this round's."""
-        if not self.late:
-            return self.state.output
-        host = self.spare.pop(0)
-        source = self.state.output
-        host.copy_(source, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(source.device))
-        previous, self.pending = self.pending, (host, event)
-        return self._finish(previous)
-
-    def drain(self) -> None:
-        """Wait for the copy that is still under way, if there is one."""
-        previous, self.pending = self.pending, None
-        self._finish(previous)
-
-    def _finish(self, pending) -> torch.Tensor | None:
-        if pending is None:
-            return None
-        host, event = pending
-        event.synchronize()
-        self.spare.append(host)
-        return host
+def _padded(values: Sequence[int], length: int, padding: int) -> list[int]:
+    return [*values, *[padding] * (length - len(values))]
 
 
 def generate(

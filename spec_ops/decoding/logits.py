@@ -143,46 +143,45 @@ class LogitsChanges(nn.Module):
             if used:
                 self.register_buffer(name, state.extra_buffer(name, tail, dtype), persistent=False)
 
-    def load(self, params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]]) -> None:
-        """Begin a batch: `params[i]` and `prompts[i]` are those of row `i`, the rows after them are padding. The history is
-        already in the state."""
-        features, count = self.features, len(params)
+    def load(self, rows: torch.Tensor, params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]]) -> None:
+        """Begin requests: `params[i]` and `prompts[i]` are those of row `rows[i]`, where `rows` is int64 and on the device. The
+        state has their history already."""
+        features = self.features
+
+        def put(buffer: torch.Tensor, values: Sequence[Any]) -> None:
+            buffer.index_copy_(0, rows, torch.tensor(values, dtype=buffer.dtype, device="cpu").to(buffer.device))
+
         if features.repetition:
-            self._put(self.repetition_penalty, [p.repetition_penalty for p in params], 1.0)
+            put(self.repetition_penalty, [p.repetition_penalty for p in params])
             longest = max(map(len, prompts))
-            own = torch.tensor([[*p, *[p[0]] * (longest - len(p))] for p in prompts], device="cpu")
-            self.seen.zero_()
-            self.seen[:count].scatter_(1, own.to(self.seen.device), True)
+            own = torch.tensor([[*p, *[p[0]] * (longest - len(p))] for p in prompts], device="cpu").to(rows.device)
+            self.seen.index_fill_(0, rows, False)
+            self.seen.index_put_((rows[:, None], own), torch.ones_like(own, dtype=torch.bool))
         if features.counts:
-            self._put(self.presence_penalty, [p.presence_penalty for p in params], 0.0)
-            self._put(self.frequency_penalty, [p.frequency_penalty for p in params], 0.0)
-            self.counts.zero_()
+            put(self.presence_penalty, [p.presence_penalty for p in params])
+            put(self.frequency_penalty, [p.frequency_penalty for p in params])
+            self.counts.index_fill_(0, rows, 0)
         if self.names_prompt_lens:
-            self._put(self.prompt_lens, [len(prompt) for prompt in prompts], 0)
+            put(self.prompt_lens, [len(prompt) for prompt in prompts])
         if features.min_new_tokens:
             lens = [len(prompt) + p.min_new_tokens for p, prompt in zip(params, prompts, strict=True)]
-            self._put(self.min_lens, [min(length, 2**31 - 1) for length in lens], 0)
+            put(self.min_lens, [min(length, 2**31 - 1) for length in lens])
         if features.bias:
-            self.bias.zero_()
+            self.bias.index_fill_(0, rows, 0.0)
             entries = [(row, token, bias) for row, p in enumerate(params) for token, bias in _biases(p).items()]
             if entries:
-                rows, tokens, biases = (torch.tensor(v, device="cpu").to(self.bias.device) for v in zip(*entries, strict=True))
-                self.bias.index_put_((rows, tokens), biases)
+                chosen, tokens, biases = (torch.tensor(v, device="cpu").to(rows.device) for v in zip(*entries, strict=True))
+                self.bias.index_put_((rows[chosen], tokens), biases)
         if features.bad_words is not None:
             words, length = features.bad_words
-            table = [[[-1] * (length + 1)] * words for _ in range(self.state.batch_size)]
+            table = [[[-1] * (length + 1)] * words for _ in params]
             for row, p in enumerate(params):
                 own_words = [word for word in p.bad_words_ids if len(word) > 1]
                 table[row] = [[-1] * (length + 1 - len(w)) + list(w) for w in own_words] + table[row][len(own_words) :]
-            packed = torch.tensor(table, device="cpu").to(self.bad_tokens.device)
-            self.bad_prefixes.copy_(packed[:, :, :-1])
-            self.bad_tokens.copy_(packed[:, :, -1])
+            put(self.bad_prefixes, [[word[:-1] for word in row] for row in table])
+            put(self.bad_tokens, [[word[-1] for word in row] for row in table])
         if features.bitmask:
-            self.bitmask.fill_(-1)
-
-    def _put(self, buffer: torch.Tensor, values: list[float], neutral: float) -> None:
-        padded = values + [neutral] * (len(buffer) - len(values))
-        buffer.copy_(torch.tensor(padded, dtype=buffer.dtype, device="cpu"))
+            self.bitmask.index_fill_(0, rows, -1)
 
     def forward(self, logits: torch.Tensor, drafted: Drafted | None = None) -> torch.Tensor:
         """The changed logits, float32.

@@ -41,10 +41,10 @@ def uniforms(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     return _shift(_mix(_mix(seeds * _GAMMA + 1) + counters * _GAMMA), 40).to(torch.float32) * 2.0**-24
 
 
-def row_seeds(seeds: Sequence[int], rows: range) -> torch.Tensor:
+def row_seeds(seeds: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
     """What these rows of a batch draw from, `[len(rows)]` int64 on the CPU, for the seed of each.
 
     They are hashed, because with `seed + row` the second row of one seed would equal the first row of the next seed.
     """
-    numbers = torch.arange(rows.start, rows.stop, device="cpu")
+    numbers = torch.tensor(rows, dtype=torch.int64, device="cpu")
     return _mix(_mix(torch.tensor(seeds, device="cpu") * _GAMMA + 1) + (numbers + 1) * _GAMMA)

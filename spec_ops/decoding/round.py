@@ -16,6 +16,7 @@ from spec_ops.decoding.draft import (
     COUNTERS,
     FINAL_COUNTER,
     Drafted,
+    HeldDrafts,
 )
 from spec_ops.decoding.drafter import make_drafter
 from spec_ops.decoding.logits import LogitsChanges, masked_end, masked_tokens
@@ -45,6 +46,8 @@ class SpeculativeRound(nn.Module):
             decode greedily.
         changes: what is done to the target's logits first; None for nothing.
         backend: of every attention op.
+        ahead: draft for the next round at the end of this one, so that the host sees the drafts, in `drafts`, before they are
+            verified. The first round needs a call of `draft_ahead` before it.
     """
 
     def __init__(
@@ -59,18 +62,20 @@ class SpeculativeRound(nn.Module):
         sampled: bool = False,
         changes: LogitsChanges | None = None,
         backend: str = "auto",
+        ahead: bool = False,
     ) -> None:
         super().__init__()
         self.target, self.target_cache = target, target_cache
         self.drafter = make_drafter(draft, draft_cache, state, config, sampled=sampled, backend=backend)
         self.state, self.config = state, config
         self.sampled, self.changes, self.backend = sampled, changes, backend
+        self.drafts = HeldDrafts() if ahead else None
 
     @torch.no_grad()  # otherwise the state would carry every earlier round's autograd graph
     def forward(self) -> None:
         """Run the round: read and advance `state`, write both caches."""
         config, state = self.config, self.state
-        drafted = self.drafter()
+        drafted = self.drafter() if self.drafts is None else self.drafts.read()
         output = self.verify(drafted)
         logits = self.target.logits(output.hidden)
         accepted = self.accept(drafted, logits if self.changes is None else self.changes(logits, drafted))
@@ -81,6 +86,13 @@ class SpeculativeRound(nn.Module):
         if self.changes is not None:
             self.changes.update(accepted.tokens, count)
         self.drafter.extend(output, accepted, committed, count, active)
+        self.draft_ahead()
+
+    @torch.no_grad()
+    def draft_ahead(self) -> None:
+        """Draft for the next round now, if that is how the round works."""
+        if self.drafts is not None:
+            self.drafts.hold(self.drafter())
 
     def verify(self, drafted: Drafted) -> TargetOutput:
         """Run the target over all drafted tokens, whose KV goes to slots `[committed, committed + D)`."""

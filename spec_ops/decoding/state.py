@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -122,6 +125,20 @@ class RoundState(nn.Module):
         self.finished.fill_(True)
         self.stop_tokens.fill_(-1)
         self.top_p.fill_(1.0)
+
+    @contextlib.contextmanager
+    def only(self, rows: torch.Tensor) -> Iterator[None]:
+        """Inside, all other rows are as padding: they write nothing, and keep what they carry to the next round.
+
+        Args:
+            rows: `[bs]` bool.
+        """
+        carried = ("finished", "last_token", "committed_lens", "draft_tokens", "draft_scores", "draft_probs", "draft_hidden")
+        before = [(buffer, buffer.clone()) for buffer in map(self.get_buffer, carried)]
+        self.finished.logical_or_(~rows)
+        yield
+        for buffer, old in before:
+            buffer.copy_(torch.where(rows.view(-1, *[1] * (buffer.dim() - 1)), buffer, old))
 
     def slots(self, positions: torch.Tensor, page_size: int, keep: torch.Tensor) -> torch.Tensor:
         """KV slots of tokens.

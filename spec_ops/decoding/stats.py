@@ -94,3 +94,19 @@ class GenerationStats:
             f"accept_length={self.accept_length:.2f}, acceptance_rates=[{rates}], histogram={self.histogram}, "
             f"tokens_per_second={self.tokens_per_second:.1f}, seconds={self.seconds:.2f})"
         )
+
+
+@dataclass
+class GenerationResult:
+    """What `generate` returns.
+
+    Attributes:
+        tokens: `tokens[i]` are the new tokens of prompt `i`, a stop token included if one ended it.
+        stats: counts and times.
+        seed: the seed of sampling; `SamplingParams(seed=...)` repeats the run with it. With several `SamplingParams`, the one
+            that those without a seed drew, or that all have in common, else None. None for greedy decoding.
+    """
+
+    tokens: list[list[int]]
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    seed: int | None = None

@@ -298,13 +298,13 @@ def test_stop_when_returns_a_count(target, keep):
         generate(target, None, PROMPTS[:1], max_new_tokens=8, stop_when=lambda request, tokens, count: keep)
 
 
-def test_groups_buckets_and_reuse(target, plain_tokens):
-    """More prompts than rows run in groups; a bucket's state and round are made once."""
+def test_rows_buckets_and_reuse(target, plain_tokens):
+    """More prompts than rows: the next one takes the row of one that has ended. A bucket's state and round are made once."""
     generator = Generator(target, make_draft("mtp", target), max_batch_size=3, max_seq_len=64)
     assert [generator.bucket(n) for n in (1, 2, 3)] == [1, 2, 3]
     for _ in range(2):
         assert generator.generate(PROMPTS, max_new_tokens=24).tokens == plain_tokens
-    assert set(generator._rounds) == {(3, False, None), (2, False, None)}
+    assert set(generator._rounds) == {(3, False, None)}
     assert Generator(target, max_batch_size=6).bucket(5) == 6
 
 
@@ -427,6 +427,13 @@ def test_sizes_are_integers(target, name, value):
         Generator(target, **{name: value})
     with pytest.raises(ValueError, match=f": `{name}` must be an int .*, got {value!r}"):
         generate(target, None, [[1]], max_new_tokens=2, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["backend", "prefill_backend"])
+@pytest.mark.parametrize("value", ["nonsense", 3])
+def test_an_unknown_backend_is_named_at_once(target, name, value):
+    with pytest.raises(ValueError, match=f"Generator: `{name}` must be 'auto' or one of .*, got {value!r}"):
+        Generator(target, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["threshold_single", "threshold_acc"])

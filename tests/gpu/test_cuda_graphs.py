@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from spec_ops.backends import get_backend
 from spec_ops.decoding import GenerationResult, Generator, SpeculationConfig
 from spec_ops.decoding.arguments import Requests, check_sampling
-from spec_ops.decoding.generate import _Group
+from spec_ops.decoding.batch import Batch
 from spec_ops.models.pretrained import load_pair
 from tests.helpers.pass_harness import registered
 
@@ -74,10 +74,11 @@ def test_one_graph_per_bucket_and_steady_replay(pair, config):
             limits = [400 - len(p) for p in prompts]
             state = generator._state(8)
             requests = Requests(prompts, limits, [])
-            group = _Group(range(8), state, GenerationResult([]), None, None, tqdm(disable=True))
+            state.clear()
+            result = GenerationResult([[] for _ in prompts])
+            batch = Batch(requests, state, generator._pool(generator.num_pages), result, None, None, tqdm(disable=True))
             with torch.no_grad():
-                generator._load(requests, group, check_sampling(None, requests, target.config.vocab_size))
-                generator._prefill(state, prompts, False)
+                generator._begin(batch, check_sampling(None, requests, target.config.vocab_size))
                 torch.cuda.synchronize()
                 torch.cuda.set_sync_debug_mode("error")
                 try:

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
-from spec_ops.decoding.generate import StopWhen
+from spec_ops.decoding.batch import StopWhen
 from spec_ops.integrations.transformers.prompts import Prompts
 from spec_ops.integrations.transformers.settings import GenerationSettings, end_tokens
 

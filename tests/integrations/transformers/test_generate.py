@@ -215,13 +215,14 @@ class _LateReader:
         return previous
 
     def drain(self):
-        self.previous = None
+        previous, self.previous = self.previous, None
+        return previous
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_stopped_request_gains_nothing_more(monkeypatch, late):
     if late:
-        monkeypatch.setattr(sys.modules[Generator.__module__], "_OutputReader", _LateReader)
+        monkeypatch.setattr(sys.modules[Generator.__module__], "OutputReader", _LateReader)
     ids, mask = batch()
     generator = TransformersGenerator(make_model("llama"), make_model("llama", layers=1), **SIZES).generator
     prompts = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]

@@ -1,0 +1,129 @@
+"""The requests of one call: which of them wait, which row of the bucket each runs in, and what becomes of their tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from tqdm.auto import tqdm
+
+from spec_ops._numbers import is_integer
+from spec_ops.decoding.arguments import Requests
+from spec_ops.decoding.pages import PagePool
+from spec_ops.decoding.state import BROKEN, MASKED, RoundState
+from spec_ops.decoding.stats import GenerationResult
+
+OnTokens = Callable[[int, list[int]], None]
+StopWhen = Callable[[int, list[int], int], int | None]
+
+
+class Admitted(NamedTuple):
+    """A request that takes a row."""
+
+    row: int
+    request: int
+    pages: list[int]
+
+
+class Batch:
+    """Requests in order: a row whose request has ended takes the next one that waits.
+
+    Args:
+        requests: of the call.
+        state: of the bucket.
+        pool: pages of the caches.
+        result: what is filled.
+        on_tokens, stop_when: of the call.
+        bar: counts emitted tokens.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        state: RoundState,
+        pool: PagePool,
+        result: GenerationResult,
+        on_tokens: OnTokens | None,
+        stop_when: StopWhen | None,
+        bar: tqdm,
+    ) -> None:
+        self.requests, self.state, self.pool, self.result = requests, state, pool, result
+        self.on_tokens, self.stop_when, self.bar = on_tokens, stop_when, bar
+        self.waiting = deque(range(len(requests.prompts)))
+        self.members: dict[int, Admitted] = {}  # by row
+
+    def has_room(self) -> bool:
+        """Whether the first of those that wait can begin."""
+        return bool(self.waiting) and len(self.members) < self.state.batch_size and self._pages() <= self.pool.free
+
+    def _pages(self) -> int:
+        return self.pool.needed(self.requests.lengths[self.waiting[0]])
+
+    def admit(self, tokens: int) -> list[Admitted]:
+        """Give rows and pages to those that wait, in order, as long as there are some and prompts hold at most `tokens`
+        together; to one at least."""
+        admitted: list[Admitted] = []
+        rows = (row for row in range(self.state.batch_size) if row not in self.members)
+        while self.has_room():
+            tokens -= len(self.requests.prompts[self.waiting[0]])
+            if admitted and tokens < 0:
+                break
+            member = Admitted(next(rows), self.waiting[0], self.pool.take(self._pages()))
+            self.waiting.popleft()
+            self.members[member.row] = member
+            admitted.append(member)
+        return admitted
+
+    def emit(self, output: torch.Tensor) -> None:
+        """Hand out the tokens of a round: `output [bs, P + 2]`, on the host, as in `RoundState.output`."""
+        self.result.stats.rounds += 1
+        self._emit_rows(output, list(self.members.values()), of_round=True)
+
+    def emit_first(self, output: torch.Tensor, admitted: Sequence[Admitted]) -> None:
+        """Hand out the tokens of a prefill."""
+        self._emit_rows(output, admitted, of_round=False)
+
+    def _emit_rows(self, output: torch.Tensor, members: Sequence[Admitted], of_round: bool) -> None:
+        rows = output.tolist()
+        for member in members:
+            *given, count, status = rows[member.row]
+            self._emit(member, given[:count], status, of_round)
+
+    def _emit(self, member: Admitted, new: list[int], status: int, of_round: bool) -> None:
+        request = member.request
+        tokens = self.result.tokens[request]
+        if status == BROKEN:
+            raise RuntimeError(
+                f"generate: nothing can be sampled for `{self.requests.names.prompt(request)}` after {len(tokens) + len(new)} "
+                "new tokens: the target's logits hold a NaN or an infinity, or no finite number at all"
+            )
+        if status == MASKED:
+            raise RuntimeError(
+                f"generate: every token is masked for `{self.requests.names.prompt(request)}` after {len(tokens) + len(new)} "
+                "new tokens: `suppress_tokens`, `bad_words_ids`, `min_new_tokens`, a bitmask and `logits_processor` leave none"
+            )
+        ended = bool(status)
+        if new and self.stop_when is not None:
+            keep = self.stop_when(request, tokens + new, len(new))
+            if keep is not None:
+                if not is_integer(keep) or not 0 <= keep <= len(new):
+                    raise ValueError(
+                        f"generate: `{self.requests.names.stop_when}` must return None or how many of the {len(new)} new "
+                        f"tokens to keep, got {keep!r}"
+                    )
+                new, ended = new[:keep], True
+                self.state.finished[member.row].fill_(True)  # the round under way may still emit for it: nobody listens
+        if ended:
+            # The round under way may still write to these pages: whatever comes to use them comes after it on the stream.
+            self.pool.give_back(member.pages)
+            del self.members[member.row]
+        if new:
+            tokens.extend(new)
+            self.result.stats.new_tokens += len(new)
+            if of_round:
+                self.result.stats.add_round(request, len(new), ended)
+            self.bar.update(len(new))
+            if self.on_tokens is not None:
+                self.on_tokens(request, new)

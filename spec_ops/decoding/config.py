@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spec_ops._numbers import integer, number
+from spec_ops._numbers import integer, number, shown
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 
 
@@ -21,6 +21,9 @@ class SpeculationConfig:
             target's distribution, and is the only value for a chain.
         threshold_acc: in (0, 1]; below 1, a sampled tree accepts a token when the uniform is below the running sum of
             probabilities divided by it (see `accept_sampled`). 1 keeps the target's distribution.
+        block_verification: verify a model's sampled chain as a block (arXiv:2403.10444): lossless as token by token, and the
+            expected number of accepted drafts is never smaller. None: for chains. Trees, greedy rounds and prompt lookup are
+            verified as ever.
 
     Raises:
         ValueError: naming the attribute.
@@ -31,6 +34,7 @@ class SpeculationConfig:
     num_draft_tokens: int | None = None
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
+    block_verification: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "topk", *(("num_draft_tokens",) if self.num_draft_tokens is not None else ())):
@@ -60,8 +64,19 @@ class SpeculationConfig:
                 f"SpeculationConfig: `num_draft_tokens` must be in [{low}, {high}], got {self.num_draft_tokens}: {reason}"
             )
 
+        chain = self.topk == 1
+        allowed = (None, False, True) if chain else (None, False)
+        if not any(self.block_verification is value for value in allowed):
+            wanted = "True, False or None" if chain else "False or None for a tree"
+            raise ValueError(f"SpeculationConfig: `block_verification` must be {wanted}, got {shown(self.block_verification)}")
+
     def _is_threshold(self, value: float) -> bool:
         return 0 < value <= 1 and (self.topk > 1 or value == 1)
+
+    @property
+    def verifies_blocks(self) -> bool:
+        """Whether sampled rounds use block verification."""
+        return self.topk == 1 and self.block_verification is not False
 
     @property
     def num_candidates(self) -> int:

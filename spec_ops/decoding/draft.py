@@ -28,15 +28,16 @@ class Drafted(NamedTuple):
         positions: `[bs, D]`, their positions for RoPE: the depth in a tree.
         tree_mask: `[bs, D]` int64, a tree's bit masks; None for chains.
         parents: `[bs, D]`, each node's parent; None for chains.
-        probs: `[bs, D - 1, Vd]` float32, the distribution that each draft was sampled from; None unless a
-            model's chain is sampled.
+        logits: `[bs, D - 1, Vd]`, what each draft was sampled from; None unless a model's chain is sampled.
+        support: `[bs, D - 1, 3]` int64, of `logits`.
     """
 
     candidates: torch.Tensor
     positions: torch.Tensor
     tree_mask: torch.Tensor | None = None
     parents: torch.Tensor | None = None
-    probs: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    support: torch.Tensor | None = None
 
 
 class HeldDrafts(nn.Module):
@@ -65,22 +66,30 @@ def first_drafts(draft: Draft, state: RoundState, hidden: torch.Tensor, topk: in
         state.draft_scores.copy_(scores)
         state.draft_tokens.copy_(draft.to_target(tokens))
     else:
-        tokens, probs = _next_draft(draft, state, logits, 0, sampled)
-        state.draft_tokens.copy_(tokens[:, None])
-        if probs is not None:
-            state.draft_probs.copy_(probs)
+        first = _next_draft(draft, state, logits, 0, sampled)
+        state.draft_tokens.copy_(first.tokens[:, None])
+        if first.logits is not None and first.support is not None:
+            state.draft_logits.copy_(first.logits)
+            state.draft_support.copy_(first.support)
 
 
-def _next_draft(
-    draft: Draft, state: RoundState, logits: torch.Tensor, step: int, sampled: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The draft tokens (target ids, `[bs]`) for `logits [bs, Vd]`, and the distribution that they were sampled from."""
+class _Next(NamedTuple):
+    """Draft tokens (target ids, `[bs]`), and unless they are greedy the logits `[bs, Vd]` that they were drawn from, in the
+    dtype that the state keeps, with their support `[bs, 3]`."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor | None = None
+    support: torch.Tensor | None = None
+
+
+def _next_draft(draft: Draft, state: RoundState, logits: torch.Tensor, step: int, sampled: bool) -> _Next:
     if not sampled:
-        return draft.to_target(logits.argmax(-1)), None
-    probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p, state.min_p)
+        return _Next(draft.to_target(logits.argmax(-1)))
     coins = uniforms(state.seeds, state.committed_lens.long() * COUNTERS + DRAFT_COUNTER + step)
-    # -1 where nothing can be drawn. Any token will do there: acceptance gets the same distribution, and ends the request.
-    return draft.to_target(ops.sample_tokens(probs, coins).clamp(min=0)), probs
+    logits = logits.to(state.draft_logits.dtype)
+    tokens, support = ops.sample_logits(logits, coins, state.temperature, state.top_k, state.top_p, state.min_p)
+    # -1 where nothing can be drawn. Any token will do there: to acceptance, a draft of such a support is none.
+    return _Next(draft.to_target(tokens.clamp(min=0)), logits, support)
 
 
 def draft_chain(
@@ -88,8 +97,8 @@ def draft_chain(
 ) -> Drafted:
     """Draft `S` tokens one after the other. The first one was drafted by the previous round's draft extend."""
     active = ~state.finished
-    tokens, hidden = [state.draft_tokens[:, 0]], state.draft_hidden
-    probs = [state.draft_probs] if sampled else []
+    hidden = state.draft_hidden
+    drafts = [_Next(state.draft_tokens[:, 0], state.draft_logits, state.draft_support)]
     for step in range(config.num_steps - 1):
         position = state.committed_lens + draft.token_offset + step
         attention = PagedAttention(
@@ -100,14 +109,14 @@ def draft_chain(
             state.slots(position[:, None], cache.page_size, active[:, None]),
             backend=backend,
         )
-        hidden = draft(tokens[-1][:, None], hidden[:, None], position[:, None], attention)[:, 0]
-        token, prob = _next_draft(draft, state, draft.logits(hidden), step + 1, sampled)
-        tokens.append(token)
-        if prob is not None:
-            probs.append(prob)
+        hidden = draft(drafts[-1].tokens[:, None], hidden[:, None], position[:, None], attention)[:, 0]
+        drafts.append(_next_draft(draft, state, draft.logits(hidden), step + 1, sampled))
+    tokens, logits, supports = zip(*drafts, strict=True)
     candidates = torch.stack([state.last_token, *tokens], 1)
     positions = state.committed_lens[:, None] + torch.arange(config.num_tokens, device=candidates.device)
-    return Drafted(candidates, positions, probs=torch.stack(probs, 1) if sampled else None)
+    if not sampled:
+        return Drafted(candidates, positions)
+    return Drafted(candidates, positions, logits=torch.stack(logits, 1), support=torch.stack(supports, 1))
 
 
 def draft_tree(draft: Draft, cache: PagedKVCache, state: RoundState, config: SpeculationConfig, backend: str) -> Drafted:

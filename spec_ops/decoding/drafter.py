@@ -17,12 +17,18 @@ from spec_ops.models.target import TargetOutput
 
 
 class Drafter(nn.Module):
-    """What a round and the prefill before it need of whatever drafts."""
+    """What a round and the prefill before it need of whatever drafts.
 
-    @property
-    def draft_to_target(self) -> torch.Tensor | None:
-        """`[draft_vocab]` int64: the target ids of a reduced vocabulary that `Drafted.probs` is about."""
-        return None
+    Attributes:
+        target_to_draft: `[V]` int64: the place of each of the target's tokens in a reduced vocabulary that `Drafted.logits` is
+            about, -1 for none; None for a whole one.
+    """
+
+    target_to_draft: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("target_to_draft", None, persistent=False)
 
     def prefill(self, piece: PromptPiece, output: TargetOutput) -> None:
         """Read a piece of prompts, after the target. With the last one, where each prompt's first new token is the state's
@@ -67,10 +73,7 @@ class ModelDrafter(Drafter):
         super().__init__()
         self.draft, self.cache, self.state, self.config = draft, cache, state, config
         self.sampled, self.backend = sampled, backend
-
-    @property
-    def draft_to_target(self) -> torch.Tensor | None:
-        return self.draft.draft_to_target
+        self.target_to_draft = draft.target_to_draft()
 
     def prefill(self, piece, output) -> None:
         offset, state = self.draft.token_offset, self.state

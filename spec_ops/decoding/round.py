@@ -117,20 +117,24 @@ class SpeculativeRound(nn.Module):
             tokens = logits.argmax(-1)
             tokens = tokens if self.changes is None else masked_tokens(logits, tokens)
             return ops.accept_greedy(drafted.candidates, tokens, drafted.parents, config.path_len)
-        probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p, state.min_p)
+        support = ops.sampling_support(logits, state.temperature, state.top_k, state.top_p, state.min_p)
         node = torch.arange(config.num_tokens, device=logits.device)
         counters = (state.committed_lens.long() * COUNTERS + ACCEPT_COUNTER)[:, None] + node
-        accepted = ops.accept_sampled(
+        accepted = ops.accept_sampled_logits(
             drafted.candidates,
-            probs,
+            logits,
+            support,
             uniforms(state.seeds[:, None], counters),
             final_uniforms(state),
+            state.temperature,
             parents=drafted.parents,
-            draft_probs=drafted.probs,
-            draft_to_target=self.drafter.draft_to_target if drafted.probs is not None else None,
+            draft_logits=drafted.logits,
+            draft_support=drafted.support,
+            target_to_draft=self.drafter.target_to_draft if drafted.logits is not None else None,
             path_len=config.path_len,
             threshold_single=config.threshold_single,
             threshold_acc=config.threshold_acc,
+            block=config.verifies_blocks and drafted.logits is not None,
         )
         if self.changes is not None:
             accepted = accepted._replace(tokens=masked_end(logits, *accepted))
@@ -197,8 +201,8 @@ def commit_next(logits: torch.Tensor, state: RoundState, sampled: bool, changes:
         tokens = logits.argmax(-1)
         tokens = tokens if changes is None else masked_tokens(logits, tokens)
     else:
-        probs = ops.sampling_probs(logits, state.temperature, state.top_k, state.top_p, state.min_p)
-        tokens = ops.sample_tokens(probs, final_uniforms(state))
+        coins = final_uniforms(state)
+        tokens = ops.sample_logits(logits, coins, state.temperature, state.top_k, state.top_p, state.min_p).tokens
         if changes is not None:
             masked = logits.amax(-1) == -torch.inf
             tokens = torch.where(masked, ALL_MASKED, tokens)

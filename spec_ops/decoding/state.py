@@ -25,7 +25,7 @@ class RoundState(nn.Module):
         path_len: most tokens that a round emits, `P`.
         topk: width `K` of the draft tree.
         draft_hidden, draft_vocab: the draft's hidden size and the width of its logits, `Vd`.
-        hidden_dtype: dtype of `draft_hidden`.
+        hidden_dtype: dtype of `draft_hidden` and `draft_logits`.
         device: of all buffers.
 
     Attributes:
@@ -39,7 +39,8 @@ class RoundState(nn.Module):
         stop_tokens: `[bs, MAX_STOP_TOKENS]` int64, padded with -1.
         draft_tokens: `[bs, K]` int64, the first drafts of the next round.
         draft_scores: `[bs, K]` float32, their log-probabilities.
-        draft_probs: `[bs, Vd]` float32, the distribution that the first draft was sampled from (sampled chains only).
+        draft_logits: `[bs, Vd]`, what the first draft was sampled from (sampled chains only).
+        draft_support: `[bs, 3]` int64, of `draft_logits` (see `sampling_support`).
         draft_hidden: `[bs, hidden]`, the draft's hidden state that gave the first drafts.
         temperature: `[bs]` float32; 0 is greedy.
         top_k: `[bs]` int32; 0 keeps all tokens.
@@ -60,7 +61,8 @@ class RoundState(nn.Module):
     stop_tokens: torch.Tensor
     draft_tokens: torch.Tensor
     draft_scores: torch.Tensor
-    draft_probs: torch.Tensor
+    draft_logits: torch.Tensor
+    draft_support: torch.Tensor
     draft_hidden: torch.Tensor
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -94,7 +96,8 @@ class RoundState(nn.Module):
             "stop_tokens": ((MAX_STOP_TOKENS,), torch.int64),
             "draft_tokens": ((topk,), torch.int64),
             "draft_scores": ((topk,), torch.float32),
-            "draft_probs": ((draft_vocab,), torch.float32),
+            "draft_logits": ((draft_vocab,), hidden_dtype),
+            "draft_support": ((3,), torch.int64),
             "draft_hidden": ((draft_hidden,), hidden_dtype),
             "temperature": ((), torch.float32),
             "top_k": ((), torch.int32),

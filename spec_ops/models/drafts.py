@@ -65,6 +65,15 @@ class Draft(nn.Module):
         """The target ids of the draft ids `tokens`."""
         return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
 
+    def target_to_draft(self) -> torch.Tensor | None:
+        """`[vocab_size]` int64: the draft ids of the target's tokens, -1 for those that a reduced vocabulary lacks; None for a
+        whole one. Made anew by every call: loading a checkpoint replaces `draft_to_target`."""
+        ids = self.draft_to_target
+        if ids is None:
+            return None
+        places = ids.new_full((self.config.vocab_size,), -1)
+        return places.scatter(0, ids, torch.arange(len(ids), device=ids.device))
+
     def own_state_dict(self) -> dict[str, torch.Tensor]:
         """The state dict without the modules that are shared with the target."""
         return self.state_dict()

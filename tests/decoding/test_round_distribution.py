@@ -2,8 +2,8 @@
 sequence, which shows what tests of the acceptance op alone cannot: which uniforms, distributions and cache rows the round uses.
 
 100,000 requests a case, with fixed seeds and the round's own hash as generator, so a run repeats exactly. Thresholds as in
-`test_accept_distribution`: 3 p-values of right rounds are looked at, so another hash or initialization would fail a right round
-with a chance of 0.3% (`PASS`); rounds broken on purpose must fall below `FAIL`, three orders lower.
+`test_accept_distribution`: 5 p-values of right rounds are looked at, so another hash or initialization would fail a right round
+with a chance of 0.5% (`PASS`); rounds broken on purpose must fall below `FAIL`, three orders lower.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import scipy.stats
 import torch
 
+import spec_ops
 import spec_ops.decoding.draft
 import spec_ops.decoding.round
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, SpeculativeRound
@@ -26,7 +27,9 @@ PASS, FAIL = 1e-3, 1e-6
 VOCAB, LENGTH = 4, 4  # the prefill's token and three more: at least two rounds for a chain of two drafts with a rejection
 PROMPTS = [[1], [2, 0, 3]]
 PLAIN, FILTERED = {"temperature": 1.0}, {"temperature": 0.9, "top_k": 3, "top_p": 0.9}
-CHAIN, TREE = SpeculationConfig(2), SpeculationConfig(2, 2, 5)
+MIN_P = {"temperature": 1.0, "min_p": 0.4}
+CHAIN, TREE = SpeculationConfig(2, block_verification=True), SpeculationConfig(2, 2, 5)
+BY_TOKENS = SpeculationConfig(2, block_verification=False)
 
 
 def model_config(mla: bool) -> ModelConfig:
@@ -103,9 +106,11 @@ def p_value(kind: str, mla: bool, config: SpeculationConfig, sampling: dict, dra
 @pytest.mark.parametrize(
     ("kind", "mla", "config", "sampling"),
     [
-        pytest.param("eagle3", False, CHAIN, FILTERED, id="gqa-eagle3-chain-filtered"),
+        pytest.param("eagle3", False, CHAIN, FILTERED, id="gqa-eagle3-block-filtered"),
+        pytest.param("eagle3", False, BY_TOKENS, FILTERED, id="gqa-eagle3-tokens-filtered"),
+        pytest.param("standalone", False, CHAIN, MIN_P, id="gqa-standalone-block-min-p"),
         pytest.param("mtp", True, TREE, FILTERED, id="mla-mtp-tree-filtered"),
-        pytest.param("standalone", False, CHAIN, PLAIN, id="gqa-standalone-chain"),
+        pytest.param("standalone", False, CHAIN, PLAIN, id="gqa-standalone-block"),
     ],
 )
 def test_sampled_rounds_keep_the_distribution(kind, mla, config, sampling):
@@ -115,7 +120,7 @@ def test_sampled_rounds_keep_the_distribution(kind, mla, config, sampling):
 # Negative controls: rounds broken on purpose. Fewer draws suffice, and make the test harder to fail by chance.
 
 CONTROL_DRAWS = 20_000
-CONTROLS = {CHAIN: ("standalone", False), TREE: ("mtp", True)}
+CONTROLS = {CHAIN: ("standalone", False), BY_TOKENS: ("standalone", False), TREE: ("mtp", True)}
 
 
 def broken_p_value(config: SpeculationConfig) -> float:
@@ -141,13 +146,15 @@ def test_the_same_coins_every_round_are_caught(monkeypatch, config):
     assert broken_p_value(config) < FAIL
 
 
-def test_rejecting_with_another_distribution_is_caught(monkeypatch):
+@pytest.mark.parametrize("config", [CHAIN, BY_TOKENS], ids=["block", "tokens"])
+def test_rejecting_with_another_distribution_is_caught(monkeypatch, config):
     """Drafts are drawn at the round's temperature, but judged as if they had been drawn at another."""
     accept = SpeculativeRound.accept
 
     def wrong(self, drafted, logits):
-        flat = drafted.probs.sqrt()
-        return accept(self, drafted._replace(probs=flat / flat.sum(-1, keepdim=True)), logits)
+        flat = drafted.logits / 2
+        support = spec_ops.sampling_support(flat, self.state.temperature)
+        return accept(self, drafted._replace(logits=flat, support=support), logits)
 
     monkeypatch.setattr(SpeculativeRound, "accept", wrong)
-    assert broken_p_value(CHAIN) < FAIL
+    assert broken_p_value(config) < FAIL

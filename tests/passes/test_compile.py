@@ -52,11 +52,14 @@ def test_round_is_one_graph(mla, kind, config, sampled):
     torch._dynamo.reset()
     target = make_target(mla)
     draft = make_draft(kind, target)
-    sampling = SamplingParams(temperature=float(sampled), top_k=30, top_p=0.9, seed=0)
-    expected = Generator(target, draft, config, **OPTIONS).generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling)
+    sampling = [SamplingParams()] * 4
+    if sampled:  # a greedy row among them
+        sampling[0] = SamplingParams(1.0, top_k=30, top_p=0.9, seed=0)
+        sampling[2:] = [SamplingParams(0.7, min_p=0.05, seed=1)] * 2
+    expected = Generator(target, draft, config, **OPTIONS).generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling[:3])
     generator = compiled_generator(target, draft, config, "aot_eager")
     counters.clear()
-    assert generator.generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling).tokens == expected.tokens
+    assert generator.generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling[:3]).tokens == expected.tokens
     assert counters["stats"]["unique_graphs"] == 1
     with torch._dynamo.config.patch(error_on_recompile=True):  # another batch in the bucket: other lengths, other prompts
         generator.generate(PROMPTS[3:7], max_new_tokens=9, sampling=sampling)

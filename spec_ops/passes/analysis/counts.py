@@ -27,6 +27,8 @@ aten = torch.ops.aten
 _VIEWS = RESHAPES | {aten.select.int, aten.slice.Tensor, aten.expand.default, aten.permute.default}
 _METADATA = {"block_tables", "seq_lens", "q_indptr", "kv_indptr", "kv_indices", "slots", "src_slots", "dst_slots"}
 
+_SAMPLING = {"sampling_probs", "sampling_support", "sample_logits", "accept_sampled_logits"}  # what takes logits
+
 
 def is_host_copy(node: fx.Node) -> bool:
     """Whether `node` copies a tensor from another device to the CPU."""
@@ -98,7 +100,7 @@ def _head_rows(graph: fx.Graph) -> int:
         for user in node.users:
             parts = value(user)
             ids = isinstance(parts, torch.Tensor) and parts.dtype in INTEGERS
-            sampled = (op := op_of(user)) is not None and op._schema.name.removeprefix("spec_ops::") == "sampling_probs"
+            sampled = (op := op_of(user)) is not None and op._schema.name.removeprefix("spec_ops::") in _SAMPLING
             if ids or sampled or (user in chooses and not is_product(user) and op is None):
                 chooses.add(node)
     last: dict[fx.Node, tuple[int, str]] = {}  # the last attention call above a value: its place and step

@@ -58,6 +58,10 @@ HEADS = {
         logits_of("draft_extend", lambda x: spec_ops.sampling_probs(x[:, 0], torch.full((BS,), 0.5))),
         BS * 3,
     ),
+    "drawn": (
+        logits_of("draft_extend", lambda x: spec_ops.sample_logits(x, torch.full((BS, 3), 0.5), torch.full((BS,), 0.5)).tokens),
+        BS * 3,
+    ),
     "verify": (logits_of("target_verify"), 0),
     "returned logits": (logits_of("draft_extend", lambda x: x), 0),
     "the next round's head is a draft's": (two_rounds, BS * 3),

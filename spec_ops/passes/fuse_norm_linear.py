@@ -223,7 +223,7 @@ def _products_after(out: fx.Node, arch: Any) -> tuple[list[fx.Node], list[fx.Nod
     for node, user in _readers(out):
         if user.target not in (skinny_mm_op, aten.mm.default, aten.addmm.default):
             raise _NotFusedError(f"{user.target} reads its value too")
-        x, weight, bias = _parts(user)
+        x, weight, bias, *_ = _parts(user)
         if x is not node or node in (weight, bias):
             raise _NotFusedError(f"{user.target} reads its value, but not as rows")
         if user.target is skinny_mm_op or product_refusal(user, arch, AFTER_NORM) is None:
@@ -237,12 +237,13 @@ def _products_after(out: fx.Node, arch: Any) -> tuple[list[fx.Node], list[fx.Nod
     return skinny, others
 
 
-def _parts(product: fx.Node) -> tuple[Any, Any, Any]:
-    """Rows, weight (transposed for cuBLAS) and bias of a product."""
+def _parts(product: fx.Node) -> tuple[Any, Any, Any, Any, Any]:
+    """Rows, weight (transposed for cuBLAS), bias, scale and zero of a product."""
     if product.target is skinny_mm_op:
-        return product.args  # type: ignore[return-value]
+        x, weight, bias, *stored = product.args
+        return x, weight, bias, *(stored or (None, None))  # type: ignore[return-value]
     bias, x, right = operands(product)
-    return x, right, bias
+    return x, right, bias, None, None
 
 
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -315,17 +316,18 @@ def _silu(x: fx.Node) -> fx.Node | None:
 
 def _fuse(graph: fx.Graph, norm: _Norm, front: _Front, skinny: list[fx.Node], silu: _SiluMul | None) -> None:
     product, residual, total = front
-    x, weight, _ = product.args
+    x, weight, _, *stored = _parts(product)
     m, n = value(product).shape
-    args = (x, weight, _shaped(graph, total, residual, (m, n)), norm.weight)
+    args = (x, weight, _shaped(graph, total, residual, (m, n)), norm.weight, *stored)
     call = insert(graph, total, add_skinny_mm_op, args, source=norm.out)
     y, z, squares = (insert(graph, total, operator.getitem, (call, i), source=norm.out) for i in range(3))
     total.replace_all_uses_with(_shaped(graph, total, y, value(total).shape))
     for node in skinny:
-        _, weight, bias = _parts(node)
+        _, weight, bias, *stored = _parts(node)
         if node.target is not skinny_mm_op:
             weight = stored_weight(graph, node, weight)
-        node.replace_all_uses_with(insert(graph, node, scaled_skinny_mm_op, (z, weight, bias, squares, norm.eps)))
+        args = (z, weight, bias, squares, norm.eps, *stored)
+        node.replace_all_uses_with(insert(graph, node, scaled_skinny_mm_op, args))
     if silu is None:
         return
     for node in {silu.gate.product, silu.up.product}:

@@ -10,6 +10,14 @@ has columns for every multiprocessor. With fewer columns it splits k, over too f
 cuBLAS keeps products of more rows than the last rule has, on architectures without figures, of sizes that are unknown while
 compiling, and of a weight that is computed in the graph (it may still be in cache). If Inductor was asked to time products
 (`max_autotune`), nothing is replaced.
+
+A weight that is stored in 8 bits is read as it lies:
+
+    mm(x, convert(mul(convert(permute(weight)), scale)))   ->   skinny_mm(x, weight, None, scale)
+
+Otherwise a kernel reads it and writes a number of 16 bits for each, which cuBLAS reads: five bytes of traffic for one. So this
+needs no figures, only a GPU with the kernel's instructions and no more rows than it takes. With more rows the weight is
+dequantized. torchao's int4 weights come with a kernel, which a product of few rows does without too.
 """
 
 from __future__ import annotations
@@ -23,15 +31,13 @@ from torch._inductor import config as inductor_config
 
 from spec_ops.backends.registry import device_arch
 from spec_ops.ops.linear import skinny_mm_op
-from spec_ops.passes.analysis.graph import calls, insert, value
+from spec_ops.passes.analysis.graph import insert, value
+from spec_ops.passes.analysis.stored_weights import NoFormatError, StoredWeight, dequantized, int4_rows, is_stored
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten = torch.ops.aten
 BLOCK_K = 256  # values of a row of the weight that the kernel reads at a time
-_VIEWS = {
-    aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default, aten.reshape.default, aten.slice.Tensor,
-    aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.alias.default, aten.detach.default,
-}  # fmt: skip
+QUANTIZED_ARCH, QUANTIZED_ROWS, QUANTIZED_K = 90, 64, 64  # least architecture, most rows, what k is a multiple of
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,12 @@ class LowerSkinnyMm(GraphPass):
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
         if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
             return  # the user asked Inductor to choose the kernels of products by timing them
-        for node in calls(graph, aten.mm.default, aten.addmm.default):
+        for node in [node for node in graph.nodes if node.op == "call_function"]:
+            if (int4 := int4_rows(node)) is not None:
+                _read_as_stored(graph, node, None, *int4, context, result)
+                continue
+            if node.target not in (aten.mm.default, aten.addmm.default):
+                continue
             bias, x, right = operands(node)
             if not isinstance(fake := value(x), torch.Tensor):
                 continue
@@ -98,6 +109,14 @@ class LowerSkinnyMm(GraphPass):
             if arch is None or fake.dtype not in (torch.bfloat16, torch.float16):
                 continue
             m, n, k = _sizes(x, right)
+            try:
+                stored = dequantized(right)
+            except NoFormatError as error:
+                result.refuse(node, f"product of {m} x {k} and {k} x {n}: {error}")
+                continue
+            if stored is not None:
+                _read_as_stored(graph, node, bias, x, stored, context, result)
+                continue
             if reason := product_refusal(node, arch):
                 result.refuse(node, f"product of {m} x {k} and {k} x {n}: {reason}")
                 continue
@@ -105,6 +124,54 @@ class LowerSkinnyMm(GraphPass):
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             result.did(new, f"skinny_mm: {m} rows, weight {n} x {k}")
+
+
+def _read_as_stored(
+    graph: fx.Graph,
+    node: fx.Node,
+    bias: fx.Node | None,
+    x: fx.Node,
+    stored: StoredWeight,
+    context: PassContext,
+    result: PassResult,
+) -> None:
+    """Replace the product at `node` of rows `x` and a weight of 8 or 4 bits, or say why not."""
+    fake = value(x)
+    arch = context.arch if context.arch is not None else device_arch(fake.device)
+    if arch is None:
+        return
+    (m, k), n = fake.shape, value(node).shape[1]
+    if reason := _stored_refusal(node, bias, x, stored, arch):
+        result.refuse(node, f"product of {m} x {k} and {k} x {n}: {reason}")
+        return
+    data, scale, zero = stored.insert(graph, node)
+    new = insert(graph, node, skinny_mm_op, (x, data, bias, scale, zero), source=node)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    bits = 4 if value(data).dtype == torch.int8 else 8
+    result.did(new, f"skinny_mm: {m} rows, weight {n} x {k} of {bits} bits")
+
+
+def _stored_refusal(node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: StoredWeight, arch: int) -> str | None:
+    """Why a weight of 8 or 4 bits is not read as it lies; None if it is."""
+    fake, data = value(x), value(stored.data)
+    (m, k), n = fake.shape, value(node).shape[1]
+    if not all(isinstance(size, int) for size in (m, n, k)):
+        return "its sizes are not known while compiling"
+    if arch < QUANTIZED_ARCH:
+        return f"sm_{arch} has no tensor memory access, with which the kernel reads a weight of 8 or 4 bits"
+    if m > QUANTIZED_ROWS:
+        return f"more than {QUANTIZED_ROWS} rows, for which the weight is dequantized"
+    if k % QUANTIZED_K:
+        return f"k is no multiple of {QUANTIZED_K}"
+    row, column = data.stride()[::-1] if stored.flipped else data.stride()
+    if column != 1 or row < data.shape[0 if stored.flipped else 1]:
+        return "the weight's rows are not contiguous"
+    if row % 16 or data.storage_offset() % 16:
+        return "the weight's rows do not start at multiples of 16 bytes"
+    if bias is not None and (node.kwargs or value(bias).shape != (n,) or value(bias).dtype != fake.dtype):
+        return "what is added is not a bias of the rows' dtype"
+    return None
 
 
 def operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
@@ -139,15 +206,8 @@ def product_refusal(node: fx.Node, arch: int, rules: Rules | None = None) -> str
         return "the weight's rows are not contiguous"
     if weight.stride(1) % 8 or weight.storage_offset() % 8:
         return "the weight's rows do not start at multiples of 16 bytes"
-    if not _is_stored(right):
+    if not is_stored(right):
         return "the weight is computed here"
     if bias is not None and (node.kwargs or value(bias).shape != (n,) or value(bias).dtype != weight.dtype):
         return "what is added is not a bias of the weight's dtype"
     return None
-
-
-def _is_stored(node: fx.Node) -> bool:
-    """Whether `node` is an input of the graph or a view of one: other weights may still be in cache."""
-    while node.op == "call_function" and node.target in _VIEWS:
-        node = node.args[0]  # type: ignore[assignment]
-    return node.op in ("placeholder", "get_attr")

@@ -14,13 +14,15 @@ from spec_ops.passes.analysis.graph import ATTENTION_OPS, INDEX_OPS, op_of, valu
 from spec_ops.passes.analysis.lengths import INTEGERS
 from spec_ops.passes.analysis.rows import RESHAPES, is_product
 from spec_ops.passes.analysis.storage import Storage, storage_of
+from spec_ops.passes.analysis.stored_weights import weight_bytes
 
 KV_GENERATIONS, PAGE_TABLES = "kv-index generations", "page tables"
 HOST_COPIES, ITEMS = "device-to-host copies", "item calls"
 METADATA_LAUNCHES, HEAD_ROWS, PREFILLS = "metadata launches", "LM-head rows in extend", "extends on a prefill kernel"
 HOST_PLANNED, CUDA_GRAPHS = "host-planned calls", "CUDA graphs"
+WEIGHTS = "MiB moved for weights"
 SUMMARY = (
-    KV_GENERATIONS, PAGE_TABLES, HOST_COPIES, ITEMS, METADATA_LAUNCHES, HEAD_ROWS, PREFILLS, HOST_PLANNED, CUDA_GRAPHS,
+    KV_GENERATIONS, PAGE_TABLES, HOST_COPIES, ITEMS, METADATA_LAUNCHES, HEAD_ROWS, PREFILLS, HOST_PLANNED, CUDA_GRAPHS, WEIGHTS,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -54,6 +56,7 @@ def count_nodes(graph: fx.Graph) -> dict[str, int]:
       are computed for an op of ours; each is a kernel of its own unless it finds one to ride on. Rows of one tensor count once.
     * LM-head rows in extend: rows of matrix products that choose tokens after an extend, in the example that was traced.
     * CUDA graphs: as few as the data allow, which is how Inductor orders the work unless that takes a tenth more memory.
+    * MiB moved for weights: of products; a weight of 8 bits that is dequantized before one is read, written and read again.
     """
     found: Counter[str] = Counter(dict.fromkeys(SUMMARY, 0))
     for node in graph.nodes:
@@ -73,6 +76,7 @@ def count_nodes(graph: fx.Graph) -> dict[str, int]:
     found[METADATA_LAUNCHES] = found[PAGE_TABLES] + found[KV_GENERATIONS] + len(_computed_metadata(graph))
     found[HEAD_ROWS] = _head_rows(graph)
     found[CUDA_GRAPHS] = fewest_cuda_graphs(graph)
+    found[WEIGHTS] = -(-sum(map(weight_bytes, graph.nodes)) // 2**20)
     return dict(found)
 
 

@@ -1,0 +1,272 @@
+"""Weights of 8 bits that a graph dequantizes for a product: where they are stored, and which scales they share.
+
+    mm(x, convert(mul(convert(permute(weight)), scales)))
+
+`torch.compile` traces this of torchao's `Float8Tensor` (weight only), of transformers' fine-grained fp8 as our models call it,
+and of whoever writes `F.linear(x, (weight.float() * scale).to(x.dtype))`. Scales are broadcast, or repeated over blocks with
+`repeat_interleave`, or a view of the weight has its blocks as dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from spec_ops.backends.weight_format import SCALE_DTYPES, weight_format
+from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op
+from spec_ops.passes.analysis.graph import arg, insert, value
+from spec_ops.passes.analysis.rows import RESHAPES
+
+aten, prims = torch.ops.aten, torch.ops.prims
+_SKINNY = (skinny_mm_op, add_skinny_mm_op, scaled_skinny_mm_op)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SWAPS = {aten.permute.default, aten.t.default, aten.transpose.int}
+_SAME = {aten.alias.default, aten.detach.default, aten.clone.default}
+_VIEWS = {
+    *_SWAPS, aten.view.default, aten.reshape.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.alias.default, aten.detach.default,
+}  # fmt: skip
+_DEPTH = 12  # nodes above a product in which a weight of 8 bits is looked for
+
+
+class StoredWeight(NamedTuple):
+    """A weight as the graph has it.
+
+    Attributes:
+        data: float8 or int8, as `[n, k]`, or `[k, n]` if `flipped`.
+        scale, zero: as `[n, k]` of scales, or `[k, n]` if `flipped_scale`; of any rank if there is one scale. `zero` or None.
+        shape: the scales', `[n, k]`.
+    """
+
+    data: fx.Node
+    flipped: bool
+    scale: fx.Node
+    flipped_scale: bool
+    shape: tuple[int, int]
+    zero: fx.Node | None = None
+
+    def insert(self, graph: fx.Graph, before: fx.Node) -> tuple[fx.Node | None, ...]:
+        """Nodes of the weight `[n, k]`, its scale and its zero, as `skinny_mm` takes them."""
+        flip = [1, 0]
+        data = insert(graph, before, aten.permute.default, (self.data, flip)) if self.flipped else self.data
+        scales = []
+        for node in (self.scale, self.zero):
+            if node is not None and value(node).dim() != 2:
+                shape = self.shape[::-1] if self.flipped_scale else self.shape
+                node = insert(graph, before, aten.reshape.default, (node, list(shape)))
+            if node is not None and self.flipped_scale:
+                node = insert(graph, before, aten.permute.default, (node, flip))
+            scales.append(node)
+        return data, *scales
+
+
+def weight_bytes(node: fx.Node) -> int:
+    """The bytes that move for the weight of a product of two matrices, and 0 for any other node."""
+    if node.op != "call_function":
+        return 0
+    if (int4 := int4_rows(node)) is not None:
+        return _bytes(int4[1].data, int4[1].scale, int4[1].zero)
+    if node.target in _SKINNY:
+        return _bytes(*(arg(node, name) for name in ("weight", "scale", "zero")))
+    if node.target not in (aten.mm.default, aten.addmm.default):
+        return 0
+    right: Any = node.args[-1]
+    try:
+        stored = dequantized(right)
+    except NoFormatError:
+        stored = None
+    return _bytes(right) if stored is None else 2 * _bytes(right) + _bytes(stored.data, stored.scale)
+
+
+def _bytes(*nodes: Any) -> int:
+    found = [value(node) for node in nodes if node is not None]
+    return sum(v.numel() * v.element_size() for v in found if all(isinstance(size, int) for size in v.shape))
+
+
+class NoFormatError(Exception):
+    """Why a product with a weight of 8 bits is left as it is."""
+
+
+class _Spread(NamedTuple):
+    """Scales repeated to the weight's size: `base`, transposed if `swapped`, each number for so many of each dimension."""
+
+    base: fx.Node
+    swapped: bool
+    repeats: tuple[int, int]
+
+
+def is_stored(node: Any) -> bool:
+    """Whether `node` is an input of the graph or a view of one: other weights may still be in cache."""
+    while node.op == "call_function" and node.target in _VIEWS:
+        node = node.args[0]
+    return node.op in ("placeholder", "get_attr")
+
+
+def dequantized(right: fx.Node) -> StoredWeight | None:
+    """The weight of 8 bits that `right [k, n]` is computed of; None if there is none.
+
+    Raises:
+        NoFormatError: `right` is computed of one, but not in a form that is known.
+    """
+    if value(right).dtype in FLOAT8 or not _holds_float8(right, _DEPTH):
+        return None
+    node, flipped = _peeled(right, True)
+    shape, parts, blocks = value(node).shape, None, None
+    if node.target is aten.mul.Tensor:
+        parts = _factors(node)
+    elif node.target in RESHAPES and (product := _same(node.args[0])).target is aten.mul.Tensor:
+        blocks = tuple(value(product).shape)
+        if len(blocks) == 4 and (blocks[0] * blocks[1], blocks[2] * blocks[3]) == tuple(shape):
+            parts = _factors(product)
+    for numbers, scales in parts or ():
+        if blocks is not None:
+            if (viewed := _peeled(numbers, flipped)[0]).target not in RESHAPES or value(viewed.args[0]).shape != shape:
+                continue
+            numbers = viewed.args[0]
+        data, data_flipped = _peeled(numbers, flipped)
+        if value(data).dtype not in FLOAT8 or value(data).dim() != 2:
+            continue
+        spread = _spread(scales) if blocks is None else _of_blocks(scales, blocks)
+        return _checked(data, data_flipped, spread, flipped)
+    raise NoFormatError("its weight of 8 bits is not dequantized as numbers times scales")
+
+
+def _factors(product: fx.Node) -> list[tuple[Any, Any]]:
+    """The two factors of a product, in both orders; none if one is a number."""
+    both = product.args
+    return [both, both[::-1]] if all(isinstance(factor, fx.Node) for factor in both) else []  # type: ignore[list-item]
+
+
+def _holds_float8(node: Any, depth: int) -> bool:
+    """Whether a tensor of float8 is found above `node`, through views and elementwise operations."""
+    if not isinstance(node, fx.Node) or depth == 0 or not isinstance(value(node), torch.Tensor):
+        return False
+    if value(node).dtype in FLOAT8:
+        return True
+    known = _VIEWS | _SAME | {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.expand.default}
+    if node.op != "call_function" or node.target not in known | {prims.convert_element_type.default}:
+        return False
+    return any(_holds_float8(parent, depth - 1) for parent in node.all_input_nodes)
+
+
+def _same(node: Any) -> Any:
+    """`node` without conversions between floats and copies."""
+    while node.op == "call_function" and node.target in {*_SAME, prims.convert_element_type.default}:
+        node = node.args[0]
+    return node
+
+
+def _peeled(node: Any, flipped: bool) -> tuple[Any, bool]:
+    """`node` without conversions, copies and transpositions, and whether it is the transpose of what is asked about.
+
+    A conversion to float8 stays: it is no dequantization.
+    """
+    while node.op == "call_function" and value(node).dim() in (2, 4):
+        if node.target in _SWAPS and value(node).dim() == 2:
+            flipped ^= _swaps(node)
+        elif node.target not in _SAME and (
+            node.target is not prims.convert_element_type.default or value(node).dtype in FLOAT8
+        ):
+            break
+        node = node.args[0]
+    return node, flipped
+
+
+def _swaps(node: Any) -> bool:
+    """Whether a permutation of two dimensions exchanges them."""
+    if node.target is aten.permute.default:
+        return [d % 2 for d in node.args[1]] == [1, 0]
+    return node.target is aten.t.default or (node.args[1] - node.args[2]) % 2 == 1
+
+
+def _spread(node: Any) -> _Spread:
+    """What `node [*, *]`, scales of the weight's size or broadcastable to it, repeats."""
+    whole = _Spread(node, False, (1, 1))
+    if node.op != "call_function" or value(node).dim() != 2:
+        return whole
+    source = node.args[0]
+    if node.target in _SWAPS:
+        inner = _spread(source)
+        return inner._replace(swapped=not inner.swapped, repeats=inner.repeats[::-1]) if _swaps(node) else inner
+    if node.target is prims.convert_element_type.default:
+        return _spread(source) if value(source).dtype in SCALE_DTYPES and value(node).dtype == torch.float32 else whole
+    if node.target in _SAME or (node.target is aten.expand.default and value(source).dim() == 2):
+        return _spread(source)
+    if node.target is aten.slice.Tensor:  # the last blocks are not whole
+        return _spread(source) if arg(node, "start") in (None, 0) and arg(node, "step") == 1 else whole
+    if node.target not in RESHAPES or (found := _repeated(node)) is None:
+        return whole
+    inner, dim, times = _spread(found[0]), found[1], found[2]
+    if inner.repeats[dim] > 1:
+        return whole
+    return inner._replace(repeats=(times, inner.repeats[1]) if dim == 0 else (inner.repeats[0], times))
+
+
+def _repeated(node: Any) -> tuple[fx.Node, int, int] | None:
+    """The source, dimension and number of a `repeat_interleave`: `reshape(expand(unsqueeze(source)))`."""
+    expand: Any = _same(node.args[0])
+    if expand.target is not aten.expand.default:
+        return None
+    one: Any = expand.args[0]
+    if one.target is not aten.unsqueeze.default or value(one.args[0]).dim() != 2:
+        return None
+    source, dim = one.args[0], one.args[1] % 3
+    times = value(expand).shape[dim]
+    rows, columns = value(source).shape
+    repeated = {1: (rows * times, columns), 2: (rows, columns * times)}.get(dim)
+    return (source, dim - 1, times) if repeated == tuple(value(node).shape) else None
+
+
+def _of_blocks(node: Any, blocks: tuple[int, ...]) -> _Spread:
+    """Scales `[a, 1, b, 1]` of a weight's view `[a, rows, b, columns]`."""
+    wanted = (blocks[0], 1, blocks[2], 1)
+    while node.op == "call_function" and node.target in {*RESHAPES, aten.unsqueeze.default, *_SAME} and value(node).dim() > 2:
+        if value(node).numel() != blocks[0] * blocks[2] or (value(node).dim() == 4 and tuple(value(node).shape) != wanted):
+            break
+        node = node.args[0]
+    if tuple(value(node).shape) != (blocks[0], blocks[2]):
+        raise NoFormatError("its scales are not those of blocks")
+    return _Spread(node, False, (blocks[1], blocks[3]))
+
+
+def _checked(data: fx.Node, data_flipped: bool, spread: _Spread, flipped: bool) -> StoredWeight:
+    """The weight, if its scales are those of a format. `flipped`: where numbers meet scales, they are `[k, n]`."""
+    if not is_stored(data):
+        raise NoFormatError("the weight is computed here")
+    if (dtype := value(data).dtype) != torch.float8_e4m3fn:
+        raise NoFormatError(f"its weight is {dtype}, not float8_e4m3fn")
+    scale = value(spread.base)
+    shape = (1, 1) if scale.numel() == 1 else (1, *scale.shape) if scale.dim() == 1 else tuple(scale.shape)
+    swapped = spread.swapped != flipped and scale.numel() > 1
+    shape, repeats = (shape[::-1] if swapped else shape), (spread.repeats[::-1] if flipped else spread.repeats)
+    sizes = value(data).shape[::-1] if data_flipped else value(data).shape
+    try:
+        stored = weight_format("lower_skinny_mm", torch.empty(sizes, dtype=dtype, device="meta"), _meta(scale, shape), None)
+    except (TypeError, ValueError):
+        text = f"{scale.dtype} of shape {list(shape)}, one for {repeats[0]} x {repeats[1]}".removeprefix("torch.")
+        raise NoFormatError(f"its scales are of no known format: {text}") from None
+    for size, times, shared in zip(shape, repeats, (stored.rows, stored.columns), strict=True):
+        if size > 1 and times != shared:
+            raise NoFormatError(f"its scales are not repeated for {stored.rows} x {stored.columns} numbers")
+    return StoredWeight(data, data_flipped, spread.base, swapped, shape)
+
+
+def _meta(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=scale.dtype, device="meta")
+
+
+def int4_rows(node: fx.Node) -> tuple[fx.Node, StoredWeight] | None:
+    """The rows and the weight of a product by the kernel that torchao's `Int4Tensor` calls; None for any other node.
+
+    Its scales and zeros are `[k / group, n]`.
+    """
+    target: Any = node.target
+    if getattr(target, "namespace", None) not in ("mslk", "fbgemm"):
+        return None
+    if target._schema.name.rpartition("::")[2] != "bf16i4bf16_rowwise":
+        return None
+    x, data, scale, zero = (arg(node, argument.name) for argument in target._schema.arguments)
+    shape = tuple(value(scale).shape)[::-1]
+    return x, StoredWeight(data, False, scale, True, shape, zero)

@@ -23,8 +23,7 @@ from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
 from spec_ops.backends.triton.moe import experts, route
 from spec_ops.backends.triton.runtime import ahead
-from spec_ops.backends.triton.sampling import accept
-from spec_ops.backends.triton.sampling import probabilities as sampling
+from spec_ops.backends.triton.sampling import accept, probabilities, support
 from spec_ops.ops.reference import linear as reference_linear
 from spec_ops.ops.reference import moe as reference_moe
 from spec_ops.ops.reference import rope as reference_rope
@@ -87,19 +86,26 @@ def _long_rows(op: str, device: str) -> None:
     check(op, (candidates, target, *coins, torch.tensor([[-1, 0, 0]] * 2), None, None, 2, 1.0, 1.0), device)
 
 
-def _sampling_probs(device: str) -> None:
-    """Rows of several blocks and of less than one; greedy rows; top-k and top-p, alone and together."""
-    rng = Rng("sampling_probs")
-    for vocab in (100, 2 * sampling.BLOCK + 100):
+def _sampling(op: str, device: str) -> None:
+    """Rows of several tiles and of less than one; greedy rows; every filter alone, and all; few rows, which programs share."""
+    rng = Rng(op)
+    temperature = torch.tensor([0.0, 0.7, 1.0])
+    top_k, top_p, min_p = torch.tensor([3, 5000, 20]), torch.tensor([0.9, 0.5, 1.0]), torch.tensor([0.0, 0.01, 0.1])
+    for vocab in (100, 2 * probabilities.BLOCK + 100):
         logits = (rng.tensor(3, 2, vocab) * 4).bfloat16()
-        temperature = torch.tensor([0.0, 0.7, 1.0])
-        top_k, top_p = torch.tensor([3, vocab, 20]), torch.tensor([0.9, 0.5, 1.0])
-        for filters in ((None, None), (top_k, None), (None, top_p), (top_k, top_p)):
-            args = logits, temperature, *filters
-            got = sampling.sampling_probs(*Copy(args, device).args).cpu()
-            wanted = reference_sampling.sampling_probs(*args, None)
-            assert torch.equal(got > 0, wanted > 0), "keeps other tokens"
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
+        for cuts in ((None, None, None), (top_k, None, None), (None, top_p, None), (None, None, min_p), (top_k, top_p, min_p)):
+            args = logits, temperature, *cuts
+            if op == "sampling_probs":
+                got = probabilities.sampling_probs(*Copy(args, device).args).cpu()
+                wanted = reference_sampling.sampling_probs(*args)
+                assert torch.equal(got > 0, wanted > 0), "keeps other tokens"
+                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
+            else:
+                args = logits, torch.rand(3, 2), *args[1:]
+                got = support.sample_logits(*Copy(args, device).args)[1].cpu()
+                wanted = reference_sampling.sample_logits(*args)[1]
+                assert torch.equal(got[..., :2], wanted[..., :2]), "keeps other tokens"
+                torch.testing.assert_close(got[..., 2], wanted[..., 2], rtol=1e-5, atol=0)
 
 
 def _rope_append_kv(dtype: torch.dtype, scale: float, device: str) -> None:
@@ -168,7 +174,8 @@ def cases() -> list[Case]:
     found = [Case(op, kernels, functools.partial(_random, op)) for op, kernels in KERNELS.items()]
     for op in ("sample_tokens", "accept_sampled"):
         found.append(Case(f"{op}, long rows", KERNELS[op], functools.partial(_long_rows, op)))
-    found.append(Case("sampling_probs", ("sampling_probs_kernel",), _sampling_probs))
+    for op, kernels in (("sample_logits", ()), ("sampling_probs", ("sampling_probs_kernel",))):
+        found.append(Case(op, ("sampling_support_kernel", *kernels), functools.partial(_sampling, op)))
     for dtype, scale in ((torch.float32, 1.0), (FP8, 0.25)):
         run = functools.partial(_rope_append_kv, dtype, scale)
         name = f"rope_append_kv, {str(dtype).removeprefix('torch.')}"

@@ -76,24 +76,3 @@ def range_of(block, total, ranges, ends, length):
 def pick(vector, index, SIZE: tl.constexpr):
     """`vector[index]` for a vector held in registers."""
     return tl.sum(tl.where(tl.arange(0, SIZE) == index, vector, 0), 0)
-
-
-@triton.jit
-def arrive(counter, expected):
-    """Announce this program's partial result: low half of the counter, its high half counts launches.
-
-    Returns the counter before. The last of `expected` to arrive opens the next generation, so that no launch has to clear it.
-    """
-    tl.debug_barrier()  # every thread's partial is written before one thread announces it
-    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if (before & 0xFFFF) == expected - 1:
-        tl.atomic_add(counter, 0x10000 - expected, sem="relaxed", scope="gpu")
-    return before
-
-
-@triton.jit
-def await_all(counter, before, expected):
-    """Wait until `expected` programs have arrived; `before` is what `arrive` returned to this one."""
-    now = before + 1
-    while ((now & 0xFFFF) != expected) & ((now >> 16) == (before >> 16)):
-        now = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.attention.mask import query_rows, seen_of_request
-from spec_ops.backends.triton.attention.schedule import arrive, await_all, kv_blocks, pick, range_of, range_start, whole_ranges
+from spec_ops.backends.triton.attention.schedule import kv_blocks, pick, range_of, range_start, whole_ranges
 from spec_ops.backends.triton.attention.tile import attend, denominator, first_pages
+from spec_ops.backends.triton.runtime.arrival import arrive, await_all
 from spec_ops.backends.triton.runtime.launch import await_predecessors
 
 

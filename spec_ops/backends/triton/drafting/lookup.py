@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.attention.schedule import arrive
 from spec_ops.backends.triton.runtime.ahead import Variant
+from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch
 

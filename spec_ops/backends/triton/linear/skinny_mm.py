@@ -25,10 +25,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.registry import device_arch
-from spec_ops.backends.triton.attention.schedule import arrive
 from spec_ops.backends.triton.attention.tuning import SHARED
 from spec_ops.backends.triton.linear.quantized import load_scales, numbers, scaled
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
+from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
 from spec_ops.backends.weight_format import WeightFormat, columns_of, weight_format

@@ -1,0 +1,265 @@
+"""What a program does with its chunk of a row of logits, phase by phase; `support.py` says how phases follow one another."""
+
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  (Triton grows a tuple by adding another)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from spec_ops.backends.triton.runtime.arrival import rendezvous
+from spec_ops.backends.triton.sampling.weights import (
+    BEYOND,
+    KEY_OUTSIDE,
+    fixed_weight,
+    key_logit,
+    logit_key,
+    token_place,
+)
+
+
+@triton.jit
+def load_tile(logits, stride, tile, vocab, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """`[ROWS, LANE]` float32 logits of neighbouring ids, their ids, and which of them are tokens."""
+    ids = tile * (ROWS * LANE) + tl.arange(0, ROWS)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    live = ids < vocab
+    return tl.load(logits + ids.to(tl.int64) * stride, mask=live, other=float("-inf")).to(tl.float32), ids, live
+
+
+@triton.jit
+def most_likely(logits, stride, first, tiles, vocab, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """Place of the most likely token of the tiles from `first` on; a NaN is above all."""
+    value, ids, live = load_tile(logits, stride, first, vocab, ROWS, LANE)
+    best = tl.full([ROWS, LANE], KEY_OUTSIDE, tl.int32)
+    at = ids
+    for tile in range(first, first + tiles):
+        # The next tile is on its way while this one is looked at.
+        coming, coming_ids, coming_live = load_tile(
+            logits, stride, tile + 1, tl.where(tile + 1 < first + tiles, vocab, 0), ROWS, LANE
+        )  # fmt: skip
+        key = tl.where(value != value, 0x7FFFFFFF, logit_key(value, SHIFT))
+        better = live & (key > best)
+        best = tl.where(better, key, best)
+        at = tl.where(better, ids, at)
+        value, ids, live = coming, coming_ids, coming_live
+    return tl.max(tl.reshape(token_place(best, at), [ROWS * LANE]), 0)
+
+
+@triton.jit
+def _stacked(parts, COUNT: tl.constexpr, ROWS: tl.constexpr):
+    """`[ROWS, COUNT]` of a tuple of `COUNT` vectors, a power of two."""
+    for i in tl.static_range(4):  # of 16 at most
+        if COUNT >> i > 1:
+            joined = ()
+            for j in tl.static_range(COUNT >> (i + 1)):
+                joined = joined + (tl.join(parts[j], parts[j + (COUNT >> (i + 1))]),)
+            parts = joined
+    return tl.reshape(parts[0], [ROWS, COUNT])
+
+
+@triton.jit
+def tally(
+    logits, stride, first, tiles, vocab, pivots, top, scale, SHIFT: tl.constexpr, PIVOTS: tl.constexpr,
+    ROWS: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens at or above each pivot: how many, and their weight."""
+    bounds, counts, weights = (), (), ()
+    for i in tl.static_range(PIVOTS):
+        bounds = bounds + (tl.sum(tl.where(tl.arange(0, PIVOTS) == i, pivots, 0), 0).to(tl.int32),)
+        counts = counts + (tl.zeros([ROWS], tl.int32),)
+        weights = weights + (tl.zeros([ROWS], tl.int64),)
+    for tile in range(first, first + tiles):
+        value, _, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
+        key = tl.where(live, logit_key(value, SHIFT), KEY_OUTSIDE)
+        weight = fixed_weight(value, top, scale)
+        # Sums over a thread's own tokens; those between threads come once, at the end.
+        more, heavier = (), ()
+        for i in tl.static_range(PIVOTS):
+            reached = key >= bounds[i]
+            more = more + (counts[i] + tl.sum(reached.to(tl.int32), 1),)
+            heavier = heavier + (weights[i] + tl.sum(tl.where(reached, weight, 0), 1),)
+        counts, weights = more, heavier
+    return tl.sum(_stacked(counts, PIVOTS, ROWS), 0), tl.sum(_stacked(weights, PIVOTS, ROWS), 0)
+
+
+@triton.jit
+def share_tally(
+    records, counts, weights, counters, turn, chunk, first, tiles, vocab, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr,
+    ROWS: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """The row's counts and weights, and the counts of the chunks before this one."""
+    if CHUNKS == 1:
+        before = tl.zeros([PIVOTS], tl.int64)
+        counts = counts.to(tl.int64)
+    else:
+        CHUNK_BLOCK: tl.constexpr = triton.next_power_of_2(CHUNKS)
+        pivot = tl.arange(0, PIVOTS)
+        other = tl.arange(0, CHUNK_BLOCK)
+        mine = records + chunk * (2 * PIVOTS) + pivot
+        tl.store(mine, counts.to(tl.int64))
+        tl.store(mine + PIVOTS, weights)
+        rendezvous(counters, turn, CHUNKS)
+        at = records + other[:, None] * (2 * PIVOTS) + pivot[None, :]
+        all_counts = tl.load(at, mask=(other < CHUNKS)[:, None], other=0, cache_modifier=".cg")
+        all_weights = tl.load(at + PIVOTS, mask=(other < CHUNKS)[:, None], other=0, cache_modifier=".cg")
+        counts = tl.sum(all_counts, 0)
+        weights = tl.sum(all_weights, 0)
+        before = tl.sum(tl.where((other < chunk)[:, None], all_counts, 0), 0)
+    return counts, weights, before
+
+
+@triton.jit
+def next_pivots(step, low, high, floor, top, temperature, SHIFT: tl.constexpr, PIVOTS: tl.constexpr, VALUES: tl.constexpr):
+    """int64 keys to count at, all but the first pass's between `low` and `high`.
+
+    The first ones lie where weights are, closer towards the top, and at the two ends: of all tokens, and of min-p.
+    """
+    j = tl.arange(0, PIVOTS)
+    if step == 0:
+        part = (j - 1).to(tl.float32) / (PIVOTS - 2)
+        below = top - tl.minimum(32.0 * tl.maximum(temperature, 1.0) * part * part, 3.0e38)
+        key = tl.where(j == 0, low, tl.where(j == 1, floor, logit_key(below, SHIFT).to(tl.int64)))
+    else:
+        key = low + (high - low) * (j + 1) // (PIVOTS + 1)
+        bottom = key_logit(low.to(tl.int32), SHIFT)
+        if (step < VALUES) & (bottom > float("-inf")):
+            roof = tl.minimum(key_logit((high - 1).to(tl.int32), SHIFT), top)
+            value = bottom + (roof - bottom) * ((j + 1).to(tl.float32) / (PIVOTS + 1))
+            key = logit_key(value, SHIFT).to(tl.int64)
+        key = tl.minimum(tl.maximum(key, low + 1), high - 1)
+    return key
+
+
+@triton.jit
+def floor_key(least, low, high, top, scale, temperature, SHIFT: tl.constexpr):
+    """The lowest key whose weight is at least `least`, in `1 .. ONE`, if that of `high` is and that of `low` is not."""
+    # A short interval around the logit that should have it, checked; the rest is bisection.
+    guess = top + temperature * tl.log(least.to(tl.float32) / 17592186044416.0)
+    margin = (tl.abs(guess - top) + tl.abs(top) + temperature) * 4.0e-6
+    under = tl.minimum(tl.maximum(logit_key(guess - margin, SHIFT).to(tl.int64), low), high)
+    over = tl.minimum(tl.maximum(logit_key(guess + margin, SHIFT).to(tl.int64) + 1, low), high)
+    if fixed_weight(key_logit(under.to(tl.int32), SHIFT), top, scale) < least:
+        low = under
+    if fixed_weight(key_logit(over.to(tl.int32), SHIFT), top, scale) >= least:
+        high = over
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        if fixed_weight(key_logit(middle.to(tl.int32), SHIFT), top, scale) >= least:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@triton.jit
+def limit_of(p, total):
+    """The weight that top-p has to reach."""
+    return tl.maximum(tl.math.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def how_many(weight, each):
+    """How many tokens of weight `each` reach `weight`: `ceil(weight / each)` of int64, for which a GPU has no instruction."""
+    count = tl.maximum((weight.to(tl.float32) / tl.maximum(each, 1).to(tl.float32)).to(tl.int64) - 1, 0)
+    for _ in tl.static_range(3):  # counts are below 2**19, and the quotient is right to 2**-21 of them
+        count += (count * each < weight).to(tl.int64)
+    return count
+
+
+@triton.jit
+def weigh_chunk(
+    logits, stride, first, tiles, vocab, base, low, high, floor, listed, list_at, before, top, scale,
+    SHIFT: tl.constexpr, FILTERED: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """Weight of the tokens whose key is at least `base`; how many lie in `[low, high)`; the lowest place at or above `floor`.
+
+    `listed`: those in `[low, high)` are written to the row's list, from `before` on.
+    """
+    weights = tl.zeros([ROWS, LANE], tl.int64)
+    lowest = tl.full([ROWS, LANE], BEYOND, tl.int64)
+    found = tl.zeros([], tl.int32)
+    for tile in range(first, first + tiles):
+        value, ids, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
+        weight = fixed_weight(value, top, scale)  # 0 of what is no token
+        if FILTERED:
+            key = tl.where(live, logit_key(value, SHIFT), KEY_OUTSIDE)
+            weights += tl.where(key >= base, weight, 0)
+            place = token_place(key, ids)
+            if FLOOR:
+                lowest = tl.minimum(lowest, tl.where(live & (key >= floor), place, BEYOND))
+            inside = tl.reshape((key >= low) & (key < high), [ROWS * LANE]).to(tl.int32)
+            count = tl.sum(inside, 0)
+            if listed & (count > 0):
+                to = list_at + before + found + tl.cumsum(inside, 0) - 1
+                tl.store(to, tl.reshape(place, [ROWS * LANE]), mask=inside > 0)
+            found += count
+        else:
+            weights += weight
+    return tl.sum(tl.reshape(weights, [ROWS * LANE]), 0), found, tl.min(tl.reshape(lowest, [ROWS * LANE]), 0)
+
+
+@triton.jit
+def settle_list(
+    list_at, size, base, count_base, k, p, limit, floor, best, top, scale, SHIFT: tl.constexpr, LISTED: tl.constexpr
+):  # fmt: skip
+    """Of the row's list: places, weights, and which are kept. `base`, `count_base`: of the tokens above all of them.
+
+    `limit`: the weight that top-p has to reach, 0 if that is `p` times what top-k leaves.
+    """
+    i = tl.arange(0, LISTED)
+    place = tl.load(list_at + i, mask=i < size, other=best, cache_modifier=".cg")
+    key = (place >> 32).to(tl.int32)
+    weight = tl.where(i < size, fixed_weight(key_logit(key, SHIFT), top, scale), 0)
+    rank = tl.zeros([LISTED], tl.int64) + count_base  # of a token among the row's, from 1 on
+    reach = tl.zeros([LISTED], tl.int64) + base  # its weight and that of all above it
+    PART: tl.constexpr = min(LISTED, 32)
+    for start in range(0, size, PART):
+        j = start + tl.arange(0, PART)
+        other = tl.load(list_at + j, mask=j < size, other=best, cache_modifier=".cg")
+        value = key_logit((other >> 32).to(tl.int32), SHIFT)
+        other_weight = tl.where(j < size, fixed_weight(value, top, scale), 0)
+        above = (other[None, :] >= place[:, None]) & (j < size)[None, :]
+        rank += tl.sum(above.to(tl.int32), 1)
+        reach += tl.sum(tl.where(above, other_weight[None, :], 0), 1)
+    kept = (i < size) & (rank <= k)
+    if p < 1:
+        if limit == 0:
+            limit = limit_of(p, base + tl.sum(tl.where(kept, weight, 0), 0))
+        kept = kept & (reach - weight < limit)
+    kept = (kept & (key >= floor)) | (place == best)
+    return place, weight, kept
+
+
+@triton.jit
+def nth_of_key(logits, stride, first, tiles, vocab, key, n, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """Id of the `n`-th token with a key, from 1 on."""
+    seen = tl.zeros([], tl.int64)
+    found = tl.zeros([], tl.int32)
+    for tile in range(first, first + tiles):
+        value, _, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
+        tie = tl.reshape(live & (logit_key(value, SHIFT) == key), [ROWS * LANE]).to(tl.int32)
+        count = tl.sum(tie, 0)
+        if (seen < n) & (n <= seen + count):
+            before = tl.sum((seen + tl.cumsum(tie, 0) < n).to(tl.int32), 0)
+            found = tile * (ROWS * LANE) + before
+        seen += count
+    return found
+
+
+@triton.jit
+def drawn(
+    logits, stride, first, tiles, vocab, running, level, least, top, scale, SHIFT: tl.constexpr, ROWS: tl.constexpr,
+    LANE: tl.constexpr,
+):  # fmt: skip
+    """Id of the first kept token whose running weight exceeds `level`; `running`: the weight before the chunk."""
+    found = tl.full([], -1, tl.int32)
+    for tile in range(first, first + tiles):
+        value, ids, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
+        kept = live & (token_place(logit_key(value, SHIFT), ids) >= least)
+        weights = tl.reshape(tl.where(kept, fixed_weight(value, top, scale), 0), [ROWS * LANE])
+        weight = tl.sum(weights, 0)
+        if (running <= level) & (level < running + weight):
+            found = tile * (ROWS * LANE) + tl.sum((running + tl.cumsum(weights, 0) <= level).to(tl.int32), 0)
+        running += weight
+    return found

@@ -1,0 +1,403 @@
+"""The support of a row of logits, and the draw from it: many programs a row, one launch.
+
+A program has a chunk of a row's ids. A row's programs go through phases together, and then know one another's numbers:
+
+1. The most likely token, and NaN.
+2. Only where something is cut: where top-k and top-p cut. Every pass counts and weighs, exactly, what lies at or above each of
+   `PIVOTS` keys, so that the boundary lies between two of them from then on; until they are neighbours, or few tokens lie
+   between them.
+3. Weights of the chunks. If few tokens lie at the boundary, every program has all of them, and settles top-k, top-p and min-p
+   among them; otherwise they are ties, and the first so many ids are kept.
+4. The chunk that holds the drawn token finds it.
+
+min-p takes no pass: it is a key, since a token's weight depends on its logit alone. Between phases a chunk is read again: it is
+in the L1 cache where a row has several programs, and in L2 otherwise, whereas a copy in registers would be spilled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from spec_ops.backends.triton.runtime.ahead import Variant
+from spec_ops.backends.triton.runtime.arrival import rendezvous
+from spec_ops.backends.triton.runtime.cooperative import resident_or_none
+from spec_ops.backends.triton.runtime.counters import arrival_counters
+from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
+from spec_ops.backends.triton.sampling.phases import (
+    drawn,
+    floor_key,
+    how_many,
+    limit_of,
+    most_likely,
+    next_pivots,
+    nth_of_key,
+    settle_list,
+    share_tally,
+    tally,
+    weigh_chunk,
+)
+from spec_ops.backends.triton.sampling.weights import (
+    BEYOND,
+    KEY_SHIFT,
+    NOTHING_CUT,
+    ONE,
+    draw_level,
+    fixed_weight,
+    infinite_keys,
+    key_logit,
+    place_id,
+    token_place,
+    weight_scale,
+)
+
+LANE = 8  # neighbouring tokens of a thread: 16 bytes of bfloat16
+PIVOTS = 8  # keys that a pass counts at: more would narrow faster, with more instructions and registers
+LISTED = 128  # tokens that are few enough to compare each with each
+VALUE_PASSES = 3  # whose pivots divide values evenly; those of later ones divide keys, which ends in any case
+MAX_PASSES = 32  # 11 with 8 pivots each narrow 2**32 keys to one; as many for top-k as for top-p, and those above
+NO_LIMIT = tl.constexpr(1 << 40)  # more than there are tokens
+
+
+@triton.jit(do_not_specialize=["uniform_row_stride", "uniform_stride"])  # a batch of one has any stride
+def sampling_support_kernel(
+    logits, uniforms, temperatures, top_k, top_p, min_p, support, tokens, workspace, counters,
+    row_stride, inner_stride, stride, uniform_row_stride, uniform_stride, temperature_stride, k_stride, p_stride, min_stride,
+    inner, vocab, tiles, workspace_stride,
+    CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr, LISTED: tl.constexpr,
+    VALUE_PASSES: tl.constexpr, SHIFT: tl.constexpr, ANY_TOP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program `(row, chunk)`, with `tiles` tiles of `ROWS * LANE` ids. With `CHUNKS > 1` all programs are resident at once.
+
+    `workspace`, of a row: the list, what its programs tell one another, and `MAX_PASSES` tallies of each. `tokens` is None
+    where nothing is drawn. `ANY_TOP`: `top` also of rows that are no distribution, their first NaN if they have one.
+    """
+    await_predecessors(PDL)
+    FILTERED: tl.constexpr = (top_k is not None) or (top_p is not None) or (min_p is not None)
+    CHUNK_BLOCK: tl.constexpr = triton.next_power_of_2(CHUNKS)
+    row = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    chunk = tl.program_id(0) % CHUNKS
+    request = row // inner
+    logits += request * row_stride + (row % inner) * inner_stride
+    support += row * 3
+    list_at, told, tallies = workspace, workspace, workspace
+    if workspace is not None:
+        list_at = workspace + row * workspace_stride
+        told = list_at + (LISTED if FILTERED else 0)
+        tallies = told + 4 * CHUNKS
+    if CHUNKS > 1:
+        counters += row * 2
+    other = tl.arange(0, CHUNK_BLOCK)
+    first = chunk * tiles
+    turn = tl.zeros([], tl.int32)
+    temperature = tl.load(temperatures + request * temperature_stride)
+
+    best = most_likely(logits, stride, first, tiles, vocab, SHIFT, ROWS, LANE)
+    if CHUNKS > 1:
+        tl.store(told + chunk, best)
+        rendezvous(counters, turn, CHUNKS)
+        turn += 1
+        best = tl.max(tl.load(told + other, mask=other < CHUNKS, other=NOTHING_CUT, cache_modifier=".cg"), 0)
+    lowest_key, infinite_key = infinite_keys(SHIFT)
+    top_key = best >> 32
+    top_id = place_id(best)
+    real = (top_key > lowest_key) & (top_key < infinite_key)
+    only_top = real & ((temperature > 0) == 0)
+    if min_p is not None:
+        least_p = tl.load(min_p + request * min_stride)
+        only_top = only_top | (real & (least_p > 1))
+
+    if real & (only_top == 0):
+        top = key_logit(top_key.to(tl.int32), SHIFT)
+        scale = weight_scale(temperature)
+        start = chunk * tiles * (ROWS * LANE)
+        stop = start + tiles * (ROWS * LANE)
+
+        # The boundary of top-k and top-p is a key in [low, high): the largest one that enough tokens, or enough weight, reach.
+        low = lowest_key.to(tl.int64)
+        high = top_key + 1
+        floor = low  # no token's key is below it
+        base = low  # the key from which on all are kept
+        searching = tl.zeros([], tl.int32)  # 1: top-k, 2: top-p
+        cut = tl.zeros([], tl.int32)
+        listed = tl.zeros([], tl.int32)
+        ties = tl.zeros([], tl.int32)
+        count_low = tl.zeros([], tl.int64) + vocab
+        count_high = tl.zeros([], tl.int64)
+        before_low = tl.minimum(start, vocab).to(tl.int64)
+        before_high = tl.zeros([], tl.int64)
+        k = tl.zeros([], tl.int64) + NO_LIMIT
+        p = tl.full([], 1.0, tl.float32)
+        limit = tl.zeros([], tl.int64)
+        if FILTERED:
+            if top_k is not None:
+                given_k = tl.load(top_k + request * k_stride).to(tl.int64)
+                if (given_k >= 1) & (given_k < vocab):
+                    k = given_k
+                    searching = searching * 0 + 1
+            if top_p is not None:
+                p = tl.load(top_p + request * p_stride)
+                if (p < 1) & (searching == 0):
+                    searching = searching * 0 + 2
+            cut = searching
+            if min_p is not None:  # noqa: SIM102  decided while compiling, unlike what follows
+                if least_p > 0:
+                    least_weight = tl.math.ceil(least_p.to(tl.float64) * 17592186044416.0).to(tl.int64)
+                    floor = floor_key(least_weight, floor, top_key, top, scale, temperature, SHIFT)
+                    cut = cut * 0 + 1
+                    base = floor
+            if (searching > 0) & (vocab <= LISTED):
+                listed = listed + 1
+                searching = searching * 0
+            step = tl.zeros([], tl.int32)
+            taken = tl.zeros([], tl.int32)
+            weight_high = tl.zeros([], tl.int64)
+            while searching > 0:
+                pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
+                counts, weights = tally(
+                    logits, stride, first, tiles, vocab, pivots, top, scale, SHIFT, PIVOTS, ROWS, LANE
+                )  # fmt: skip
+                counts, weights, before = share_tally(
+                    tallies + taken * (2 * PIVOTS * CHUNKS), counts, weights, counters, turn, chunk, first, tiles, vocab,
+                    CHUNKS, PIVOTS, ROWS, LANE,
+                )  # fmt: skip
+                turn += 1
+                taken += 1
+                step += 1
+                if (searching == 2) & (limit == 0):
+                    limit = limit_of(p, tl.max(weights, 0))  # the first pivot counts all tokens
+                reached = tl.where(searching == 1, counts >= k, weights >= limit)
+                low = tl.maximum(low, tl.max(tl.where(reached, pivots, low), 0))
+                high = tl.minimum(high, tl.min(tl.where(reached, high, pivots), 0))
+                count_low = tl.minimum(count_low, tl.min(tl.where(reached, counts, count_low), 0))
+                count_high = tl.maximum(count_high, tl.max(tl.where(reached, 0, counts), 0))
+                if CHUNKS > 1:
+                    before_low = tl.minimum(before_low, tl.min(tl.where(reached, before, before_low), 0))
+                    before_high = tl.maximum(before_high, tl.max(tl.where(reached, 0, before), 0))
+                weight_high = tl.maximum(weight_high, tl.max(tl.where(reached, 0, weights), 0))
+                if (searching == 1) & (p < 1):
+                    if count_low <= LISTED:  # all that top-k may keep, so top-p can be settled there too
+                        high = top_key + 1
+                        count_high = count_high * 0
+                        before_high = before_high * 0
+                        listed = listed + 1
+                        searching = searching * 0
+                    elif high - low == 1:
+                        each = fixed_weight(key_logit(low.to(tl.int32), SHIFT), top, scale)
+                        limit = limit_of(p, weight_high + (k - count_high) * each)
+                        high = top_key + 1
+                        count_high = count_high * 0
+                        before_high = before_high * 0
+                        weight_high = weight_high * 0
+                        step = step * 0
+                        searching = searching + 1
+                elif floor >= high:  # min-p cuts more than that
+                    searching = searching * 0
+                elif count_low - count_high <= LISTED:
+                    listed = listed + 1
+                    searching = searching * 0
+                elif high - low == 1:
+                    ties = ties + 1
+                    searching = searching * 0
+            if (listed + ties) > 0:
+                base = high
+
+        own, found, lowest = weigh_chunk(
+            logits, stride, first, tiles, vocab, base, low, high, floor, (listed > 0), list_at, before_low - before_high,
+            top, scale, SHIFT, FILTERED, min_p is not None, ROWS, LANE,
+        )  # fmt: skip
+        if CHUNKS == 1:
+            weights = tl.zeros([CHUNK_BLOCK], tl.int64) + own
+            counts = tl.zeros([CHUNK_BLOCK], tl.int64) + found
+            if FILTERED:
+                tl.debug_barrier()  # the list is written
+        else:
+            tl.store(told + CHUNKS + chunk, own)
+            tl.store(told + 2 * CHUNKS + chunk, found.to(tl.int64))
+            tl.store(told + 3 * CHUNKS + chunk, lowest)
+            rendezvous(counters, turn, CHUNKS)
+            weights = tl.load(told + CHUNKS + other, mask=other < CHUNKS, other=0, cache_modifier=".cg")
+            counts = tl.load(told + 2 * CHUNKS + other, mask=other < CHUNKS, other=0, cache_modifier=".cg")
+            lows = tl.load(told + 3 * CHUNKS + other, mask=other < CHUNKS, other=BEYOND, cache_modifier=".cg")
+            lowest = tl.min(lows, 0)
+
+        total = tl.sum(weights, 0)
+        earlier = tl.sum(tl.where(other < chunk, weights, 0), 0)
+        least = tl.full([], NOTHING_CUT, tl.int64)
+        writes_last = chunk == 0
+        if FILTERED:
+            if listed > 0:
+                place, weight, kept = settle_list(
+                    list_at, (count_low - count_high).to(tl.int32), total, count_high, k, p, limit, floor, best, top, scale,
+                    SHIFT, LISTED,
+                )  # fmt: skip
+                ids = place_id(place)
+                total += tl.sum(tl.where(kept, weight, 0), 0)
+                earlier += tl.sum(tl.where(kept & (ids < start), weight, 0), 0)
+                own += tl.sum(tl.where(kept & (ids >= start) & (ids < stop), weight, 0), 0)
+                least = tl.min(tl.where(kept, place, BEYOND), 0)
+            elif ties > 0:
+                each = fixed_weight(key_logit(low.to(tl.int32), SHIFT), top, scale)
+                kept_ties = k - count_high
+                if limit > 0:
+                    kept_ties = how_many(limit - total, each)
+                ties_before = tl.sum(tl.where(other < chunk, counts, 0), 0)
+                own_ties = tl.minimum(tl.maximum(kept_ties - ties_before, 0), found)
+                total += kept_ties * each
+                earlier += tl.minimum(ties_before, kept_ties) * each
+                own += own_ties * each
+                # In chunks before the last tie all of them are kept, in those after it none.
+                writes_last = (ties_before < kept_ties) & (kept_ties <= ties_before + found)
+                least = (low + (ties_before >= kept_ties).to(tl.int64)) << 32
+                if writes_last:
+                    last_id = nth_of_key(
+                        logits, stride, first, tiles, vocab, low, kept_ties - ties_before, SHIFT, ROWS, LANE
+                    )  # fmt: skip
+                    least = token_place(low, last_id)
+            elif cut > 0:
+                least = lowest
+        if writes_last:
+            tl.store(support + 1, tl.where(least == NOTHING_CUT, -1, place_id(least)))
+        if chunk == 0:
+            tl.store(support, top_id)
+            tl.store(support + 2, total)
+        if tokens is not None:
+            uniform = tl.load(uniforms + request * uniform_row_stride + (row % inner) * uniform_stride)
+            level = draw_level(uniform, total)
+            if (earlier <= level) & (level < earlier + own):
+                token = drawn(
+                    logits, stride, first, tiles, vocab, earlier, level, least, top, scale, SHIFT, ROWS, LANE
+                )  # fmt: skip
+                tl.store(tokens + row, token.to(tl.int64))
+    elif chunk == 0:
+        none = tl.full([], -1, tl.int64)
+        tl.store(support, top_id if ANY_TOP else tl.where(only_top, top_id, 0))
+        tl.store(support + 1, tl.where(only_top, top_id, none))
+        tl.store(support + 2, tl.where(only_top, ONE, 0).to(tl.int64))
+        if tokens is not None:
+            tl.store(tokens + row, tl.where(only_top, top_id, none))
+
+
+class Shares(NamedTuple):
+    """How rows are divided among programs.
+
+    Attributes:
+        chunks: programs of a row. tiles: of each of them. rows, lane: of a tile, which has `rows * lane` ids.
+    """
+
+    chunks: int
+    tiles: int
+    rows: int
+    lane: int
+    num_warps: int
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {
+            "CHUNKS": self.chunks,
+            "PIVOTS": PIVOTS,
+            "ROWS": self.rows,
+            "LANE": self.lane,
+            "LISTED": LISTED,
+            "VALUE_PASSES": VALUE_PASSES,
+            "num_warps": self.num_warps,
+            "maxnreg": min(65536 // (32 * self.num_warps), 255),  # ptxas saves some at the price of spills
+        }
+
+
+def shares(rows: int, vocab: int, programs: int) -> Shares:
+    """For `rows` rows of `vocab` tokens, on `programs` that are resident at once; one a row where rows are more."""
+    most = min(max(programs // max(rows, 1), 1), 128)
+    num_warps = 8 if most > 1 else 16
+    tile = min(triton.next_power_of_2(vocab), 32 * num_warps * LANE)
+    lane = min(LANE, tile)
+    tiles = triton.cdiv(vocab, tile)
+    each = triton.cdiv(tiles, most)
+    chunks = triton.cdiv(tiles, each)
+    num_warps = min(num_warps, max(tile // lane // 32, 1))
+    return Shares(chunks, each, tile // lane, lane, num_warps)
+
+
+def support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p, any_top: bool = False):
+    """`(support, tokens)`, without tokens if `uniforms` is None."""
+    support = logits.new_empty((*logits.shape[:-1], 3), dtype=torch.int64)
+    tokens = None if uniforms is None else logits.new_empty(logits.shape[:-1], dtype=torch.int64)
+    if not support.numel():
+        return support, tokens
+    given = logits if logits.dim() == 3 else logits[:, None]
+    bs, inner, vocab = given.shape
+    coins = (0, 0) if uniforms is None else (uniforms.stride(0), uniforms.stride(1) if uniforms.dim() == 2 else 0)
+    settings = [0 if x is None else x.stride(0) for x in (temperature, top_k, top_p, min_p)]
+    filtered = not (top_k is None and top_p is None and min_p is None)
+
+    def start(share: Shares) -> bool:
+        words = LISTED * filtered + 4 * share.chunks + 2 * PIVOTS * share.chunks * MAX_PASSES * filtered
+        workspace = (
+            torch.empty(bs * inner * words, dtype=torch.int64, device=logits.device) if filtered or share.chunks > 1 else None
+        )
+        cooperative = share.chunks > 1
+        counters = arrival_counters(logits.device, 2 * bs * inner, "sampling_support") if cooperative else None
+        launch(
+            sampling_support_kernel, (bs * inner * share.chunks,),
+            given, uniforms, temperature, top_k, top_p, min_p, support, tokens, workspace, counters,
+            *given.stride(), *coins, *settings, inner, vocab, share.tiles, words,
+            SHIFT=KEY_SHIFT[logits.dtype], ANY_TOP=any_top, **share.constants,
+            launch_cooperative_grid=cooperative,
+        )  # fmt: skip
+        return True
+
+    with device_guard(logits):
+        # Triton's interpreter runs one program after another.
+        share = shares(bs * inner, vocab, num_sms(logits.device) if logits.is_cuda else 1)
+        grid = ("sampling_support", bs * inner, share)
+        if share.chunks == 1 or resident_or_none(grid, lambda: start(share)) is None:
+            start(shares(bs * inner, vocab, 1))  # which wait for nobody
+    return support, tokens
+
+
+def sampling_support(logits, temperature, top_k, top_p, min_p) -> torch.Tensor:
+    return support_of_rows(logits, None, temperature, top_k, top_p, min_p)[0]
+
+
+def sample_logits(logits, uniforms, temperature, top_k, top_p, min_p) -> tuple[torch.Tensor, torch.Tensor]:
+    support, tokens = support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p)
+    return tokens, support
+
+
+def ahead() -> Iterator[Variant]:
+    outputs = {"support": "*i64:16", "tokens": "*i64:16"}
+    settings = {"top_k": "*i32:16", "top_p": "*fp32:16", "min_p": "*fp32:16"}
+    strides = {"top_k": "k_stride", "top_p": "p_stride", "min_p": "min_stride"}
+    for rows, vocab, dtype, given in (
+        (4, 128_256, "bf16", ("top_k", "top_p", "min_p")),
+        (4, 128_256, "fp32", ("top_k", "top_p")),
+        (4, 128_256, "bf16", ()),
+        (512, 128_256, "bf16", ("top_k", "top_p")),
+        (512, 128_256, "bf16", ()),
+    ):
+        constants = shares(rows, vocab, 132).constants
+        num_warps, options = constants.pop("num_warps"), {"maxnreg": constants.pop("maxnreg")}
+        absent = [name for name in settings if name not in given]
+        several = constants["CHUNKS"] > 1
+        kept = ({"workspace": "*i64:16"} if several or given else {}) | ({"counters": "*i32:16"} if several else {})
+        yield Variant(
+            f"sample_logits, {rows} rows, {dtype}, {' and '.join(given) or 'nothing cut'}",
+            sampling_support_kernel,
+            {"logits": f"*{dtype}:16", "uniforms": "*fp32:16", "temperatures": "*fp32:16", "row_stride": "i32:16"}
+            | {"inner_stride": "i32:16", "uniform_row_stride": "i32", "uniform_stride": "i32", "vocab": "i32:16"}
+            | {"tiles": "i32", "workspace_stride": "i32"}
+            | outputs
+            | kept
+            | {name: settings[name] for name in given}
+            | {strides[name]: "i32" for name in absent},
+            {"stride": 1, "temperature_stride": 1, "inner": 1, "ANY_TOP": False, "SHIFT": 0 if dtype == "fp32" else 16}
+            | {strides[name]: 1 for name in given}
+            | dict.fromkeys([*absent, *({"workspace", "counters"} - set(kept))])
+            | constants,
+            num_warps=num_warps,
+            options=options,
+        )

@@ -136,7 +136,8 @@ class RoundState(nn.Module):
         Args:
             rows: `[bs]` bool.
         """
-        carried = ("finished", "last_token", "committed_lens", "draft_tokens", "draft_scores", "draft_probs", "draft_hidden")
+        drafts = ("draft_tokens", "draft_scores", "draft_logits", "draft_support", "draft_hidden")
+        carried = ("finished", "last_token", "committed_lens", *drafts)
         before = [(buffer, buffer.clone()) for buffer in map(self.get_buffer, carried)]
         self.finished.logical_or_(~rows)
         yield

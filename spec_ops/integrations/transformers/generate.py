@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from spec_ops.decoding import GenerationStats, Generator, SpeculationConfig
+from spec_ops.decoding import GenerationStats, Generator, SamplingParams, SpeculationConfig
 from spec_ops.decoding.arguments import ArgumentNames, check_requests
+from spec_ops.decoding.generate import MAX_PROCESSORS
+from spec_ops.integrations.transformers.custom import read_processors
+from spec_ops.integrations.transformers.logits import Call, plan_logits
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.probe import Argument
 from spec_ops.integrations.transformers.prompts import Prompts, read_prompts
 from spec_ops.integrations.transformers.settings import GenerationSettings, resolve_settings, set_values
+from spec_ops.integrations.transformers.steps import Pipeline, Step
 from spec_ops.integrations.transformers.stopping import Criterion, replace_settings, stop_when
 from spec_ops.models.drafts import Draft, Eagle3Draft, StandaloneDraft
 
@@ -87,6 +92,7 @@ class TransformersGenerator:
                 )
             compile = self.target.embed.weight.is_cuda if compile is None else compile
             self.generator = Generator(self.target, draft, config, compile=compile, **options)
+            self._pipelines: dict[Hashable, Pipeline] = {}
             self._made = made.pop_all()
 
     def close(self) -> None:
@@ -105,6 +111,7 @@ class TransformersGenerator:
         attention_mask: torch.Tensor | Sequence[Sequence[int]] | None = None,
         *,
         generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[Callable[..., torch.Tensor]] | None = None,
         stopping_criteria: Sequence[Criterion] | None = None,
         tokenizer: Any = None,
         seed: int | None = None,
@@ -119,6 +126,10 @@ class TransformersGenerator:
             attention_mask: `[bs, length]`, non-zero for real tokens; default as in `generate`: from `pad_token_id` if that is
                 set, occurs and is no end token, else all tokens are real.
             generation_config: settings that come before the target's own.
+            logits_processor: what else changes the target's logits, after the settings and before sampling filters: processors
+                of transformers, as a rule those that a setting makes; functions of `(input_ids, scores)` that do not read
+                `input_ids`; functions of `(logits, history, lengths)`, see `spec_ops.decoding.Generator.generate`. Keep such
+                functions: another one is compiled anew.
             stopping_criteria: of transformers. Each is called for one row at a time, after each of its new tokens, with
                 `input_ids [1, length]` (prompt with its padding, and new tokens) on the device of the argument, and with no
                 scores. On a GPU criteria run on a CUDA stream of their own, next to the following round, and the host waits for
@@ -131,9 +142,10 @@ class TransformersGenerator:
             settings: those of `transformers.GenerationConfig`. They come before `generation_config`, and that before the
                 target's own. None or its neutral value switches a setting off. Honoured are `max_new_tokens` (also one per
                 row), `max_length`, `max_time`, `eos_token_id` (at most 8 ids), `pad_token_id`, `stop_strings`, `do_sample`,
-                `temperature`, `top_k`, `top_p`, `num_return_sequences` and `return_dict_in_generate`. As in `generate`, nothing
-                set means 20 new tokens and a `top_k` of 50, and decoding without `do_sample` is greedy, whatever `temperature`
-                says.
+                `num_return_sequences`, `return_dict_in_generate`, and all that changes logits but `guidance_scale` and
+                `watermarking_config`. As in `generate`, nothing set means 20 new tokens and a `top_k` of 50, and decoding
+                without `do_sample` is greedy, whatever `temperature` says. Lengths count padding, as in `generate`; penalties
+                and sequences do not see it.
 
         Returns:
             As `model.generate`: `[bs * num_return_sequences, length + longest]` int64, on the device of `input_ids` (for lists,
@@ -149,6 +161,7 @@ class TransformersGenerator:
             input_ids,
             attention_mask,
             generation_config=generation_config,
+            logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
             tokenizer=tokenizer,
             seed=seed,
@@ -170,12 +183,15 @@ class TransformersGenerator:
         requests = check_requests(
             prompts.rows, call.limits, call.settings.stop_tokens, vocab_size, generator.max_seq_len, names
         )
+        pipeline = self._pipeline(call.steps)
         result = generator._run(
             requests,
-            call.settings.sampling,
+            call.sampling,
             None if streamer is None else lambda _, new: streamer.put(torch.tensor(new, device="cpu")),
             stop_when(call.settings, call.criteria, call.tokenizer, prompts),
             call.progress,
+            pipeline,
+            None if pipeline is None else partial(pipeline.load, call.steps),
         )
         if streamer is not None:
             streamer.end()
@@ -185,6 +201,18 @@ class TransformersGenerator:
         return (
             SpeculativeOutput(sequences, result.tokens, result.stats, result.seed) if call.settings.return_dict else sequences
         )
+
+    def _pipeline(self, steps: list[Step]) -> Pipeline | None:
+        """The pipeline whose buffers take the numbers of `steps`, and whose rounds may be compiled already."""
+        if not steps:
+            return None
+        key = tuple(step.key for step in steps)
+        # Behind the others: the generator forgets the rounds of those that have not been used for longest.
+        pipeline = self._pipelines.pop(key, None) or Pipeline(steps, self.generator.device)
+        self._pipelines[key] = pipeline
+        if len(self._pipelines) > MAX_PROCESSORS:
+            del self._pipelines[next(iter(self._pipelines))]
+        return pipeline
 
 
 def speculative_generate(
@@ -240,11 +268,14 @@ def speculative_generate(
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of one call, checked. Row `i` of `prompts` may gain `limits[i]` tokens."""
+    """The arguments of one call, checked. Row `i` of `prompts` may gain `limits[i]` tokens. `sampling` and `steps` are what the
+    settings do to logits."""
 
     prompts: Prompts
     limits: list[int]
     settings: GenerationSettings
+    sampling: SamplingParams
+    steps: list[Step]
     criteria: list[Criterion]
     tokenizer: Any
     streamer: BaseStreamer | None
@@ -257,6 +288,7 @@ def _read_call(
     attention_mask: Any,
     *,
     generation_config: GenerationConfig | None = None,
+    logits_processor: Any = None,
     stopping_criteria: Sequence[Criterion] | None = None,
     tokenizer: Any = None,
     seed: int | None = None,
@@ -276,8 +308,10 @@ def _read_call(
     if settings.max_length is not None:  # without room it is an error, also where a criterion stands for it
         settings.new_tokens(prompts.ids.shape[1])
     given = [] if stopping_criteria is None else stopping_criteria
-    settings, criteria = replace_settings(settings, given, prompts.ids.shape[1], target.config.vocab_size)
-    limits = settings.new_tokens(prompts.ids.shape[1], getattr(model_config, "max_position_embeddings", None))
+    configured, length = settings, prompts.ids.shape[1]
+    settings, criteria = replace_settings(settings, given, length, target.config.vocab_size)
+    max_positions = getattr(model_config, "max_position_embeddings", None)
+    limits = settings.new_tokens(length, max_positions)
     count = len(prompts.rows) // settings.num_return_sequences
     if isinstance(limits, int):
         limits = [limits] * count
@@ -288,4 +322,18 @@ def _read_call(
         raise ValueError(f"generate: `streamer` must have `put` and `end`, as transformers' have, got {streamer!r}")
     if streamer is not None and len(limits) != 1:
         raise ValueError(f"generate: `streamer` needs batch size 1, got {len(limits)}")
-    return _Call(prompts, limits, settings, criteria, tokenizer, streamer, progress)
+    configured_limits = tuple(limits)
+    if configured.logits.forced_eos_token_id and configured.max_new_tokens != settings.max_new_tokens:
+        before = configured.new_tokens(length, max_positions)
+        configured_limits = (before,) if isinstance(before, int) else tuple(before)
+    facts = Call(
+        target.config.vocab_size,
+        tuple(configured.stop_tokens),
+        tuple(settings.stop_tokens),
+        length,
+        tuple(limits),
+        configured_limits,
+    )
+    processors = read_processors(logits_processor, facts, target.embed.weight.device)
+    sampling, steps = plan_logits(settings.logits, settings.sampling, processors, facts)
+    return _Call(prompts, limits, settings, sampling, steps, criteria, tokenizer, streamer, progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,12 @@ from transformers import GenerationConfig
 from spec_ops._numbers import integer, is_integer, number
 from spec_ops.decoding import SamplingParams
 from spec_ops.decoding.state import MAX_STOP_TOKENS
+from spec_ops.integrations.transformers.logits import LogitsSettings, read_logits_settings
 
 # Transformers' defaults of settings that are honoured and not off when unset; 20 new tokens if nothing limits them.
 _DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1}
 _DEFAULT_NEW_TOKENS = 20
-_FILTERS_OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+_FILTERS_OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 HONOURED = frozenset(
     {
@@ -35,6 +36,8 @@ HONOURED = frozenset(
         "pad_token_id",
         "eos_token_id",
         "return_dict_in_generate",
+        "min_p",
+        *(entry.name for entry in fields(LogitsSettings)),
     }
 )
 
@@ -71,7 +74,6 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
-_LOGITS = "rounds change logits by temperature, top_k and top_p only"
 _SEARCH = "rounds decode each row on its own, by argmax or by sampling"
 _DRAFTING = "`draft` and `config` say what is drafted"
 _OUTPUTS = "rounds keep no scores, hidden states or attention weights"
@@ -87,22 +89,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "dola_layers": ((), _SEARCH),
     "constraints": ((), _SEARCH),
     "force_words_ids": ((), _SEARCH),
-    "min_length": ((0,), _LOGITS),
-    "min_new_tokens": ((0,), _LOGITS),
-    "repetition_penalty": ((1.0,), _LOGITS),
-    "encoder_repetition_penalty": ((1.0,), _LOGITS),
-    "no_repeat_ngram_size": ((0,), _LOGITS),
-    "encoder_no_repeat_ngram_size": ((0,), _LOGITS),
-    "bad_words_ids": ((), _LOGITS),
-    "forced_bos_token_id": ((), _LOGITS),
-    "forced_eos_token_id": ((), _LOGITS),
-    "exponential_decay_length_penalty": ((), _LOGITS),
-    "suppress_tokens": ((), _LOGITS),
-    "begin_suppress_tokens": ((), _LOGITS),
-    "sequence_bias": ((), _LOGITS),
-    "guidance_scale": ((1.0,), _LOGITS),
-    "watermarking_config": ((), _LOGITS),
-    "remove_invalid_values": ((False,), _LOGITS),
+    "guidance_scale": ((1.0,), "rounds run the target on the prompts alone, and guidance on negative prompts too"),
+    "watermarking_config": ((), "its lists of tokens come from a random generator that the host seeds for every token"),
     "token_healing": ((False,), "prompts are not changed"),
     "is_assistant": ((False,), _DRAFTING),
     "prompt_lookup_num_tokens": ((0,), _DRAFTING),
@@ -112,15 +100,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_mtp": ((False,), _DRAFTING),
     "cache_implementation": (_CACHES, "a quantized cache changes tokens; see `cache_dtype`"),
 }
-# These matter only where tokens are sampled ...
-REFUSED_IN_SAMPLING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "min_p": ((0.0,), _LOGITS),
-    "top_h": ((), _LOGITS),
-    "typical_p": ((1.0,), _LOGITS),
-    "epsilon_cutoff": ((0.0, 1.0), _LOGITS),
-    "eta_cutoff": ((0.0, 1.0), _LOGITS),
-}
-# ... and these only where a dictionary is returned.
+# These matter only where a dictionary is returned.
 REFUSED_IN_OUTPUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "output_attentions": ((False,), _OUTPUTS),
     "output_hidden_states": ((False,), _OUTPUTS),
@@ -134,10 +114,9 @@ _REFUSED_ARGUMENTS = {
     "position_ids": "positions count the real tokens of `attention_mask`",
     "token_type_ids": "rounds pass only token ids and positions to the model",
     "past_key_values": "the generator keeps a paged cache of its own",
-    "logits_processor": _LOGITS,
-    "prefix_allowed_tokens_fn": _LOGITS,
-    "negative_prompt_ids": _LOGITS,
-    "negative_prompt_attention_mask": _LOGITS,
+    "prefix_allowed_tokens_fn": "a round asks for several tokens at once and never waits for the host",
+    "negative_prompt_ids": "`guidance_scale` is not",
+    "negative_prompt_attention_mask": "`guidance_scale` is not",
     "assistant_model": "the smaller model is the generator's `draft`",
     "assistant_tokenizer": "target and draft share a vocabulary",
     "synced_gpus": "a model must be on one device",
@@ -151,7 +130,8 @@ class GenerationSettings:
     """The settings of a call, as rounds take them.
 
     Attributes:
-        sampling: temperature 0 unless `do_sample`.
+        sampling: temperature 0 unless `do_sample`; without what `logits` has.
+        logits: what changes logits, and the filters that rounds do not have.
         stop_tokens: ids that end a row: `eos_token_id` as a list, without ids outside the vocabulary.
         pad_token_id: as set; with None, only the attention mask says what is padding.
         stop_strings: texts that end a row; empty for none.
@@ -163,6 +143,7 @@ class GenerationSettings:
     """
 
     sampling: SamplingParams
+    logits: LogitsSettings
     stop_tokens: list[int]
     pad_token_id: int | None
     stop_strings: list[str]
@@ -294,11 +275,9 @@ def _is_switched_off(name: str, value: Any) -> bool:
 
 def _refuse(values: dict[str, Any], known: dict[str, Any], settings: GenerationSettings) -> None:
     tables = dict(REFUSED)
-    if settings.sampling.temperature > 0:
-        tables.update(REFUSED_IN_SAMPLING)
     if settings.return_dict:
         tables.update(REFUSED_IN_OUTPUT)
-    found = HONOURED | WITHOUT_EFFECT | REFUSED.keys() | REFUSED_IN_SAMPLING.keys() | REFUSED_IN_OUTPUT.keys()
+    found = HONOURED | WITHOUT_EFFECT | REFUSED.keys() | REFUSED_IN_OUTPUT.keys()
     # What a later release of transformers adds. Entries that transformers does not know are ignored, as in its `generate`.
     for name in known.keys() - found:
         if not name.startswith("_"):
@@ -323,9 +302,11 @@ def _read(values: dict[str, Any], vocab: int, seed: int | None) -> GenerationSet
     pads = _token_ids(values["pad_token_id"], "pad_token_id")
     if len(pads) > 1:
         raise ValueError(f"generate: `pad_token_id` must be one token id, got {values['pad_token_id']!r}")
+    sampling, ends = _sampling(values, seed), end_tokens(values["eos_token_id"], vocab)
     return GenerationSettings(
-        _sampling(values, seed),
-        end_tokens(values["eos_token_id"], vocab),
+        sampling,
+        read_logits_settings(values, vocab, ends, sampling.temperature > 0),
+        ends,
         pads[0] if pads else None,
         _strings(values["stop_strings"]),
         _limits(values["max_new_tokens"]),

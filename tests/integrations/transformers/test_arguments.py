@@ -320,8 +320,8 @@ def test_settings_in_a_generation_config_are_honoured():
     config = GenerationConfig(max_new_tokens=7, do_sample=True, top_k=1, eos_token_id=[], return_dict_in_generate=True)
     out = speculative_generate(make_model("llama"), None, *batch(), generation_config=config)
     assert out.tokens == [row[:7] for row in eager_tokens("llama")]
-    with pytest.raises(ValueError, match=r"`repetition_penalty` must be 1.0, got 1.2"):
-        speculative_generate(make_model("llama"), None, *batch(), generation_config=GenerationConfig(repetition_penalty=1.2))
+    with pytest.raises(ValueError, match=r"`guidance_scale` must be 1.0, got 1.2"):
+        speculative_generate(make_model("llama"), None, *batch(), generation_config=GenerationConfig(guidance_scale=1.2))
     with pytest.raises(TypeError, match=r"`generation_config` must be a transformers.GenerationConfig, got dict"):
         speculative_generate(make_model("llama"), None, *batch(), generation_config={"max_new_tokens": 7})
 
@@ -425,7 +425,7 @@ def test_nothing_to_sample_names_the_prompt():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"logits_processor": [print]}, "`logits_processor` is not supported, because rounds change logits by"),
+        ({"prefix_allowed_tokens_fn": print}, "`prefix_allowed_tokens_fn` is not supported, because"),
         (
             {"assistant_model": object()},
             "`assistant_model` is not supported, because the smaller model is the generator's `draft`",

@@ -11,7 +11,7 @@ from spec_ops.integrations.transformers.settings import resolve_settings
 from tests.helpers.tiny_transformers import VOCAB, batch, eager_model, make_model
 
 PUBLIC = sorted(name for name in vars(GenerationConfig()) if not name.startswith("_"))
-REFUSED = {**table.REFUSED, **table.REFUSED_IN_SAMPLING, **table.REFUSED_IN_OUTPUT}
+REFUSED = {**table.REFUSED, **table.REFUSED_IN_OUTPUT}
 # What asks for each: a value that changes tokens, their distribution or what is returned.
 ACTIVE = {
     "num_beams": 4,
@@ -19,22 +19,8 @@ ACTIVE = {
     "dola_layers": "high",
     "constraints": [object()],
     "force_words_ids": [[5]],
-    "min_length": 30,
-    "min_new_tokens": 5,
-    "repetition_penalty": 1.3,
-    "encoder_repetition_penalty": 1.5,
-    "no_repeat_ngram_size": 2,
-    "encoder_no_repeat_ngram_size": 2,
-    "bad_words_ids": [[7]],
-    "forced_bos_token_id": 5,
-    "forced_eos_token_id": 5,
-    "exponential_decay_length_penalty": (3, 1.5),
-    "suppress_tokens": [7],
-    "begin_suppress_tokens": [7],
-    "sequence_bias": [[[7], -2.0]],
     "guidance_scale": 1.5,
     "watermarking_config": {"bias": 2.0},
-    "remove_invalid_values": True,
     "token_healing": True,
     "is_assistant": True,
     "prompt_lookup_num_tokens": 3,
@@ -43,11 +29,6 @@ ACTIVE = {
     "speculation_type": "dflash",
     "use_mtp": True,
     "cache_implementation": "quantized",
-    "min_p": 0.1,
-    "top_h": 0.5,
-    "typical_p": 0.9,
-    "epsilon_cutoff": 3e-4,
-    "eta_cutoff": 3e-4,
     **dict.fromkeys(("output_attentions", "output_hidden_states", "output_scores", "output_logits"), True),
 }
 # What could seem to ask for something.
@@ -82,7 +63,7 @@ def resolve(config: GenerationConfig | None = None, **overrides):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_setting_of_generation_config_is_in_one_table(name):
-    groups = (table.HONOURED, table.WITHOUT_EFFECT, table.REFUSED, table.REFUSED_IN_SAMPLING, table.REFUSED_IN_OUTPUT)
+    groups = (table.HONOURED, table.WITHOUT_EFFECT, table.REFUSED, table.REFUSED_IN_OUTPUT)
     assert sum(name in group for group in groups) == 1
 
 
@@ -101,13 +82,6 @@ def test_a_setting_that_rounds_do_not_compute_is_refused_by_name(name):
         assert resolve(config, **{name: neutral}).sampling.temperature == config.do_sample
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         resolve(GenerationConfig(return_dict_in_generate=True, do_sample=config.do_sample), **{name: ACTIVE[name]})
-
-
-@pytest.mark.parametrize("name", table.REFUSED_IN_SAMPLING)
-def test_filters_of_sampling_mean_nothing_to_greedy_decoding(name):
-    config = GenerationConfig()
-    setattr(config, name, ACTIVE[name])
-    assert resolve(config).sampling.temperature == 0
 
 
 @pytest.mark.parametrize("name", table.REFUSED_IN_OUTPUT)

@@ -97,7 +97,7 @@ class Generator:
         weight = target.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
         if isinstance(draft, PromptLookup):
-            draft.check(self.config, max_seq_len)
+            self._check_lookup(draft)
         model = draft_model(draft)
         if model is not None:
             self._check_draft(model.eval())
@@ -117,6 +117,17 @@ class Generator:
 
     def _pool(self, count: int) -> PagePool:
         return PagePool(count, self.page_size, self.config.reserve if self.draft is not None else 1)
+
+    def _check_lookup(self, lookup: PromptLookup) -> None:
+        if self.config.topk > 1:
+            raise ValueError(
+                f"Generator: `config.topk` must be 1 with a PromptLookup, which drafts chains, got {self.config.topk}"
+            )
+        if lookup.min_ngram >= self.max_seq_len:
+            raise ValueError(
+                f"Generator: `draft.min_ngram` must be below max_seq_len={self.max_seq_len}, or nothing is ever found, "
+                f"got {lookup.min_ngram}"
+            )
 
     def _check_draft(self, draft: Draft) -> None:
         vocab = self.target.config.vocab_size

@@ -188,6 +188,9 @@ def cases() -> list[Case]:
     found.append(Case("route_experts", ("route_experts_kernel",), _route_experts))
     grouped = ("grouped_gate_up_kernel", "grouped_down_kernel", "weighted_sum_kernel")
     found.append(Case("moe_experts, 70 tokens", grouped, functools.partial(_moe, 70)))
+    for tokens in (5, 20):
+        few = ("few_gate_up_kernel", "few_down_kernel")
+        found.append(Case(f"moe_experts, {tokens} tokens", few, functools.partial(_moe, tokens)))
     found += [Case(*case, interpreted=False) for case in sanitize_attention.cases()]
     return found
 

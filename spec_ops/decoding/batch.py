@@ -11,7 +11,6 @@ from tqdm.auto import tqdm
 
 from spec_ops._numbers import is_integer
 from spec_ops.decoding.arguments import Requests
-from spec_ops.decoding.grammar import Grammars
 from spec_ops.decoding.pages import PagePool
 from spec_ops.decoding.state import BROKEN, MASKED, RoundState
 from spec_ops.decoding.stats import GenerationResult
@@ -38,7 +37,6 @@ class Batch:
         result: what is filled.
         on_tokens, stop_when: of the call.
         bar: counts emitted tokens.
-        grammars: what requests must follow.
     """
 
     def __init__(
@@ -50,10 +48,9 @@ class Batch:
         on_tokens: OnTokens | None,
         stop_when: StopWhen | None,
         bar: tqdm,
-        grammars: Grammars | None = None,
     ) -> None:
         self.requests, self.state, self.pool, self.result = requests, state, pool, result
-        self.on_tokens, self.stop_when, self.bar, self.grammars = on_tokens, stop_when, bar, grammars
+        self.on_tokens, self.stop_when, self.bar = on_tokens, stop_when, bar
         self.waiting = deque(range(len(requests.prompts)))
         self.members: dict[int, Admitted] = {}  # by row
 
@@ -107,10 +104,7 @@ class Batch:
                 f"generate: every token is masked for `{self.requests.names.prompt(request)}` after {len(tokens) + len(new)} "
                 "new tokens: `suppress_tokens`, `bad_words_ids`, `min_new_tokens`, a bitmask and `logits_processor` leave none"
             )
-        ended, kept = bool(status), None
-        if self.grammars is not None:
-            kept = self.grammars.kept(request, new)
-            new = new[:kept]
+        ended = bool(status)
         if new and self.stop_when is not None:
             keep = self.stop_when(request, tokens + new, len(new))
             if keep is not None:
@@ -119,10 +113,8 @@ class Batch:
                         f"generate: `{self.requests.names.stop_when}` must return None or how many of the {len(new)} new "
                         f"tokens to keep, got {keep!r}"
                     )
-                new, kept = new[:keep], keep
-        if kept is not None and not ended:
-            ended = True
-            self.state.finished[member.row].fill_(True)  # the round under way may still emit for it: nobody listens
+                new, ended = new[:keep], True
+                self.state.finished[member.row].fill_(True)  # the round under way may still emit for it: nobody listens
         if ended:
             # The round under way may still write to these pages: whatever comes to use them comes after it on the stream.
             self.pool.give_back(member.pages)

@@ -165,9 +165,8 @@ def moe_experts(
     device = x.device
     check.tensor("topk_ids", topk_ids, shape=(tokens, None), dtypes=INDEX_DTYPES, device=device)
     check.tensor("topk_weights", topk_weights, shape=tuple(topk_ids.shape), dtypes=FLOAT_DTYPES, device=device)
-    check.tensor(
-        "gate_up", gate_up, shape=(None, hidden, None) if transposed else (None, None, hidden), dtypes=(x.dtype,), device=device
-    )
+    stack = (None, hidden, None) if transposed else (None, None, hidden)
+    check.tensor("gate_up", gate_up, shape=stack, dtypes=(x.dtype,), device=device)
     experts, rows = gate_up.shape[0], gate_up.shape[2 if transposed else 1]
     if not 1 <= experts <= MAX_EXPERTS:
         check.fail("gate_up", f"of 1 to {MAX_EXPERTS} experts", f"shape {tuple(gate_up.shape)}")

@@ -68,6 +68,17 @@ CONFIGS = {
         rope_parameters=_YARN,
     ),
 }
+MIXTURES = {
+    "mixtral": lambda: transformers.MixtralConfig(**_GQA, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_GQA, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, norm_topk_prob=True
+    ),
+    "gpt_oss": CONFIGS["gpt_oss"],
+    "deepseek_v3": CONFIGS["deepseek_v3"],
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **{**_GQA, **_MOE}, n_group=2, topk_group=1, first_k_dense_replace=1, use_qk_norm=True
+    ),
+}
 
 
 @torch.no_grad()
@@ -90,7 +101,7 @@ def _fill(model: PreTrainedModel) -> PreTrainedModel:
 @cache
 def eager_model(name: str) -> PreTrainedModel:
     """The model with transformers' own eager attention: what ours is compared with. Not to be changed."""
-    return _fill(AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval())
+    return _fill(AutoModelForCausalLM.from_config({**CONFIGS, **MIXTURES}[name](), attn_implementation="eager").eval())
 
 
 def make_model(name: str, attention: str = "spec_ops", layers: int = 3) -> PreTrainedModel:

@@ -6,13 +6,14 @@ float16, since the interpreter truncates to bfloat16.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
-from spec_ops.backends.triton.moe import grouped, route
+from spec_ops.backends.triton.moe import experts, few, grouped, route
 from spec_ops.backends.triton.runtime.launch import recorded
 from spec_ops.ops.reference import moe as reference
 from tests.helpers.mixtures import FORMS, call, exact
@@ -91,3 +92,94 @@ def test_chunks_hold_at_least_64_tokens():
         k, hidden, inner = random.randint(1, 16), random.randint(1, 8192), random.randint(1, 8192)
         tokens = grouped.chunk_tokens(k, hidden, inner, torch.bfloat16)
         assert tokens == 64 or tokens * k * (4 * hidden + 2 * inner) <= grouped.TEMPORARY
+
+
+def few_config(args: tuple, sms: int = 4, arch: int = 90) -> tuple[few.Config, few.Config]:
+    (tokens, hidden), k, form = args[0].shape, args[1].shape[1], args[8:11]
+    inner = args[4].shape[1 if form[2] else 2]
+    return few.choose(few.Sizes(tokens, k, args[3].shape[0], hidden, inner, *form), sms, arch)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16, 23, 64])
+@pytest.mark.parametrize("name", FORMS)
+def test_few_tokens(name, tokens):
+    """Columns that no block divides, inner dimensions that `BLOCK_K` does not divide, experts that nobody goes to."""
+    hidden, inner = (136, 72) if tokens in (1, 23) else (320, 128)
+    args = call(FORMS[name], tokens, 3, 9, hidden, inner, torch.float16, routing="zipf", dropped=0.2)
+    assert few.supports(args[0], args[1], args[3], args[4], inner)
+    check_close(few.few_experts(*args), args, 2e-3)
+
+
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_shares_of_the_inner_dimension(tokens):
+    """One program adds up all experts, or some, or not even one; more programs than blocks."""
+    args = call(FORMS["gpt-oss" if tokens == 40 else "Qwen3-MoE"], tokens, 2, 3, 40, 200, torch.float16)
+    first, second = few_config(args)
+    for splits in (1, 2, 7):
+        got = few.few_experts(*args, configs=(first, replace(second, splits=splits)))
+        check_close(got, args, 2e-3)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "gpt-oss"])
+def test_a_token_does_not_depend_on_the_others(name):
+    """Bit for bit, also where they go to other experts or hold NaN."""
+    args = call(FORMS[name], 12, 3, 8, 128, 64, torch.float16)
+    whole = few.few_experts(*args)
+    others = [args[0].clone(), args[1].roll(1, 1).flip(0), args[2].clone(), *args[3:]]
+    others[0][1:], others[1][0], others[2][0] = float("nan"), args[1][0], args[2][0]
+    got = few.few_experts(*others)
+    assert torch.equal(got[0], whole[0])
+    assert got[1:].isnan().all()
+
+
+def test_tokens_without_experts():
+    args = call(FORMS["gpt-oss"], 6, 2, 4, 64, 64, torch.float16)
+    ids = args[1].clone()
+    ids[::2] = -1
+    got = few.few_experts(args[0], ids, *args[2:])
+    assert (got[::2] == 0).all()
+    check_close(got, (args[0], ids, *args[2:]), 2e-3)
+    assert (few.few_experts(args[0], torch.full_like(ids, 99), *args[2:]) == 0).all()
+
+
+def test_strided_arguments():
+    """A slice of a wider tensor, experts and rows further apart than their sizes."""
+    x, ids, weights, gate_up, down, *rest = call(FORMS["Qwen3-MoE"], 6, 2, 4, 64, 64, torch.float16)
+
+    def wider(t: torch.Tensor, *extra: int) -> torch.Tensor:
+        padded = torch.full([size + more for size, more in zip(t.shape, extra, strict=True)], float("nan"), dtype=t.dtype)
+        padded[tuple(slice(size) for size in t.shape)] = t
+        return padded[tuple(slice(size) for size in t.shape)]
+
+    for columns in (8, 3):  # TMA cannot read the second one's rows: `x` is copied
+        args = (wider(x, 2, columns), ids.t().contiguous().t(), weights.repeat(1, 2)[:, :2], wider(gate_up, 0, 1, 8),
+                wider(down, 1, 1, 16), *rest)  # fmt: skip
+        assert few.supports(args[0], args[1], args[3], args[4], 64)
+        check_close(few.few_experts(*args), args, 2e-3)
+
+
+def test_which_kernels_take_a_call():
+    def taken(tokens: int, hidden: int, inner: int, dtype: torch.dtype, arch: int = 90, **changes) -> bool:
+        args = call(FORMS["Qwen3-MoE"], tokens, 2, 4, hidden, inner, dtype)
+        gate_up, down = changes.get("gate_up", args[3]), changes.get("down", args[4])
+        return few.supports(args[0], changes.get("ids", args[1]), gate_up, down, inner, arch)
+
+    assert taken(64, 64, 8, torch.bfloat16)
+    assert not taken(65, 64, 8, torch.bfloat16)
+    assert not taken(0, 64, 8, torch.bfloat16)
+    assert not taken(4, 60, 8, torch.float16)
+    assert not taken(4, 64, 12, torch.float16)
+    assert not taken(4, 64, 8, torch.float32)
+    assert not taken(4, 64, 8, torch.float16, arch=89)
+    assert not taken(4, 64, 8, torch.float16, ids=torch.zeros(4, 0, dtype=torch.int64))
+    assert not taken(4, 64, 8, torch.float16, gate_up=torch.zeros(4, 64, 16).half().transpose(1, 2))
+    assert not taken(4, 64, 8, torch.float16, down=torch.zeros(4, 64, 9).half()[..., :8])
+
+
+def test_the_op_takes_either():
+    for tokens, kernels in ((3, ["few_gate_up_kernel", "few_down_kernel"]), (65, ["grouped_gate_up_kernel"])):
+        args = call(FORMS["Qwen3-MoE"], tokens, 2, 4, 64, 64, torch.float16)
+        with recorded() as launches:
+            experts.moe_experts(*args)
+        assert [launch.kernel.__name__ for launch in launches][: len(kernels)] == kernels
+        check_close(experts.moe_experts(*args), args, 2e-3)

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, or_masks
 
+from spec_ops.integrations.transformers.experts import register_experts
 from spec_ops.models.paged import PagedAttention
 
 NAME = "spec_ops"
@@ -86,13 +87,16 @@ def leave_note(cache: Attends, layer: int, key: torch.Tensor, value: torch.Tenso
 
 
 def register() -> None:
-    """Make `attn_implementation="spec_ops"` known to transformers. Importing this package calls it; again does no harm.
+    """Make `attn_implementation="spec_ops"` and `experts_implementation="spec_ops"` known to transformers.
+
+    Importing this package calls it; again does no harm.
 
     Models that are loaded with it, or switched by `model.set_attn_implementation("spec_ops")`, need
     `past_key_values=SpecCache(model, ...)` in `model(...)` and `model.generate(...)`.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, key_positions)
+    register_experts()
 
 
 @contextmanager

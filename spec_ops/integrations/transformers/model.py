@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from spec_ops.integrations.transformers import experts
 from spec_ops.integrations.transformers.attention import NAME, attending
 from spec_ops.integrations.transformers.parts import GivenHiddenStates, as_decoder, replaced, watched, with_fixed_rope
 from spec_ops.integrations.transformers.probe import Argument, CacheSpec, StepCache, check_logits, extend_from_start, probe
@@ -44,8 +45,9 @@ _WATCHED = _Watched()
 class TransformersModel(Target):
     """A causal language model of transformers as a `spec_ops.models.Target`.
 
-    Its attention implementation is switched to `"spec_ops"` and it is put into evaluation mode. `close()` switches both back,
-    once everything that was made of the model is closed.
+    Its attention implementation is switched to `"spec_ops"`, its experts implementation too where `moe_experts` computes what
+    its experts do, and it is put into evaluation mode. `close()` switches all back, once everything that was made of the model
+    is closed.
 
     Args:
         model: on one device, with an attention that goes through transformers' attention interface.
@@ -89,7 +91,8 @@ class TransformersModel(Target):
             raise
 
     def _adopt(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
-        found = probe(model, self._argument)
+        assert self._switched is not None
+        found = probe(model, self._argument, self._switched.own_experts)
         self.spec: CacheSpec = found.spec
         sizes, layers = model.config.get_text_config(), len(self.spec.kv_rows)
         if any(not 0 <= layer <= layers for layer in aux_layers):
@@ -117,7 +120,7 @@ class TransformersModel(Target):
             check_logits(type(model).__name__, logits, found.logits, self._argument)
 
     def close(self) -> None:
-        """Give the model its own attention implementation and its training mode back. Calling it again does nothing.
+        """Give the model its own attention and experts and its training mode back. Calling it again does nothing.
 
         Other `TransformersModel`s of the same model go on working: the last one to be closed restores it.
         """
@@ -207,11 +210,13 @@ class _Switched:
     """A model that attends through our ops.
 
     Attributes:
-        restore: gives it its own attention back.
+        restore: gives it its own attention and experts back.
+        own_experts: its own experts implementations; None if it keeps them.
         holders: the `TransformersModel`s of it that are open. One that was dropped without `close()` does not count.
     """
 
     restore: Callable[[], None]
+    own_experts: dict[str, str | None] | None
     holders: weakref.WeakSet[TransformersModel] = field(default_factory=weakref.WeakSet)
 
 
@@ -225,9 +230,12 @@ def _switch(model: PreTrainedModel, holder: TransformersModel) -> _Switched:
     with _switching:
         switched = _switched.get(id(model))
         if switched is None:
-            _switched[id(model)] = switched = _Switched(_switch_first(model))
+            own_experts = experts.implementations(model) if experts.supported(model) else None
+            _switched[id(model)] = switched = _Switched(_switch_first(model, own_experts is not None), own_experts)
         else:
             model.set_attn_implementation(NAME)  # the user may have changed it since
+            if switched.own_experts is not None:
+                model.set_experts_implementation(experts.NAME)
             model.eval()
         switched.holders.add(holder)
         return switched
@@ -242,10 +250,13 @@ def _release(switched: _Switched, holder: TransformersModel) -> None:
             switched.restore()
 
 
-def _switch_first(model: PreTrainedModel) -> Callable[[], None]:
+def _switch_first(model: PreTrainedModel, switch_experts: bool) -> Callable[[], None]:
     training = [module for module in model.modules() if module.training]
-    made = ExitStack()
-    made.enter_context(attending(model, NAME))  # it may refuse; nothing has changed then
+    with ExitStack() as entered:
+        entered.enter_context(attending(model, NAME))  # each may refuse; nothing has changed then
+        if switch_experts:
+            entered.enter_context(experts.using_experts(model, experts.NAME))
+        made = entered.pop_all()
     model.eval()
 
     def restore() -> None:
@@ -258,9 +269,11 @@ def _switch_first(model: PreTrainedModel) -> Callable[[], None]:
 
 def _check_experts(model: PreTrainedModel, argument: Argument) -> None:
     """Refuse what no CUDA graph can capture: except in bfloat16, transformers' grouped experts read offsets on the host."""
-    experts = {getattr(c, "_experts_implementation", None) for c in (model.config, model.config.get_text_config())}
-    syncs = "grouped_mm" in experts and model.dtype != torch.bfloat16 and model._can_set_experts_implementation()
-    if syncs and model.device.type == "cuda":
+    if model.device.type != "cuda" or experts.supported(model):
+        return
+    own = {getattr(c, "_experts_implementation", None) for c in (model.config, model.config.get_text_config())}
+    syncs = "grouped_mm" in own and model.dtype != torch.bfloat16 and model._can_set_experts_implementation()
+    if syncs:
         raise ValueError(
             f'{argument} must not have experts_implementation="grouped_mm" in {model.dtype}, which syncs with the host and '
             'fits in no CUDA graph; load it in bfloat16 or call model.set_experts_implementation("batched_mm")'

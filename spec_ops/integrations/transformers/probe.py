@@ -8,6 +8,7 @@ attention gives the shapes. Logits that differ show that the model does somethin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from spec_ops.integrations.transformers.attention import (
     is_latent,
     leave_note,
 )
+from spec_ops.integrations.transformers.experts import using_experts
 from spec_ops.models.checkpoint import MACHINE_ERRORS
 from spec_ops.models.paged import PagedAttention, PagedKVCache, refuse_autocast
 
@@ -152,12 +154,13 @@ def extend_from_start(cache: PagedKVCache, length: int, start: int = 0, *, backe
 
 
 @torch.no_grad()
-def probe(model: PreTrainedModel, argument: Argument) -> Probed:
+def probe(model: PreTrainedModel, argument: Argument, own_experts: dict[str, str | None] | None = None) -> Probed:
     """Run a few tokens through `model`.
 
     Args:
         model: a causal language model of transformers with `attn_implementation="spec_ops"`.
         argument: what it is called in messages.
+        own_experts: its own experts implementations, if it has others now.
 
     Raises:
         ValueError: the model cannot run on these ops; the message says which part of it.
@@ -190,7 +193,7 @@ def probe(model: PreTrainedModel, argument: Argument) -> Probed:
         if (kind == "sliding_attention") != (record.windows[layer] >= 0):
             window = record.windows[layer] + 1
             raise ValueError(f"{argument}: layer {layer} of {name} is {kind}, but the attention gets the window {window}")
-    with attending(model, "eager"):
+    with attending(model, "eager"), nullcontext() if own_experts is None else using_experts(model, own_experts):
         calls = _DecoderCalls(model)
         with calls:
             positions = torch.arange(_LENGTH, device=tokens.device)[None]

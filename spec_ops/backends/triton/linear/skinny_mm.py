@@ -136,6 +136,35 @@ def ask_for_weight(
 
 
 @triton.jit
+def combined(
+    acc, partial, counters, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr,
+    ROOM: tl.constexpr,
+):  # fmt: skip
+    """The sum of `acc [BLOCK_N, BLOCK_M]` over the programs of a tile, in the order of k, and whether this program has it: the
+    last one to arrive. `FEW`: registers hold all partial sums of a tile; else shared memory holds `ROOM` of them."""
+    pid = tl.program_id(0)
+    tile = pid // SPLITS
+    complete = True
+    if SPLITS > 1:
+        local = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tl.store(partial + pid * (BLOCK_N * BLOCK_M) + local, acc)
+        complete = (arrive(counters + tile, SPLITS) & 0xFFFF) == SPLITS - 1
+        if complete:
+            # Its own sum is read back too: the order of addition must not depend on who is last.
+            parts = partial + tile * (SPLITS * BLOCK_N * BLOCK_M) + local
+            if FEW:
+                acc = tl.load(parts)
+                for i in tl.static_range(1, SPLITS):
+                    acc += tl.load(parts + i * (BLOCK_N * BLOCK_M))
+            else:
+                # ptxas keeps few such reads in flight, so they go through shared memory, as many as fit where blocks were.
+                acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                for i in tl.range(0, SPLITS, num_stages=min(SPLITS, ROOM) + 1):
+                    acc += tl.load(parts + i * (BLOCK_N * BLOCK_M))
+    return acc, complete
+
+
+@triton.jit
 def products(
     x, weight, scale, zero, scale_row, scale_column, partial, counters, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
@@ -170,25 +199,9 @@ def products(
             columns = weight.load([tile * BLOCK_N, block * BLOCK_K])
             rows = x.load([0, block * BLOCK_K])
             acc = tl.dot(columns, tl.permute(rows, (1, 0)), acc)
-    complete = True
-    if SPLITS > 1:
-        local = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(partial + pid * (BLOCK_N * BLOCK_M) + local, acc)
-        complete = (arrive(counters + tile, SPLITS) & 0xFFFF) == SPLITS - 1
-        if complete:
-            # Its own sum is read back too: the order of addition must not depend on who is last.
-            parts = partial + tile * (SPLITS * BLOCK_N * BLOCK_M) + local
-            if BLOCK_N < WARPGROUP:
-                acc = tl.load(parts)
-                for i in tl.static_range(1, SPLITS):
-                    acc += tl.load(parts + i * (BLOCK_N * BLOCK_M))
-            else:
-                # ptxas keeps few such reads in flight, so they go through shared memory, as many as fit where blocks were.
-                BLOCK: tl.constexpr = BLOCK_K * (BLOCK_N * BITS // 8 + 2 * BLOCK_M)
-                ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK) // (4 * BLOCK_N * BLOCK_M))
-                acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                for i in tl.range(0, SPLITS, num_stages=min(SPLITS, ROOM) + 1):
-                    acc += tl.load(parts + i * (BLOCK_N * BLOCK_M))
+    BLOCK: tl.constexpr = BLOCK_K * (BLOCK_N * BITS // 8 + 2 * BLOCK_M)
+    ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK) // (4 * BLOCK_N * BLOCK_M))
+    acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, BLOCK_N < WARPGROUP, ROOM)
     if BITS < 16 and COLUMNS == 0:
         acc = scaled(acc, scale, scale_row, n, N)
     return acc, complete

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from spec_ops.backends.triton.moe.few import few_experts, supports
 from spec_ops.backends.triton.moe.grouped import grouped_experts
 
 
@@ -13,7 +14,8 @@ def moe_experts(
     transposed: bool, limit: float | None, alpha: float, beta: float,
 ) -> torch.Tensor:  # fmt: skip
     """See `spec_ops.ops.moe`; raises as `grouped_experts` does."""
-    return grouped_experts(
+    run = few_experts if supports(x, topk_ids, gate_up, down, down.shape[1 if transposed else 2]) else grouped_experts
+    return run(
         x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias, activation, gated, interleaved, transposed, limit,
         alpha, beta,
     )  # fmt: skip

@@ -1,0 +1,398 @@
+"""Mixtures of experts for at most 64 tokens, in two launches that read each expert's weights once, whatever the routing.
+
+Tokens are few and experts many, so a program computes some columns of one expert for all tokens. Results of tokens that do not
+go to the expert are dropped, which costs nothing: up to 16 tokens are what a tensor core takes at least, up to 64 are hidden
+behind the weight's bytes. So nothing is gathered and nothing is sorted.
+
+The first kernel finds out by itself which expert is the i-th that any token goes to (a histogram of the ids in each program),
+and leaves `h [touched, tokens, inner]`: activations times the router's weight, zeros where a token does not go to an expert.
+With that the second product and the weighted sum are one product, over the touched experts' inner dimensions one after the
+other: a program adds up all of it, or a share (`splits`, as in `skinny_mm`). Experts come in the order of their ids, so what a
+token gets does not depend on where the others go.
+
+Tiles are those of `linear/skinny_mm.py`: 16 columns of which each warp takes a chunk of k, or 64 columns for `wgmma` with more
+than 16 tokens, and where columns lie side by side in memory (`transposed`), whose 16 would be a quarter of a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from spec_ops.backends.registry import device_arch
+from spec_ops.backends.triton.attention.tuning import SHARED
+from spec_ops.backends.triton.linear.skinny_mm import CHUNK, combined, store_transposed
+from spec_ops.backends.triton.moe.activation import activated, gated
+from spec_ops.backends.triton.moe.shapes import GPT_OSS, meta_call
+from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
+from spec_ops.backends.triton.runtime.counters import arrival_counters
+from spec_ops.backends.triton.runtime.launch import Launch, await_predecessors, device_guard, launch, num_sms, recorded
+
+MAX_TOKENS = 64
+ALIGNED = 8  # elements: TMA reads rows that start at multiples of 16 bytes
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a program of one of the two kernels works on.
+
+    Attributes:
+        block_m: tokens. block_n: columns of the result. rows: of the weight, in one load; twice as many as columns where a
+            gate's and one of the up projection are neighbours. block_k: of the inner dimension, in each iteration.
+        chunked: each warp has a chunk of k (`skinny_mm.py`).
+        splits: programs that share the inner dimension.
+        num_stages: Triton's. programs: that a multiprocessor holds at once.
+        full: it has no room for more of them, so that a launch may be early.
+    """
+
+    block_m: int
+    block_n: int
+    rows: int
+    block_k: int
+    chunked: bool
+    splits: int
+    num_stages: int
+    programs: int
+    full: bool
+
+
+class Sizes(NamedTuple):
+    """Of a call of `moe_experts`, and its layout."""
+
+    tokens: int
+    k: int
+    experts: int
+    hidden: int
+    inner: int
+    gated: bool
+    interleaved: bool
+    transposed: bool
+
+    @property
+    def tiles(self) -> int:
+        """Experts that may be touched."""
+        return min(self.experts, self.tokens * self.k)
+
+
+def choose(sizes: Sizes, sms: int, arch: int) -> tuple[Config, Config]:
+    """For both kernels."""
+    tokens, k, experts, hidden, inner, gated, interleaved, transposed = sizes
+    few = tokens <= 16 and not transposed
+    chunked = few and hidden % CHUNK == 0
+    neighbours = gated and interleaved
+    halves = neighbours and not chunked  # 64 rows of the weight are 32 columns of the result
+    first = _fitted(tokens, inner * (1 + halves), hidden, 1, sizes.tiles, chunked, sms, arch, 1 + (gated and not halves))
+    block_n = first.block_n // (1 + halves)
+    first = replace(first, block_n=block_n, rows=block_n * (1 + neighbours))
+    return first, _fitted(tokens, hidden, inner, min(k, experts), 1, few and inner % CHUNK == 0, sms, arch)
+
+
+def _fitted(
+    tokens: int, columns: int, inner: int, products: int, tiles: int, chunked: bool, sms: int, arch: int, loads: int = 1
+) -> Config:
+    """For a product of `columns` columns over `inner`, of which a program adds up `products` at least.
+
+    Args:
+        tiles: that share the grid: 1, or the experts.
+        loads: of the weight, of as many rows as there are columns, in each iteration.
+    """
+    block_m = next(m for m in (8, 16, 32, MAX_TOKENS) if tokens <= m)
+    block_n, block_k, most = (16, 256, 3) if chunked else (64, 128 // loads, 2)
+    buffer = 2 * block_k * (loads * block_n + block_m)
+    rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
+    shared = SHARED.get(arch, 99) * 1024
+    programs = max(1, min(most, shared // (2 * buffer + rest)))
+    blocks, grid = products * triton.cdiv(inner, block_k), tiles * triton.cdiv(columns, block_n)
+    splits = 1
+    if tiles == 1:  # at least two blocks for each, and partial sums of at most a quarter of the weight's bytes
+        splits = max(1, min(sms * programs // grid, blocks // 2, products * inner // (8 * block_m)))
+    programs = min(programs, triton.cdiv(grid * splits, sms))
+    buffers = max(2, min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits)))
+    asynchronous = not chunked and 90 <= arch < 120
+    full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
+    return Config(block_m, block_n, block_n, block_k, chunked, splits, buffers + (not asynchronous), programs, full)
+
+
+@triton.jit
+def _touched(ids, tile, pairs, experts, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr):
+    """The `tile`-th expert that a pair goes to, in the order of their ids, and how many there are."""
+    place = tl.arange(0, PAIRS_PAD)
+    expert = tl.load(ids + place, mask=place < pairs, other=-1).to(tl.int32)
+    counts = tl.histogram(tl.maximum(expert, 0), EXPERTS_PAD, mask=(expert >= 0) & (expert < experts))
+    touched = (counts > 0).to(tl.int32)
+    rank = tl.cumsum(touched, 0)
+    mine = (touched > 0) & (rank == tile + 1)
+    return tl.sum(tl.where(mine, tl.arange(0, EXPERTS_PAD), 0), 0), tl.sum(touched, 0)
+
+
+@triton.jit
+def _columns(
+    weight, expert, first, block, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """A block of the weight with its inner dimension last: `[chunks, ROWS, CHUNK]`, or `[ROWS, BLOCK_K]`."""
+    if CHUNKED:
+        CHUNKS: tl.constexpr = BLOCK_K // CHUNK
+        return tl.reshape(weight.load([expert, block * CHUNKS, first, 0]), [CHUNKS, ROWS, CHUNK])
+    elif TRANSPOSED:
+        return tl.permute(tl.reshape(weight.load([expert, block * BLOCK_K, first]), [BLOCK_K, ROWS]), (1, 0))
+    else:
+        return tl.reshape(weight.load([expert, first, block * BLOCK_K]), [ROWS, BLOCK_K])
+
+
+@triton.jit
+def _rows(rows, first, block, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr):
+    """A block of the tokens' rows, its inner dimension first."""
+    if CHUNKED:
+        return tl.permute(rows.load([block * (BLOCK_K // CHUNK), first, 0]), (0, 2, 1))
+    else:
+        return tl.permute(rows.load([first, block * BLOCK_K]), (1, 0))
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr):
+    if CHUNKED:
+        return tl.zeros([BLOCK_K // CHUNK, ROWS, BLOCK_M], tl.float32)
+    else:
+        return tl.zeros([ROWS, BLOCK_M], tl.float32)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def few_gate_up_kernel(
+    x, weight, ids, weights, bias, h, table, tokens, experts, hidden, inner, limit, alpha, beta,
+    TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program `tile * blocks of columns + block`. `x`, `weight`: tensor descriptors; `ids`, `weights [tokens, TOP_K]`
+    contiguous; `h [tiles, BLOCK_M, inner]`; `table [2 + tiles]`: how many experts are touched, and which."""
+    await_predecessors(PDL)
+    blocks_n = tl.cdiv(inner, BLOCK_N)
+    tile = tl.program_id(0) // blocks_n
+    block_n = tl.program_id(0) % blocks_n
+    expert, count = _touched(ids, tile, tokens * TOP_K, experts, PAIRS_PAD, EXPERTS_PAD)
+    if block_n == 0:
+        if tile == 0:
+            tl.store(table, count)
+        if tile < count:
+            tl.store(table + 1 + tile, expert)
+    if tile < count:
+        # In flight while the weights stream.
+        m = tl.arange(0, BLOCK_M)
+        slot = tl.arange(0, TOP_K_PAD)
+        at = m[:, None] * TOP_K + slot[None, :]
+        there = (m < tokens)[:, None] & (slot < TOP_K)[None, :]
+        mine = there & (tl.load(ids + at, mask=there, other=-1) == expert)
+        share = tl.load(weights + at, mask=there, other=0.0).to(tl.float32)
+        # A gate and an up projection side by side come as one block.
+        PAIR: tl.constexpr = GATED and not INTERLEAVED
+        ROWS: tl.constexpr = 2 * BLOCK_N if GATED and INTERLEAVED else BLOCK_N
+        first = block_n * ROWS
+        acc = _zeros(ROWS, BLOCK_M, BLOCK_K, CHUNK, CHUNKED)
+        other = acc
+        for block in tl.range(0, tl.cdiv(hidden, BLOCK_K), num_stages=STAGES):
+            columns = _columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED)
+            if PAIR:
+                ups = _columns(weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED)
+            rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED)
+            acc = tl.dot(columns, rows, acc)
+            if PAIR:
+                other = tl.dot(ups, rows, other)
+        if CHUNKED:
+            acc = tl.sum(acc, 0)
+            other = tl.sum(other, 0)
+        n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        wanted = n < inner
+        if GATED and INTERLEAVED:
+            acc, other = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
+        if bias is not None:
+            bias += expert.to(tl.int64) * (2 * inner if GATED else inner)
+            at_gate = 2 * n if GATED and INTERLEAVED else n
+            acc += tl.load(bias + at_gate, mask=wanted, other=0.0).to(tl.float32)[:, None]
+            if GATED:
+                at_up = 2 * n + 1 if INTERLEAVED else inner + n
+                other += tl.load(bias + at_up, mask=wanted, other=0.0).to(tl.float32)[:, None]
+        acc = gated(acc, other, limit, alpha, beta, ACTIVATION) if GATED else activated(acc, alpha, ACTIVATION)
+        goes = tl.max(mine.to(tl.int32), 1) > 0
+        share = tl.sum(tl.where(mine, share, 0.0), 1)
+        acc = tl.where(goes[None, :], acc * share[None, :], 0.0)
+        to = h + (tile * BLOCK_M + m).to(tl.int64)[None, :] * inner + n[:, None]
+        tl.store(to, acc.to(h.dtype.element_ty), mask=wanted[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def few_down_kernel(
+    h, weight, ids, weights, bias, table, partial, counters, out, tokens, experts, hidden,
+    TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program `block of columns * SPLITS + split`. `h`, `weight`: tensor descriptors; `table`: the first kernel's; `BLOCKS` of
+    an expert's inner dimension; `partial`, `counters`: as in `skinny_mm_kernel`; `out [tokens, hidden]`."""
+    await_predecessors(PDL)
+    tile = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    total = tl.load(table) * BLOCKS
+    begin = split * total // SPLITS
+    acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, CHUNK, CHUNKED)
+    expert = tl.load(table + 1 + begin // BLOCKS)
+    for i in tl.range(begin, (split + 1) * total // SPLITS, num_stages=STAGES):
+        block = i % BLOCKS
+        columns = _columns(weight, expert, tile * BLOCK_N, block, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED)
+        acc = tl.dot(columns, _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED), acc)
+        # One iteration ahead: a load that another load's address depends on halves what Triton keeps in flight.
+        expert = tl.load(table + 1 + (i + 1) // BLOCKS)
+    if CHUNKED:
+        acc = tl.sum(acc, 0)
+    ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK_K * (BLOCK_N + BLOCK_M)) // (2 * BLOCK_N * BLOCK_M))
+    acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, CHUNKED, ROOM)
+    if complete:
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        m = tl.arange(0, BLOCK_M)
+        if bias is not None:
+            for slot in tl.static_range(TOP_K):
+                chosen = tl.load(ids + m * TOP_K + slot, mask=m < tokens, other=-1)
+                goes = (chosen >= 0) & (chosen < experts)
+                share = tl.load(weights + m * TOP_K + slot, mask=goes, other=0.0).to(tl.float32)
+                at = bias + chosen.to(tl.int64)[None, :] * hidden + n[:, None]
+                acc += share[None, :] * tl.load(at, mask=goes[None, :] & (n < hidden)[:, None], other=0.0).to(tl.float32)
+        store_transposed(out, acc, n, m, hidden, tokens)
+
+
+def _tma_reads(weight: torch.Tensor) -> bool:
+    """Whether a tensor descriptor can read `weight [E, rows, columns]`."""
+    expert, row, column = weight.stride()
+    return column == 1 and not (expert % ALIGNED or row % ALIGNED or weight.data_ptr() % 16) and min(expert, row) > 0
+
+
+def supports(
+    x: torch.Tensor, topk_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, inner: int, arch: int | None = None
+) -> bool:
+    """Whether these kernels take a call."""
+    (tokens, hidden), k = x.shape, topk_ids.shape[1]
+    return (
+        0 < tokens <= MAX_TOKENS
+        and k > 0
+        and inner > 0
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and (arch or _arch(x.device)) >= 90
+        and hidden % ALIGNED == 0
+        and inner % ALIGNED == 0
+        and _tma_reads(gate_up)
+        and _tma_reads(down)
+    )
+
+
+def _arch(device: torch.device) -> int:
+    return device_arch(device) or 90  # Triton's interpreter stands in for sm_90
+
+
+def _matrix(rows: torch.Tensor, config: Config) -> TensorDescriptor:
+    """Of `rows [n, k]`, `block_m` at a time."""
+    (n, k), stride = rows.shape, rows.stride(0)
+    if config.chunked:
+        return TensorDescriptor(
+            rows, [k // CHUNK, n, CHUNK], [CHUNK, stride, 1], [config.block_k // CHUNK, config.block_m, CHUNK]
+        )
+    return TensorDescriptor(rows, [n, k], [stride, 1], [config.block_m, config.block_k])
+
+
+def _stack(weight: torch.Tensor, config: Config, transposed: bool) -> TensorDescriptor:
+    """Of `weight [E, n, k]`, `config.rows` of n at a time; `transposed`: `[E, k, n]`."""
+    (experts, n, k), (expert, row, _), rows = weight.shape, weight.stride(), config.rows
+    if config.chunked:
+        block = [1, config.block_k // CHUNK, rows, CHUNK]
+        return TensorDescriptor(weight, [experts, k // CHUNK, n, CHUNK], [expert, CHUNK, row, 1], block)
+    block = [1, config.block_k, rows] if transposed else [1, rows, config.block_k]
+    return TensorDescriptor(weight, [experts, n, k], [expert, row, 1], block)
+
+
+def few_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
+    transposed: bool, limit: float | None, alpha: float, beta: float, configs: tuple[Config, Config] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """See `spec_ops.ops.moe.moe_experts`; for calls that `supports` takes."""
+    (tokens, k), (experts, hidden) = ids.shape, (gate_up.shape[0], x.shape[1])
+    inner = down.shape[1 if transposed else 2]
+    sizes = Sizes(tokens, k, experts, hidden, inner, gated, interleaved, transposed)
+    first, second = configs or choose(sizes, num_sms(x.device), _arch(x.device))
+    block_m = first.block_m
+    if x.stride(1) != 1 or x.stride(0) % ALIGNED or x.stride(0) < hidden or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    ids, weights = ids.contiguous(), weights.contiguous()
+    h = x.new_empty(sizes.tiles * block_m, inner)
+    table = ids.new_empty(2 + sizes.tiles, dtype=torch.int32)  # the last entry is read, and not used
+    out = x.new_empty(tokens, hidden)
+    partial = counters = None
+    columns = triton.cdiv(hidden, second.block_n)
+    if second.splits > 1:
+        partial = x.new_empty(columns * second.splits * second.block_n * block_m, dtype=torch.float32)
+        counters = arrival_counters(x.device, columns, "few_down")
+    with device_guard(x):
+        launch(
+            few_gate_up_kernel, (sizes.tiles * triton.cdiv(inner, first.block_n),),
+            _matrix(x, first), _stack(gate_up, first, transposed), ids, weights, _contiguous(gate_up_bias), h, table,
+            tokens, experts, hidden, inner, limit, alpha, beta, TOP_K=k, TOP_K_PAD=triton.next_power_of_2(k), GATED=gated,
+            INTERLEAVED=interleaved, TRANSPOSED=transposed, ACTIVATION=activation,
+            PAIRS_PAD=triton.next_power_of_2(block_m * k), EXPERTS_PAD=triton.next_power_of_2(experts),
+            **_constants(first), num_warps=4, early=first.full,
+        )  # fmt: skip
+        launch(
+            few_down_kernel, (columns * second.splits,),
+            _matrix(h, second), _stack(down, second, transposed), ids, weights, _contiguous(down_bias), table,
+            partial, counters, out, tokens, experts, hidden, TOP_K=k, TRANSPOSED=transposed,
+            BLOCKS=triton.cdiv(inner, second.block_k), SPLITS=second.splits, **_constants(second),
+            num_warps=4, early=second.full,
+        )  # fmt: skip
+    return out
+
+
+def _contiguous(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _constants(config: Config) -> dict[str, Any]:
+    return {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": CHUNK,
+        "CHUNKED": config.chunked, "STAGES": config.num_stages,
+    }  # fmt: skip
+
+
+# Tokens of the variants that are compiled ahead: of each tile, with the layouts of three models.
+MODELS: tuple[tuple[str, tuple[int, ...], tuple[int, int, int, int], dict[str, Any]], ...] = (
+    ("Qwen3-MoE", (1, 16, 32, 64), (128, 8, 2048, 768), {}),
+    ("DeepSeek-V3", (8, 64), (256, 8, 7168, 2048), {}),
+    ("gpt-oss", (4, 16, 64), (32, 4, 2880, 2880), GPT_OSS),
+)
+
+
+def ahead() -> Iterator[Variant]:
+    for name, all_tokens, sizes, form in MODELS:
+        for tokens in all_tokens:
+            found: dict[tuple[str, Config], list[tuple[Launch, int]]] = {}
+            for arch in (a for a in ARCHS if a >= 90):
+                call = meta_call(tokens, *sizes, **form)
+                layout = (bool(form.get(flag)) for flag in ("interleaved", "transposed"))
+                experts, k, hidden, inner = sizes
+                configs = choose(Sizes(tokens, k, experts, hidden, inner, True, *layout), 132, arch)
+                with recorded() as launches:
+                    few_experts(*call, configs=configs)  # type: ignore[misc]
+                for made, config in zip(launches, configs, strict=True):
+                    found.setdefault((made.kernel.__name__, config), []).append((made, arch))
+            for (kernel, config), same in found.items():
+                made, arch = same[0]
+                yield variant_of(
+                    f"{kernel}, {name}, {tokens} tokens on sm_{arch}",
+                    made,
+                    archs=tuple(arch for _, arch in same),
+                    num_stages=config.num_stages,
+                    programs=config.programs,
+                )

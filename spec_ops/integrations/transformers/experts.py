@@ -1,0 +1,175 @@
+"""`experts_implementation="spec_ops"`: the function that transformers' experts modules call, on the op `moe_experts`.
+
+An experts module says how its weights lie (`use_experts_implementation`), and computes what lies between its two products with
+`_apply_gate`, or `act_fn` without a gate: any Python. So a few rows go through it and through the op, and the form of the op
+that gives the same is the module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+try:
+    from transformers.integrations.moe import ExpertsInterface
+except ImportError:  # renamed or gone: models keep their own experts
+    ExpertsInterface = None  # type: ignore[assignment, misc]
+
+from spec_ops.ops.moe import ACTIVATIONS, moe_experts
+
+NAME = "spec_ops"
+_FORM = "_spec_ops_form"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+
+
+class Form(NamedTuple):
+    """The keyword arguments of `moe_experts` that say what a module computes."""
+
+    activation: str
+    gated: bool
+    interleaved: bool
+    transposed: bool
+    limit: float | None
+    alpha: float
+    beta: float
+
+
+def register_experts() -> None:
+    """Make `experts_implementation="spec_ops"` known to transformers."""
+    if ExpertsInterface is not None:
+        ExpertsInterface.register(NAME, experts_forward)
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts function of `experts_implementation="spec_ops"`, with the signature of transformers' experts interface.
+
+    Args:
+        self: the experts module.
+        hidden_states: `[tokens, hidden]`.
+        top_k_index: `[tokens, k]`; with expert parallelism ids from `num_experts` on are other ranks' experts.
+        top_k_weights: `[tokens, k]`.
+
+    Returns:
+        `[tokens, hidden]`.
+
+    Raises:
+        ValueError: the module computes what `moe_experts` does not, or is compiled before it ever ran.
+    """
+    form = getattr(self, _FORM, None)
+    if form is None:
+        if torch.compiler.is_compiling():
+            raise ValueError(f"spec_ops experts: {type(self).__name__} must run once before it is compiled: call the model")
+        form = form_of(self)
+        setattr(self, _FORM, form)
+    if getattr(self, "_is_expert_parallel", False):
+        top_k_index = torch.where(top_k_index < self.down_proj.shape[0], top_k_index, -1)  # type: ignore[union-attr, index]
+    first = "gate_up_proj" if form.gated else "up_proj"
+    return moe_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        getattr(self, first),
+        self.down_proj,  # type: ignore[arg-type]
+        gate_up_bias=getattr(self, f"{first}_bias") if self.has_bias else None,
+        down_bias=self.down_proj_bias if self.has_bias else None,  # type: ignore[arg-type]
+        **form._asdict(),
+    )
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether it goes through transformers' experts interface."""
+    return all(hasattr(module, name) for name in ("_apply_gate", "has_gate", "is_concatenated", "is_transposed", "down_proj"))
+
+
+@torch.no_grad()
+def form_of(module: nn.Module) -> Form:
+    """The form of the op that computes what an experts module does.
+
+    Raises:
+        ValueError: none does; the message says why.
+    """
+    name = f"spec_ops experts: {type(module).__name__}"
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError(f"{name} norms what each expert gives, which `moe_experts` does not compute")
+    weights = [module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj]
+    for weight in weights:
+        plain = isinstance(weight, torch.Tensor) and type(weight.data) is torch.Tensor and weight.dim() == 3
+        if not plain or weight.dtype not in _DTYPES:
+            found = f"{type(weight.data).__name__} of {weight.dtype}" if isinstance(weight, torch.Tensor) else type(weight)
+            raise ValueError(f"{name} must have weights of float32, bfloat16 or float16, [experts, rows, columns], got {found}")
+    rows = 6 * torch.randn(8, 64, generator=torch.Generator().manual_seed(0), device="cpu")  # close to 0 and past limits
+    there = rows.to(weights[0].device)  # type: ignore[arg-type]
+    wanted = (module._apply_gate(there) if module.has_gate else module.act_fn(there)).float().cpu()  # type: ignore[operator]
+    for form in _candidates(module):
+        if torch.allclose(_between(rows, form), wanted, rtol=1e-4, atol=1e-5):
+            return form
+    raise ValueError(f"{name} puts something between its products that `moe_experts` does not compute")
+
+
+def _candidates(module: nn.Module) -> Iterator[Form]:
+    gated, transposed = bool(module.has_gate), bool(module.is_transposed)
+    limits = [None, *_numbers(module, _LIMITS)] if gated else [None]
+    alphas = [1.0, *_numbers(module, _ALPHAS)]
+    for activation in ACTIVATIONS:
+        for interleaved in (not module.is_concatenated, bool(module.is_concatenated)) if gated else (False,):
+            for limit in limits:
+                for alpha in alphas if activation == "silu" else [1.0]:
+                    for beta in (0.0, 1.0) if gated else (0.0,):
+                        yield Form(activation, gated, interleaved, transposed, limit, alpha, beta)
+
+
+def _numbers(module: nn.Module, names: tuple[str, ...]) -> list[float]:
+    found = [getattr(module, name, None) for name in names]
+    return [float(value) for value in found if isinstance(value, (int, float))]
+
+
+def _between(rows: torch.Tensor, form: Form) -> torch.Tensor:
+    """What the op computes between its products: with weights of one expert that change nothing."""
+    first = torch.eye(rows.shape[1], device="cpu")
+    second = torch.eye(rows.shape[1] // 2 if form.gated else rows.shape[1], device="cpu")
+    padded = torch.zeros(rows.shape[1], second.shape[0], device="cpu")
+    padded[: second.shape[0]] = second
+    ids, weights = torch.zeros(len(rows), 1, dtype=torch.int64, device="cpu"), torch.ones(len(rows), 1, device="cpu")
+    arguments = form._replace(transposed=False)._asdict()
+    return moe_experts(rows, ids, weights, first[None], padded[None], **arguments)[:, : second.shape[0]]
+
+
+def implementations(model: PreTrainedModel) -> dict[str, str | None]:
+    """What `set_experts_implementation` takes to make everything as it is now."""
+    configs = {"": model.config, **{key: getattr(model.config, key) for key in model.config.sub_configs}}
+    return {key: getattr(c, "_experts_implementation", None) for key, c in configs.items() if c is not None}
+
+
+def supported(model: PreTrainedModel) -> bool:
+    """Whether all experts of `model` can run on `moe_experts`, and there are any. Finds their forms."""
+    modules = [module for module in model.modules() if _is_experts(module)]
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not modules or ExpertsInterface is None or not any(m._can_set_experts_implementation() for m in models):
+        return False
+    if "deepgemm_megamoe" in implementations(model).values():  # which cannot be switched after loading
+        return False
+    try:
+        for module in modules:
+            setattr(module, _FORM, form_of(module))
+    except ValueError:
+        return False
+    return True
+
+
+@contextmanager
+def using_experts(model: PreTrainedModel, name: str | dict[str, Any]) -> Iterator[None]:
+    """Let `model` and its parts use the experts implementation `name`; afterwards everything is as before."""
+    before = implementations(model)
+    try:
+        model.set_experts_implementation(name)
+        yield
+    finally:
+        model.set_experts_implementation(before)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+FILE = re.compile(r"```python title=\"(\w+\.py)\"\n(.*?)```", re.DOTALL)  # a module that the page's other blocks import
 WITH_CODE = [page for page in PAGES if PYTHON.search(page.read_text(encoding="utf-8"))]
 
 
@@ -23,13 +24,15 @@ def name(page: Path) -> str:
 
 
 RUN_ALL = """
-import contextlib, io, json, sys, traceback
+import contextlib, io, json, sys, traceback, types
 
 failed = {}
-for name, program in json.load(sys.stdin).items():
+for number, (name, program) in enumerate(json.load(sys.stdin).items()):
+    page = types.ModuleType(f"page_{number}")
+    sys.modules[page.__name__] = page  # where Dynamo looks up the globals of what it traces
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(program, name, "exec"), {"__name__": "__main__"})
+            exec(compile(program, name, "exec"), page.__dict__)
     except BaseException:
         failed[name] = traceback.format_exc()
 print(json.dumps(failed))
@@ -37,7 +40,11 @@ print(json.dumps(failed))
 
 
 def test_blocks_run(tmp_path):
-    """The blocks of a page are one program. All programs run in one process, since most of the time is the import of torch."""
+    """The blocks of a page are one program, beside the modules that the page has as files. All programs run in one process,
+    since most of the time is the import of torch."""
+    for page in WITH_CODE:
+        for file, text in FILE.findall(page.read_text(encoding="utf-8")):
+            (tmp_path / file).write_text(text, encoding="utf-8")
     programs = {name(page): "\n".join(PYTHON.findall(page.read_text(encoding="utf-8"))) for page in WITH_CODE}
     if importlib.util.find_spec("transformers") is None:
         programs = {page: text for page, text in programs.items() if "transformers import" not in text}
@@ -51,9 +58,20 @@ def test_blocks_run(tmp_path):
 
 
 def test_the_guides_have_code():
-    assert {"index.md", "guides/your-model.md", "guides/transformers.md", "guides/sampling.md", "guides/explain.md"} <= set(
-        map(name, WITH_CODE)
-    )
+    guides = {f"guides/{page}.md" for page in ("your-model", "transformers", "sampling", "explain", "writing-a-backend")}
+    assert {"index.md", *guides} <= set(map(name, WITH_CODE))
+
+
+def test_pages_of_names_say_where_their_text_is():
+    """The pages of the reference are filled in when the site is built; whoever reads their source is told so, nobody else."""
+    stubs = [page for page in PAGES if re.search("^::: ", page.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert len(stubs) >= 6
+    for page in stubs:
+        note = re.search(r'<div class="on-github" markdown>\n\n(.*?)\n\n</div>', page.read_text(encoding="utf-8"), re.DOTALL)
+        assert note is not None, name(page)
+        assert f"`site/reference/{page.stem}.html`" in note[1]
+        assert "../testing.md#the-site" in note[1]
+    assert ".on-github { display: none; }" in (DOCS / "style.css").read_text(encoding="utf-8")
 
 
 def test_named_files_are_there():

@@ -86,7 +86,7 @@ class SamplingParams:
         return int(torch.randint(-(2**62), 2**62, (), device="cpu")) if self.seed is None else self.seed
 
     def check_ids(self, vocab_size: int, name: str = "sampling") -> None:
-        """Raise a ValueError for token ids outside the vocabulary; `name` is what the caller calls these parameters."""
+        """Raise a ValueError for token ids of `vocab_size` and above; `name` is what the caller calls these parameters."""
         for attribute, ids in (
             ("logit_bias", self.logit_bias or ()),
             ("bad_words_ids", [token for word in self.bad_words_ids for token in word]),

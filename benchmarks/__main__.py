@@ -7,6 +7,7 @@ import typer
 from benchmarks.accept import bench_accept
 from benchmarks.ahead import bench_ahead
 from benchmarks.kernels.command import bench_kernels
+from benchmarks.prompts import bench_prompts
 from benchmarks.round.command import bench_round
 from benchmarks.sampling.command import bench_sampling
 from benchmarks.tune.command import bench_tune
@@ -21,6 +22,7 @@ app.command("kernels", short_help="Every attention kernel: error and microsecond
 app.command("sampling", short_help="Sampling from logits, and acceptance: microseconds.")(bench_sampling)
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
 app.command("accept", short_help="Accept length of a target and its draft.")(bench_accept)
+app.command("prompts", short_help="Many prompts of unequal lengths: rows refilled, groups, one by one.")(bench_prompts)
 app.command("ahead", short_help="Registers, shared memory and spills, without a GPU.")(bench_ahead)
 
 

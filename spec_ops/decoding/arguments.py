@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from spec_ops._numbers import integer, is_integer, shown
+from spec_ops.decoding.grammar import Grammars
 from spec_ops.decoding.logits import LogitsFeatures, LogitsProcessor
 from spec_ops.decoding.pages import PagePool
 from spec_ops.decoding.sampling import SamplingParams
@@ -122,6 +123,7 @@ class TokenChoice:
         seed: the one seed that all rows which sample have in common, or that those without one drew; else None.
         sampled: whether any row samples.
         features: what rounds do to the target's logits; None for nothing.
+        grammars: what requests must follow; None for nothing.
     """
 
     params: list[SamplingParams]
@@ -129,10 +131,15 @@ class TokenChoice:
     seed: int | None
     sampled: bool
     features: LogitsFeatures | None
+    grammars: Grammars | None = None
 
 
 def check_sampling(
-    sampling: Any, requests: Requests, vocab: int, logits_processor: LogitsProcessor | None = None
+    sampling: Any,
+    requests: Requests,
+    vocab: int,
+    logits_processor: LogitsProcessor | None = None,
+    grammars: Grammars | None = None,
 ) -> TokenChoice:
     """`sampling` and `logits_processor` of `Generator.generate` as one entry per prompt. Draws the seed that is missing.
 
@@ -163,7 +170,9 @@ def check_sampling(
     seeds = [0 if p.temperature == 0 else drawn if p.seed is None else p.seed for p in params]
     shared = drawn if drawn is not None else next(iter(given)) if len(given) == 1 else None
     features = LogitsFeatures.of(params, requests.stop_tokens, logits_processor)
-    return TokenChoice(params, [seed or 0 for seed in seeds], shared, bool(given), features)
+    if grammars is not None:
+        features = replace(features or LogitsFeatures(), bitmask=True)
+    return TokenChoice(params, [seed or 0 for seed in seeds], shared, bool(given), features, grammars)
 
 
 def _rows(prompts: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from spec_ops._numbers import is_integer
 from spec_ops.decoding.arguments import Requests
+from spec_ops.decoding.grammar import Grammars
 from spec_ops.decoding.pages import PagePool
 from spec_ops.decoding.state import BROKEN, MASKED, RoundState
 from spec_ops.decoding.stats import GenerationResult
@@ -37,6 +38,7 @@ class Batch:
         result: what is filled.
         on_tokens, stop_when: of the call.
         bar: counts emitted tokens.
+        grammars: what requests must follow.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class Batch:
         on_tokens: OnTokens | None,
         stop_when: StopWhen | None,
         bar: tqdm,
+        grammars: Grammars | None = None,
     ) -> None:
         self.requests, self.state, self.pool, self.result = requests, state, pool, result
-        self.on_tokens, self.stop_when, self.bar = on_tokens, stop_when, bar
+        self.on_tokens, self.stop_when, self.bar, self.grammars = on_tokens, stop_when, bar, grammars
         self.waiting = deque(range(len(requests.prompts)))
         self.members: dict[int, Admitted] = {}  # by row
 
@@ -104,7 +107,10 @@ class Batch:
                 f"generate: every token is masked for `{self.requests.names.prompt(request)}` after {len(tokens) + len(new)} "
                 "new tokens: `suppress_tokens`, `bad_words_ids`, `min_new_tokens`, a bitmask and `logits_processor` leave none"
             )
-        ended = bool(status)
+        ended, kept = bool(status), None
+        if self.grammars is not None:
+            kept = self.grammars.kept(request, new)
+            new = new[:kept]
         if new and self.stop_when is not None:
             keep = self.stop_when(request, tokens + new, len(new))
             if keep is not None:
@@ -113,8 +119,10 @@ class Batch:
                         f"generate: `{self.requests.names.stop_when}` must return None or how many of the {len(new)} new "
                         f"tokens to keep, got {keep!r}"
                     )
-                new, ended = new[:keep], True
-                self.state.finished[member.row].fill_(True)  # the round under way may still emit for it: nobody listens
+                new, kept = new[:keep], keep
+        if kept is not None and not ended:
+            ended = True
+            self.state.finished[member.row].fill_(True)  # the round under way may still emit for it: nobody listens
         if ended:
             # The round under way may still write to these pages: whatever comes to use them comes after it on the stream.
             self.pool.give_back(member.pages)

@@ -18,7 +18,9 @@ from spec_ops.backends.registry import available_backends
 from spec_ops.decoding.arguments import Requests, TokenChoice, check_requests, check_sampling
 from spec_ops.decoding.batch import Admitted, Batch, OnTokens, StopWhen
 from spec_ops.decoding.config import SpeculationConfig
+from spec_ops.decoding.draft import HeldDrafts
 from spec_ops.decoding.drafter import draft_model, make_drafter
+from spec_ops.decoding.grammar import Grammars, Matcher, check_matchers
 from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures, LogitsProcessor, check_processor
 from spec_ops.decoding.lookup import PromptLookup
 from spec_ops.decoding.output import OutputReader
@@ -97,7 +99,7 @@ class Generator:
         weight = target.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
         if isinstance(draft, PromptLookup):
-            draft.check(self.config, max_seq_len)
+            self._check_lookup(draft)
         model = draft_model(draft)
         if model is not None:
             self._check_draft(model.eval())
@@ -113,10 +115,22 @@ class Generator:
         self._rounds: dict[tuple[int, bool, LogitsFeatures | None], Callable[[], None]] = {}
         self._changes: dict[tuple[int, LogitsFeatures], LogitsChanges] = {}
         self._processors: list[LogitsProcessor] = []
+        self._drafts: dict[tuple[int, bool], HeldDrafts] = {}
         self._running = threading.Lock()
 
     def _pool(self, count: int) -> PagePool:
         return PagePool(count, self.page_size, self.config.reserve if self.draft is not None else 1)
+
+    def _check_lookup(self, lookup: PromptLookup) -> None:
+        if self.config.topk > 1:
+            raise ValueError(
+                f"Generator: `config.topk` must be 1 with a PromptLookup, which drafts chains, got {self.config.topk}"
+            )
+        if lookup.min_ngram >= self.max_seq_len:
+            raise ValueError(
+                f"Generator: `draft.min_ngram` must be below max_seq_len={self.max_seq_len}, or nothing is ever found, "
+                f"got {lookup.min_ngram}"
+            )
 
     def _check_draft(self, draft: Draft) -> None:
         vocab = self.target.config.vocab_size
@@ -152,6 +166,7 @@ class Generator:
         stop_tokens: Sequence[int] = (),
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         logits_processor: LogitsProcessor | None = None,
+        matchers: Sequence[Matcher | None] | None = None,
         on_tokens: OnTokens | None = None,
         stop_when: StopWhen | None = None,
         progress: bool = False,
@@ -170,6 +185,9 @@ class Generator:
                 If the function has a parameter `prompt_lens`, it gets `[rows]` int64, how much of each history is the prompt.
                 A generator that compiles traces it into the round, once for every function: keep it, and let it read nothing
                 but its arguments and tensors that stay where they are.
+            matchers: a grammar matcher, such as `xgrammar.GrammarMatcher`, or None for each prompt: which tokens may come next.
+                Between two rounds the host then waits for the drafts, and fills the masks of what is verified next. A request
+                ends where its grammar does.
             on_tokens: called as `on_tokens(prompt_index, new_tokens)` whenever a request gains tokens.
             stop_when: called before `on_tokens`, as `stop_when(prompt_index, tokens, count)`, with all tokens that the request
                 has emitted, the last `count` of them new. A number in `[0, count]` ends the request and keeps that many of the
@@ -188,7 +206,8 @@ class Generator:
         for name, hook in (("on_tokens", on_tokens), ("stop_when", stop_when)):
             if hook is not None and not callable(hook):
                 raise ValueError(f"generate: `{name}` must be a function, got {hook!r}")
-        return self._run(requests, sampling, on_tokens, stop_when, progress, logits_processor)
+        grammars = check_matchers(matchers, len(requests.prompts))
+        return self._run(requests, sampling, on_tokens, stop_when, progress, logits_processor, grammars=grammars)
 
     def _run(
         self,
@@ -199,11 +218,12 @@ class Generator:
         progress: bool,
         logits_processor: LogitsProcessor | None = None,
         prepare: Callable[[], None] | None = None,
+        grammars: Grammars | None = None,
     ) -> GenerationResult:
         """`generate`, its prompts, limits and hooks checked. `prepare` is called once no other call can be running."""
         requests.check_positions(self.target.position_limit)
         requests.check_pages(self._pool(self.num_pages))
-        choice = check_sampling(sampling, requests, self.target.config.vocab_size, logits_processor)
+        choice = check_sampling(sampling, requests, self.target.config.vocab_size, logits_processor, grammars)
         with self._exclusive(), tqdm(total=sum(requests.limits), unit="tok", disable=not progress, desc="generate") as bar:
             if prepare is not None:
                 prepare()
@@ -214,7 +234,7 @@ class Generator:
             if requests.prompts:
                 state = self._state(self.bucket(min(len(requests.prompts), self.max_batch_size)))
                 pool = self._pool(self.num_pages)
-                self._decode(Batch(requests, state, pool, result, on_tokens, stop_when, bar), choice)
+                self._decode(Batch(requests, state, pool, result, on_tokens, stop_when, bar, grammars), choice)
             stats.seconds = time.perf_counter() - start
         return result
 
@@ -241,7 +261,7 @@ class Generator:
         state, stats = batch.state, batch.result.stats
         changes = None if choice.features is None else self._logits_changes(state.batch_size, choice.features)
         state.clear()
-        reader = OutputReader(state)
+        reader = OutputReader(state, at_once=choice.grammars is not None)
         step: Callable[[], None] | None = None
         prefill_seconds, start = 0.0, time.perf_counter()
         while True:
@@ -257,6 +277,9 @@ class Generator:
                 break
             if step is None:
                 step = self._round(state.batch_size, choice, batch.bar)
+            if choice.grammars is not None and changes is not None:
+                rows = [(member.row, member.request) for member in batch.members.values()]
+                choice.grammars.fill(changes.bitmask, rows, self._drafts_of(state.batch_size, choice))
             step()
             # The last round may find every request finished; it emits nothing.
             output = reader.read()
@@ -269,8 +292,16 @@ class Generator:
         """Run the prompts of those that wait and have room through the models, as many as make one forward."""
         admitted = batch.admit(self.prefill_chunk_size)
         self._load(batch, admitted, choice, changes)
-        self._prefill(batch, admitted, choice.sampled, changes)
+        if choice.grammars is not None and changes is not None:
+            choice.grammars.fill(changes.bitmask, [(member.row, member.request) for member in admitted])
+        self._prefill(batch, admitted, choice, changes)
         batch.emit_first(batch.state.output.cpu(), admitted)
+
+    def _drafts_of(self, bucket: int, choice: TokenChoice) -> HeldDrafts | None:
+        """Where rounds that follow grammars hold what the next one verifies; None for rounds that draft first, or never."""
+        if choice.grammars is None or self.draft is None:
+            return None
+        return self._drafts.setdefault((bucket, choice.sampled), HeldDrafts())
 
     def _state(self, bucket: int) -> RoundState:
         if bucket not in self._states:
@@ -319,10 +350,16 @@ class Generator:
         self._rounds = {key: made for key, made in self._rounds.items() if keep(key[-1])}
 
     def round(
-        self, batch_size: int, *, sampled: bool = False, features: LogitsFeatures | None = None
+        self,
+        batch_size: int,
+        *,
+        sampled: bool = False,
+        features: LogitsFeatures | None = None,
+        drafts: HeldDrafts | None = None,
     ) -> SpeculativeRound | PlainRound:
         """A new, uncompiled round over the state and caches of the bucket for `batch_size` requests. It is called without
-        arguments; `sampled` makes it sample instead of decoding greedily, `features` are the changes to the target's logits."""
+        arguments; `sampled` makes it sample instead of decoding greedily, `features` are the changes to the target's logits.
+        With `drafts` it verifies what they hold, and drafts at its end, for the next round."""
         bucket = self.bucket(batch_size)
         options: dict[str, Any] = {"sampled": sampled, "backend": self.backend}
         if features is not None:
@@ -331,13 +368,14 @@ class Generator:
         if self.draft is None:
             return PlainRound(self.target, self.target_cache, state, **options)
         caches = self.target_cache, self.draft_cache
-        return SpeculativeRound(self.target, self.draft, *caches, state, self.config, **options)
+        return SpeculativeRound(self.target, self.draft, *caches, state, self.config, drafts=drafts, **options)
 
     def _round(self, bucket: int, choice: TokenChoice, bar: tqdm) -> Callable[[], None]:
         """The round of a bucket, built and compiled when it is first used."""
         key = (bucket, choice.sampled, choice.features)
         if key not in self._rounds:
-            module = self.round(bucket, sampled=choice.sampled, features=choice.features)
+            drafts = self._drafts_of(bucket, choice)
+            module = self.round(bucket, sampled=choice.sampled, features=choice.features, drafts=drafts)
             if self.compile:
                 from spec_ops.passes import compile as compile_with_passes
 
@@ -378,13 +416,15 @@ class Generator:
         if changes is not None:
             changes.load(rows, params, prompts)
 
-    def _prefill(self, batch: Batch, admitted: Sequence[Admitted], sampled: bool, changes: LogitsChanges | None = None) -> None:
+    def _prefill(
+        self, batch: Batch, admitted: Sequence[Admitted], choice: TokenChoice, changes: LogitsChanges | None = None
+    ) -> None:
         """Run prompts through target and draft, a long one in pieces. Emits each request's first token, and drafts the first
         tokens of its first round."""
         state = batch.state
         prompts = [batch.requests.prompts[member.request] for member in admitted]
         rows = torch.tensor([member.row for member in admitted], device="cpu").to(self.device)
-        drafter = None
+        sampled, drafter = choice.sampled, None
         if self.draft is not None:
             drafter = make_drafter(self.draft, self.draft_cache, state, self.config, sampled=sampled, backend=self.backend)
         with state.only(torch.zeros_like(state.finished).index_fill_(0, rows, True)):
@@ -397,6 +437,9 @@ class Generator:
                     commit_next(logits, state, sampled, changes)
                 if drafter is not None:
                     drafter.prefill(piece, output)
+        drafts = self._drafts_of(state.batch_size, choice)
+        if drafts is not None and drafter is not None:
+            drafts.hold(drafter())  # of all rows: those that had drafts get the same ones again
 
 
 def _check_kinds(target: Any, draft: Any, config: Any) -> None:
@@ -436,6 +479,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     logits_processor: LogitsProcessor | None = None,
+    matchers: Sequence[Matcher | None] | None = None,
     on_tokens: OnTokens | None = None,
     stop_when: StopWhen | None = None,
     progress: bool = False,
@@ -446,7 +490,7 @@ def generate(
     Args:
         target, draft, config, options: see `Generator`; `draft` is None for plain decoding. Default sizes are those that the
             prompts need.
-        prompts, max_new_tokens, stop_tokens, sampling, logits_processor, on_tokens, stop_when, progress: see
+        prompts, max_new_tokens, stop_tokens, sampling, logits_processor, matchers, on_tokens, stop_when, progress: see
             `Generator.generate`.
 
     Raises:
@@ -467,6 +511,7 @@ def generate(
         stop_tokens=requests.stop_tokens,
         sampling=sampling,
         logits_processor=logits_processor,
+        matchers=matchers,
         on_tokens=on_tokens,
         stop_when=stop_when,
         progress=progress,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spec_ops._numbers import integer, shown
-from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.models.drafts import Draft
 from spec_ops.ops.lookup import MAX_NGRAM
 
@@ -40,13 +39,3 @@ class PromptLookup:
         if self.otherwise is not None and not isinstance(self.otherwise, Draft):
             wanted = f"a {Draft.__module__}.{Draft.__qualname__} or None"
             raise ValueError(f"PromptLookup: `otherwise` must be {wanted}, got {shown(type(self.otherwise).__name__)}")
-
-    def check(self, config: SpeculationConfig, max_seq_len: int) -> None:
-        """Raise a ValueError, naming the argument of `Generator`, where rounds of this shape and length have no use for it."""
-        if config.topk > 1:
-            raise ValueError(f"Generator: `config.topk` must be 1 with a PromptLookup, which drafts chains, got {config.topk}")
-        if self.min_ngram >= max_seq_len:
-            raise ValueError(
-                f"Generator: `draft.min_ngram` must be below max_seq_len={max_seq_len}, or nothing is ever found, "
-                f"got {self.min_ngram}"
-            )

@@ -9,18 +9,23 @@ from spec_ops.decoding.state import RoundState
 
 class OutputReader:
     """Brings `state.output` to the host: immediately on the CPU, one round late through pinned memory on CUDA, so that the host
-    handles round `n - 1` while the device runs round `n`."""
+    handles round `n - 1` while the device runs round `n`.
 
-    def __init__(self, state: RoundState) -> None:
+    Args:
+        state: whose output.
+        at_once: wait for each round's output, on CUDA too.
+    """
+
+    def __init__(self, state: RoundState, *, at_once: bool = False) -> None:
         self.state = state
-        self.late = state.output.is_cuda
+        self.late = state.output.is_cuda and not at_once
         self.pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self.spare = [torch.empty_like(state.output, device="cpu", pin_memory=True) for _ in range(2)] if self.late else []
 
     def read(self) -> torch.Tensor | None:
         """Start copying this round's output. Returns the previous round's, or on the CPU this round's."""
         if not self.late:
-            return self.state.output
+            return self.state.output.cpu()
         host = self.spare.pop(0)
         source = self.state.output
         host.copy_(source, non_blocking=True)

@@ -46,8 +46,8 @@ class SpeculativeRound(nn.Module):
             decode greedily.
         changes: what is done to the target's logits first; None for nothing.
         backend: of every attention op.
-        ahead: draft for the next round at the end of this one, so that the host sees the drafts, in `drafts`, before they are
-            verified. The first round needs a call of `draft_ahead` before it.
+        drafts: where the tokens to verify are held. The round then drafts at its end, for the next one, so that the host sees
+            drafts before they are verified; before the first round they must be held already. None: it drafts first.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class SpeculativeRound(nn.Module):
         sampled: bool = False,
         changes: LogitsChanges | None = None,
         backend: str = "auto",
-        ahead: bool = False,
+        drafts: HeldDrafts | None = None,
     ) -> None:
         super().__init__()
         self.target, self.target_cache = target, target_cache
         self.drafter = make_drafter(draft, draft_cache, state, config, sampled=sampled, backend=backend)
         self.state, self.config = state, config
         self.sampled, self.changes, self.backend = sampled, changes, backend
-        self.drafts = HeldDrafts() if ahead else None
+        self.drafts = drafts
 
     @torch.no_grad()  # otherwise the state would carry every earlier round's autograd graph
     def forward(self) -> None:
@@ -86,11 +86,6 @@ class SpeculativeRound(nn.Module):
         if self.changes is not None:
             self.changes.update(accepted.tokens, count)
         self.drafter.extend(output, accepted, committed, count, active)
-        self.draft_ahead()
-
-    @torch.no_grad()
-    def draft_ahead(self) -> None:
-        """Draft for the next round now, if that is how the round works."""
         if self.drafts is not None:
             self.drafts.hold(self.drafter())
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.helpers.paths import EXAMPLES
+from tests.helpers.paths import EXAMPLES, ROOT
 
 ARGUMENTS = {
     "attention_ops.py": [],
     "chain_and_tree.py": ["--new-tokens", "32"],
     "compile_your_model.py": ["--backend", "aot_eager"],
+    "json_grammar.py": ["--topk", "2"],
     "sampled_decoding.py": ["--draws", "512"],
     "transformers_generate.py": ["--new-tokens", "24"],
 }
@@ -23,8 +25,20 @@ def test_every_example_is_tested():
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(ARGUMENTS) | TESTED_ELSEWHERE
 
 
+def test_the_grammar_example_says_what_to_install(tmp_path):
+    (tmp_path / "xgrammar.py").write_text("raise ImportError('hidden')")
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / "json_grammar.py")], capture_output=True, text=True, check=False, env=os.environ | path
+    )
+    assert run.returncode == 1
+    assert run.stderr.strip() == "this example needs xgrammar: pip install xgrammar"
+
+
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_example(name):
+    if name == "json_grammar.py":
+        pytest.importorskip("xgrammar")
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *ARGUMENTS[name]], capture_output=True, text=True, timeout=300, check=False
     )

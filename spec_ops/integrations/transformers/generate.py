@@ -12,10 +12,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from spec_ops.decoding import GenerationStats, Generator, SamplingParams, SpeculationConfig
+from spec_ops.decoding import GenerationStats, Generator, PromptLookup, SamplingParams, SpeculationConfig
 from spec_ops.decoding.arguments import ArgumentNames, check_requests
+from spec_ops.decoding.drafter import draft_model
 from spec_ops.decoding.generate import MAX_PROCESSORS
 from spec_ops.integrations.transformers.custom import read_processors
+from spec_ops.integrations.transformers.drafting import check_drafting, draft_of_call, named_draft
 from spec_ops.integrations.transformers.logits import Call, plan_logits
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.probe import Argument
@@ -54,8 +56,8 @@ class TransformersGenerator:
     Args:
         target: a causal language model of transformers, whose attention implementation becomes `"spec_ops"`; or a
             `TransformersModel`, as `load_eagle3` returns, which only its own `close()` restores.
-        draft: a smaller model of transformers with the same vocabulary, a head (`load_eagle3`, `MTPDraft`), or None for plain
-            decoding.
+        draft: a smaller model of transformers with the same vocabulary, a head (`load_eagle3`, `MTPDraft`), a `PromptLookup`,
+            which "prompt-lookup" stands for too, or None for plain decoding.
         config: draft steps, and width of the draft tree (1: a chain).
         compile: compile a round of draft and target for each batch bucket (CUDA graphs on a GPU). Default: on a GPU.
         options: `max_batch_size`, `max_seq_len`, `page_size`, `cache_dtype`, `backend`, `prefill_backend` of `Generator`.
@@ -71,7 +73,7 @@ class TransformersGenerator:
     def __init__(
         self,
         target: PreTrainedModel | TransformersModel,
-        draft: PreTrainedModel | Draft | None = None,
+        draft: PreTrainedModel | Draft | PromptLookup | str | None = None,
         config: SpeculationConfig | None = None,
         *,
         compile: bool | None = None,
@@ -82,16 +84,17 @@ class TransformersGenerator:
                 target = TransformersModel(target, argument=_TARGET)
                 made.callback(target.close)
             self.target = target
-            if draft is not None and not isinstance(draft, Draft):
-                model = TransformersModel(draft, argument=_DRAFT)
+            own = named_draft(draft)
+            if own is not None and not isinstance(own, (Draft, PromptLookup)):
+                model = TransformersModel(own, argument=_DRAFT)
                 made.callback(model.close)
-                draft = StandaloneDraft(model)
-            if isinstance(draft, Eagle3Draft) and not self.target.config.aux_layers:
+                own = StandaloneDraft(model)
+            if isinstance(draft_model(own), Eagle3Draft) and not self.target.config.aux_layers:
                 raise ValueError(
                     f"{_TARGET} must be the one that `load_eagle3` returned with the head: it knows which layers to watch"
                 )
             compile = self.target.embed.weight.is_cuda if compile is None else compile
-            self.generator = Generator(self.target, draft, config, compile=compile, **options)
+            self.generator = Generator(self.target, own, config, compile=compile, **options)
             self._pipelines: dict[Hashable, Pipeline] = {}
             self._made = made.pop_all()
 
@@ -169,6 +172,7 @@ class TransformersGenerator:
             progress=progress,
             **settings,
         )
+        check_drafting(self.generator, call.settings)
         return self._run(call)
 
     def _run(self, call: _Call) -> torch.Tensor | SpeculativeOutput:
@@ -217,7 +221,7 @@ class TransformersGenerator:
 
 def speculative_generate(
     target: PreTrainedModel | TransformersModel,
-    draft: PreTrainedModel | Draft | None,
+    draft: PreTrainedModel | Draft | PromptLookup | str | None,
     input_ids: torch.Tensor | Sequence[Sequence[int]],
     attention_mask: torch.Tensor | Sequence[Sequence[int]] | None = None,
     *,
@@ -236,7 +240,8 @@ def speculative_generate(
     Afterwards the models have their own attention implementation again.
 
     Args:
-        target, draft, config, compile, page_size, cache_dtype, backend, prefill_backend: see `TransformersGenerator`.
+        target, draft, config, compile, page_size, cache_dtype, backend, prefill_backend: see `TransformersGenerator`. Without a
+            draft, `prompt_lookup_num_tokens` asks for prompt lookup, as in `generate`.
         input_ids, attention_mask, arguments: see `TransformersGenerator.generate`.
 
     Returns:
@@ -250,6 +255,7 @@ def speculative_generate(
             target = TransformersModel(target, argument=_TARGET)
             made.callback(target.close)
         call = _read_call(target, input_ids, attention_mask, **arguments)
+        draft, config = draft_of_call(draft, config, call.settings)
         generator = TransformersGenerator(
             target,
             draft,

@@ -20,6 +20,8 @@ from spec_ops._numbers import integer, is_integer, number
 from spec_ops.decoding import SamplingParams
 from spec_ops.decoding.state import MAX_STOP_TOKENS
 from spec_ops.integrations.transformers.logits import LogitsSettings, read_logits_settings
+from spec_ops.ops.lookup import MAX_NGRAM
+from spec_ops.ops.tree import MAX_TREE_TOKENS
 
 # Transformers' defaults of settings that are honoured and not off when unset; 20 new tokens if nothing limits them.
 _DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1}
@@ -38,6 +40,8 @@ HONOURED = frozenset(
         "return_dict_in_generate",
         "min_p",
         *(entry.name for entry in fields(LogitsSettings)),
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
     }
 )
 
@@ -64,7 +68,6 @@ WITHOUT_EFFECT = frozenset(
         "assistant_confidence_threshold",
         "assistant_lookbehind",
         "target_lookbehind",
-        "max_matching_ngram_size",
         # A log-softmax at the end changes no argmax and no probability.
         "renormalize_logits",
         # They start empty prompts and encoder-decoders, which are not supported.
@@ -93,7 +96,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "watermarking_config": ((), "its lists of tokens come from a random generator that the host seeds for every token"),
     "token_healing": ((False,), "prompts are not changed"),
     "is_assistant": ((False,), _DRAFTING),
-    "prompt_lookup_num_tokens": ((0,), _DRAFTING),
     "assistant_early_exit": ((0,), _DRAFTING),
     "assistant_ensemble_weight": ((), _DRAFTING),
     "speculation_type": ((), _DRAFTING),
@@ -140,6 +142,8 @@ class GenerationSettings:
         max_time: seconds after which no further round begins, or None.
         num_return_sequences: rows made of each prompt.
         return_dict: return a `SpeculativeOutput`.
+        prompt_lookup_num_tokens, max_matching_ngram_size: tokens that prompt lookup drafts, and most last tokens that it
+            compares; None where nothing is set.
     """
 
     sampling: SamplingParams
@@ -152,6 +156,8 @@ class GenerationSettings:
     max_time: float | None
     num_return_sequences: int
     return_dict: bool
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int | None = None
 
     @property
     def padding(self) -> int:
@@ -314,6 +320,8 @@ def _read(values: dict[str, Any], vocab: int, seed: int | None) -> GenerationSet
         _seconds(values["max_time"]),
         _count("num_return_sequences", 1 if values["num_return_sequences"] is None else values["num_return_sequences"]),
         _switch("return_dict_in_generate", values["return_dict_in_generate"]),
+        _count_or_none("prompt_lookup_num_tokens", values["prompt_lookup_num_tokens"], MAX_TREE_TOKENS - 1),
+        _count_or_none("max_matching_ngram_size", values["max_matching_ngram_size"], MAX_NGRAM),
     )
 
 
@@ -339,6 +347,10 @@ def _limits(value: Any) -> int | list[int] | None:
 
 def _count(name: str, value: Any) -> int:
     return integer("generate", name, value, 1)
+
+
+def _count_or_none(name: str, value: Any, most: int) -> int | None:
+    return None if value is None else integer("generate", name, value, 1, most)
 
 
 def _seconds(value: Any) -> float | None:

@@ -207,7 +207,8 @@ def test_stop_strings_as_generate_has_them(config):
 class _LateReader:
     """Reads the output one round late, as on a GPU."""
 
-    def __init__(self, state):
+    def __init__(self, state, *, at_once):
+        assert not at_once
         self.state, self.previous = state, None
 
     def read(self):

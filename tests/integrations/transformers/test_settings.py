@@ -23,7 +23,6 @@ ACTIVE = {
     "watermarking_config": {"bias": 2.0},
     "token_healing": True,
     "is_assistant": True,
-    "prompt_lookup_num_tokens": 3,
     "assistant_early_exit": 2,
     "assistant_ensemble_weight": 0.5,
     "speculation_type": "dflash",
@@ -48,7 +47,6 @@ INERT = {
     "assistant_confidence_threshold": 0.9,
     "assistant_lookbehind": 3,
     "target_lookbehind": 3,
-    "max_matching_ngram_size": 2,
     "renormalize_logits": True,
     "bos_token_id": 7,
     "decoder_start_token_id": 7,
@@ -74,14 +72,14 @@ def test_the_tables_here_are_complete():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_setting_that_rounds_do_not_compute_is_refused_by_name(name):
-    config = GenerationConfig(return_dict_in_generate=True, do_sample=name != "prompt_lookup_num_tokens")
+    config = GenerationConfig(return_dict_in_generate=True, do_sample=True)
     setattr(config, name, ACTIVE[name])
     with pytest.raises(ValueError, match=rf"generate: `{name}` must be .*not supported, because"):
         resolve(config)
     for neutral in (None, *REFUSED[name][0]):  # as an argument it switches the checkpoint's setting off
-        assert resolve(config, **{name: neutral}).sampling.temperature == config.do_sample
+        assert resolve(config, **{name: neutral}).sampling.temperature == 1
     with pytest.raises(ValueError, match=f"`{name}` must be"):
-        resolve(GenerationConfig(return_dict_in_generate=True, do_sample=config.do_sample), **{name: ACTIVE[name]})
+        resolve(GenerationConfig(return_dict_in_generate=True, do_sample=True), **{name: ACTIVE[name]})
 
 
 @pytest.mark.parametrize("name", table.REFUSED_IN_OUTPUT)

@@ -114,7 +114,7 @@ class RoundState(nn.Module):
         self.clear()
 
     def extra_buffer(self, name: str, tail: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The static buffer `[bs, *tail]` of this name and `dtype`, made when it is first asked for. `clear` leaves it alone."""
+        """The static buffer `[bs, *tail]` of this name and `dtype`, made when first asked for. `clear` leaves it alone."""
         if (name, tail) not in self._extra:
             buffer = torch.zeros(self.batch_size, *tail, dtype=dtype, device=self.tokens.device)
             torch._dynamo.mark_static_address(buffer)

@@ -62,6 +62,17 @@ def test_the_guides_have_code():
     assert {"index.md", *guides} <= set(map(name, WITH_CODE))
 
 
+def test_prose_is_wrapped():
+    """At 128 columns, as code is; but for tables, blocks of code, and what `benchmarks.published` writes."""
+    long = []
+    for page in [*PAGES, *(ROOT / file for file in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"))]:
+        text = re.sub(r"^ *```.*?^ *```$|<!-- figures: .*?<!-- end of figures -->", lambda block: "\n" * block[0].count("\n"),
+                      page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)  # fmt: skip
+        lines = enumerate(text.splitlines(), 1)
+        long += [f"{page.relative_to(ROOT)}:{n}" for n, line in lines if len(line) > 128 and not line.lstrip().startswith("|")]
+    assert long == []
+
+
 def test_pages_of_names_say_where_their_text_is():
     """The pages of the reference are filled in when the site is built; whoever reads their source is told so, nobody else."""
     stubs = [page for page in PAGES if re.search("^::: ", page.read_text(encoding="utf-8"), re.MULTILINE)]

@@ -172,8 +172,8 @@ def page(results: dict[str, Result]) -> str:
         "# Model families of transformers",
         "",
         f"Every model type of `AutoModelForCausalLM` in transformers {transformers.__version__}: {counts['runs']} of "
-        f"{len(results)} run, {counts['refused']} are refused when a generator is made, "
-        f"{counts['not tried']} could not be tried.",
+        f"{len(results)} run,",
+        f"{counts['refused']} are refused when a generator is made, {counts['not tried']} could not be tried.",
         "",
         "*Runs*: a tiny random model gives the same tokens as its own `generate()`, decoded plainly, with a chain and with a",
         "tree of drafts, on CPU in float32. *Refused*: `TransformersGenerator(model)` raises, with the reason given here. *Not",

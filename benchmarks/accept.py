@@ -17,6 +17,7 @@ from rich.table import Table
 
 from benchmarks.rows import write_rows
 from spec_ops.cli.options import (
+    Blocks,
     Compile,
     Device,
     DraftPath,
@@ -109,6 +110,7 @@ def bench_accept(
     steps: Steps = 3,
     tree_width: TopK = 1,
     tree_tokens: TreeTokens = None,
+    block_verification: Blocks = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation, to compare the speed.")] = False,
     prompts: Annotated[
         int, typer.Option(min=1, help="Prompts; of held-out text from files of their own where there are as many.")
@@ -149,7 +151,8 @@ def bench_accept(
 
     Greedy without sampling options: a model's own temperature, top-k, top-p and min-p do not count. Its end tokens end a text.
     """
-    place, weights, config = parse_device(device), parse_dtype(dtype), parse_config(steps, tree_width, tree_tokens)
+    place, weights = parse_device(device), parse_dtype(dtype)
+    config = parse_config(steps, tree_width, tree_tokens, block_verification)
     sampling = parse_sampling(temperature, top_k, top_p, min_p, seed)
     check_models(pair, model, draft_model, settings, plain=plain)
     if chat and (model is None or prompt_lines is None):
@@ -180,6 +183,8 @@ def bench_accept(
         shape = {"steps": 0} if plain else {"steps": steps, "topk": tree_width, "num_tokens": config.num_tokens}
         if model is not None:
             shape |= {"model": Path(model).name, "draft": draft_model and Path(draft_model).name}
+        if not plain and work.sampling.temperature > 0:
+            shape["block_verification"] = config.verifies_blocks
         row = shape | figures(stats, work.sampling) | {"prompts": len(work.prompts), "dtype": dtype}
         write_rows(json, [row | {"batch_size": batch_size, "device": str(place), "compile": compile}])
 

@@ -62,6 +62,10 @@ PairPath = Annotated[
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Draft steps S.")]
 TopK = Annotated[int, typer.Option("--tree-width", min=1, help="Branches K per draft step; 1 drafts a chain.")]
 TreeTokens = Annotated[int | None, typer.Option("--tree-tokens", help="Tokens verified per round in a tree, root included.")]
+Blocks = Annotated[
+    bool | None,
+    typer.Option("--block-verification/--token-verification", help="How a sampled chain is verified; default as a block."),
+]
 Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="Above 0 samples.")]
 KeepK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample among this many tokens; 0: among all.")]
 KeepP = Annotated[
@@ -133,16 +137,16 @@ def parse_device(name: str | None) -> torch.device:
     return device
 
 
-def parse_config(steps: int, topk: int, tokens: int | None) -> SpeculationConfig:
+def parse_config(steps: int, topk: int, tokens: int | None, block: bool | None = None) -> SpeculationConfig:
     if topk == 1 and tokens is not None:
         raise typer.BadParameter("is for trees: a --tree-width above 1", param_hint="--tree-tokens")
     try:
-        return SpeculationConfig(steps, topk, tokens)
+        return SpeculationConfig(steps, topk, tokens, block_verification=block)
     except ValueError as error:
         text = str(error).removeprefix("SpeculationConfig: ")
         for name, option in _OPTIONS.items():
             text = text.replace(f"`{name}`", option)
-        raise typer.BadParameter(text, param_hint="--steps / --tree-width / --tree-tokens") from error
+        raise typer.BadParameter(text, param_hint="--steps / --tree-width / --tree-tokens / --block-verification") from error
 
 
 def parse_sampling(

@@ -2,8 +2,8 @@
 
 At every verified position the logits become what plain decoding would make of them there: the history of node `n` is the
 request's tokens and the node's own path, that is its ancestors and itself. They change in float32, in transformers' order:
-bias, repetition penalty, frequency and presence penalties (vLLM's place for them), bad words, minimum length, bitmask, the
-user's function.
+bias, repetition penalty, frequency and presence penalties (vLLM's place for them), bad words, minimum length, the user's
+function. The bitmask comes last: no function gives back what a grammar forbids.
 
 A dense pass takes the request's own counts, which buffers hold. The few tokens that a path adds are then computed anew and put
 in their places; every value that goes to one place is the same, so nothing depends on an order.
@@ -211,12 +211,12 @@ class LogitsChanges(nn.Module):
             early = (state.committed_lens[:, None] + 1 + paths.depth < self.min_lens[:, None])[:, :, None]
             banned = torch.where(early & (state.stop_tokens >= 0)[:, None], -math.inf, 0.0)
             out.index_put_((row, node, state.stop_tokens.clamp(min=0)[:, None]), banned, accumulate=True)
-        if features.bitmask:
-            bits = self.bitmask[:, :nodes, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
-            out = torch.where((bits & 1).flatten(2)[:, :, : self.vocab_size] != 0, out, -math.inf)
         if self.processor is not None:
             lengths = state.committed_lens.long()[:, None] + 1 + paths.depth
             out = self._processed(out.flatten(0, 1), self._histories(paths).flatten(0, 1), lengths.flatten()).view_as(out)
+        if features.bitmask:
+            bits = self.bitmask[:, :nodes, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
+            out = torch.where((bits & 1).flatten(2)[:, :, : self.vocab_size] != 0, out, -math.inf)
         return out
 
     def update(self, tokens: torch.Tensor, count: torch.Tensor) -> None:

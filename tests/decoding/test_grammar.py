@@ -132,6 +132,19 @@ def test_a_draft_is_masked_by_its_own_path(target):
     assert rounds + 1 <= matcher.calls <= 1 + 5 * rounds
 
 
+def test_a_function_of_the_users_gives_nothing_back(target):
+    generator = Generator(target, make_draft("eagle3", target), max_seq_len=64)
+    given = [ModularMatcher(5, 9), None]
+    result = generator.generate(
+        PROMPTS[:2],
+        max_new_tokens=20,
+        matchers=given,
+        logits_processor=lambda logits, history, lengths: logits.abs().nan_to_num(),
+    )
+    assert given[0].tokens == result.tokens[0]
+    assert len(result.tokens[0]) == 10
+
+
 class Refusing(ModularMatcher):
     def accept_token(self, token_id: int) -> bool:
         return False

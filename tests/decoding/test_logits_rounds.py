@@ -67,7 +67,7 @@ def test_bitmask(vocab):
     torch.manual_seed(0)
     bs, nodes = 3, 4
     changes = LogitsChanges(RoundState(bs, 1, max_len=8, path_len=4), LogitsFeatures(bitmask=True), vocab, nodes)
-    changes.load([P()] * 2, [[1], [2]])
+    changes.load(torch.arange(bs), [P()] * bs, [[1], [2], [3]])
     logits = torch.randn(bs, nodes, vocab)
     drafted = Drafted(torch.zeros(bs, nodes, dtype=torch.int64), torch.arange(nodes).expand(bs, -1))
     assert torch.equal(changes(logits, drafted), logits)  # a mask that nobody filled allows everything

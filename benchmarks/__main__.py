@@ -7,6 +7,7 @@ import typer
 from benchmarks.accept import bench_accept
 from benchmarks.ahead import bench_ahead
 from benchmarks.kernels.command import bench_kernels
+from benchmarks.moe import bench_moe
 from benchmarks.prompts import bench_prompts
 from benchmarks.round.command import bench_round
 from benchmarks.sampling.command import bench_sampling
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command("round", short_help="Whole rounds beside the bytes floor.")(bench_round)
 app.command("kernels", short_help="Every attention kernel: error and microseconds.")(bench_kernels)
 app.command("sampling", short_help="Sampling from logits, and acceptance: microseconds.")(bench_sampling)
+app.command("moe", short_help="Mixtures of experts at few tokens, beside the bytes floor.")(bench_moe)
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
 app.command("accept", short_help="Accept length of a target and its draft.")(bench_accept)
 app.command("prompts", short_help="Many prompts of unequal lengths: rows refilled, groups, one by one.")(bench_prompts)

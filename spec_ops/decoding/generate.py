@@ -178,10 +178,11 @@ class Generator:
             max_new_tokens: one for all prompts, or one per prompt; at least 1.
             stop_tokens: at most 8 ids. A request ends with the first of them that it emits.
             sampling: one for all prompts, or one per prompt; default: greedy decoding.
-            logits_processor: the last change to the target's logits before a temperature divides them (only grammars mask later), as
+            logits_processor: changes the target's logits before a temperature divides them, as
                 `logits_processor(logits, history, lengths)`: logits `[rows, V]` float32, `history [rows, L]` int64, of which a
                 row has the first `lengths` (`[rows]` int64, prompt and output) and 0 after them. It returns the new logits,
                 of the same shape and dtype. A row is a request at one position; drafted tokens before it are in its history.
+                It comes after all other changes but the masks of `matchers`.
                 If the function has a parameter `prompt_lens`, it gets `[rows]` int64, how much of each history is the prompt.
                 A generator that compiles traces it into the round, once for every function: keep it, and let it read nothing
                 but its arguments and tensors that stay where they are.

@@ -28,6 +28,7 @@ from spec_ops.cli.options import (
     ModelPath,
     ModelSettings,
     PairPath,
+    Quantize,
     Seed,
     Steps,
     Temperature,
@@ -42,6 +43,7 @@ from spec_ops.cli.options import (
     parse_dtype,
     parse_sampling,
     parse_setting,
+    quantized,
     refusing,
     writable_file,
 )
@@ -141,6 +143,7 @@ def bench_accept(
     settings: ModelSettings = None,
     device: Device = None,
     dtype: DType = "float32",
+    quantize: Quantize = None,
     compile: Compile = False,
     json: Annotated[
         Path | None, typer.Option(callback=writable_file, help="Also write the figures, with machine, versions and commit.")
@@ -165,6 +168,7 @@ def bench_accept(
     else:
         drafting = None if draft_model is None else Path(draft_model)
         work = _of_checkpoints(source, Path(model), drafting, sampling, settings or [], place, weights)
+    quantized(quantize, work.target, work.draft)
     longest = max(map(len, work.prompts)) + max_new_tokens
     options: dict[str, Any] = {"max_batch_size": batch_size, "max_seq_len": longest, "compile": compile}
     with refusing("--model / --draft / --tree-width / --max-new-tokens"):
@@ -186,6 +190,7 @@ def bench_accept(
         if not plain and work.sampling.temperature > 0:
             shape["block_verification"] = config.verifies_blocks
         row = shape | figures(stats, work.sampling) | {"prompts": len(work.prompts), "dtype": dtype}
+        row |= {} if quantize is None else {"weights": quantize}
         write_rows(json, [row | {"batch_size": batch_size, "device": str(place), "compile": compile}])
 
 

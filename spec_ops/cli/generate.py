@@ -20,6 +20,7 @@ from spec_ops.cli.options import (
     ModelPath,
     ModelSettings,
     PairPath,
+    Quantize,
     Seed,
     Steps,
     Temperature,
@@ -35,6 +36,7 @@ from spec_ops.cli.options import (
     parse_dtype,
     parse_sampling,
     parse_setting,
+    quantized,
     refusing,
 )
 from spec_ops.cli.speed import show_speed
@@ -75,6 +77,7 @@ def generate(
     settings: ModelSettings = None,
     device: Device = None,
     dtype: DType = "float32",
+    quantize: Quantize = None,
     compile: Compile = False,
 ) -> None:
     """Continue a prompt with the shipped pair of models (byte-level, trained on Python sources) or with local checkpoints of
@@ -90,6 +93,11 @@ def generate(
     words = read_prompt(prompt, prompt_file)
 
     def read(weights: torch.dtype) -> Text:
+        text = unquantized(weights)
+        quantized(quantize, text.target, text.draft)
+        return text
+
+    def unquantized(weights: torch.dtype) -> Text:
         if model is None:
             return from_pair(words, pair, sampling, max_new_tokens, device=place, dtype=weights)
         given = {"max_new_tokens": max_new_tokens, "temperature": temperature or None}
@@ -115,7 +123,8 @@ def generate(
     with refusing("--model / --draft / --tree-width / --max-new-tokens"):
         generators = {k: Generator(text.target, None if k == "plain" else text.draft, config, **options) for k in kinds}
     how = f"{describe(config)}; {describe_sampling(text.sampling)}"
-    console.print(f"[dim]{place}, {dtype}, torch {torch.__version__}; {how}[/dim]")
+    stored = dtype if quantize is None else f"{dtype}, weights {quantize}"
+    console.print(f"[dim]{place}, {stored}, torch {torch.__version__}; {how}[/dim]")
 
     def run(kind: str) -> GenerationResult:
         if compile or place.type == "cuda":  # kernels load and graphs record outside the timing

@@ -20,6 +20,9 @@ from rich.console import Console
 from spec_ops._extras import install_hint
 from spec_ops.decoding import GenerationStats, SamplingParams, SpeculationConfig
 from spec_ops.models.checkpoint import CheckpointError
+from spec_ops.models.drafts import Draft
+from spec_ops.models.quantized import quantize
+from spec_ops.models.target import Target
 
 console = Console(highlight=False, emoji=False)  # `x[:end:]` is Python, not an emoji
 
@@ -94,6 +97,9 @@ ModelSettings = Annotated[
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu.")]
 DType = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+Quantize = Annotated[
+    str | None, typer.Option("--quantize", help="Weights of 8 bits: float8 (a scale a row) or float8_tensor (one a weight).")
+]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile rounds (CUDA graphs on a GPU).")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of sampling; default: drawn, and printed to repeat a run with.")]
 # Of a `SpeculationConfig`, for messages.
@@ -186,6 +192,14 @@ def refusing(option: str) -> Iterator[None]:
         yield
     except (CheckpointError, ValueError, TypeError, NotImplementedError, ImportError) as error:
         raise typer.BadParameter(" ".join(str(error).split()), param_hint=option) from error
+
+
+def quantized(kind: str | None, target: Target, draft: Draft | None) -> None:
+    """Do what `--quantize` asks for."""
+    if kind is not None:
+        with refusing("--quantize"):
+            for model in (target, draft) if draft is not None else (target,):
+                quantize(model, kind)
 
 
 def describe(config: SpeculationConfig) -> str:

@@ -5,6 +5,7 @@ from spec_ops.models.config import ModelConfig, ModelSizes
 from spec_ops.models.drafts import Draft, Eagle3Draft, MTPDraft, StandaloneDraft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
 from spec_ops.models.pretrained import load_pair, save_pair
+from spec_ops.models.quantized import quantize
 from spec_ops.models.target import CausalLM, PositionLimit, Target, TargetOutput
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "Target",
     "TargetOutput",
     "load_pair",
+    "quantize",
     "save_pair",
 ]

@@ -88,7 +88,10 @@ def bench_prompts(
             start, found[name], rounds[name] = time.perf_counter(), [], 0
             for part in parts:
                 result = generator.generate(
-                    [texts[i] for i in part], max_new_tokens=[limits[i] for i in part], sampling=sampling, progress=turn == 0
+                    [texts[i] for i in part],
+                    max_new_tokens=[limits[i] for i in part],
+                    sampling=sampling,
+                    progress=turn == 0 and len(parts) == 1,
                 )
                 found[name] += result.tokens
                 rounds[name] += result.stats.rounds

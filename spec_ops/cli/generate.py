@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +15,16 @@ from spec_ops.cli.options import (
     Device,
     DraftPath,
     DType,
+    FrequencyPenalty,
     KeepK,
     KeepP,
     MinP,
     ModelPath,
     ModelSettings,
     PairPath,
+    PresencePenalty,
     Quantize,
+    RepetitionPenalty,
     Seed,
     Steps,
     Temperature,
@@ -34,6 +38,7 @@ from spec_ops.cli.options import (
     parse_config,
     parse_device,
     parse_dtype,
+    parse_penalties,
     parse_sampling,
     parse_setting,
     quantized,
@@ -63,6 +68,9 @@ def generate(
     top_k: KeepK = None,
     top_p: KeepP = None,
     min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
     seed: Seed = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without speculation.")] = False,
     compare: Annotated[
@@ -89,6 +97,7 @@ def generate(
         )
     place, weights, config = parse_device(device), parse_dtype(dtype), parse_config(steps, tree_width, tree_tokens)
     sampling = parse_sampling(temperature, top_k, top_p, min_p, seed)
+    penalties = parse_penalties(repetition_penalty, presence_penalty, frequency_penalty)
     check_models(pair, model, draft_model, settings, plain=plain)
     words = read_prompt(prompt, prompt_file)
 
@@ -109,7 +118,11 @@ def generate(
         assert sampling.seed is not None
         return from_checkpoints(words, Path(model), drafting, overrides, sampling.seed, device=place, dtype=weights)
 
-    text = read(weights)
+    def read_changed(weights: torch.dtype) -> Text:
+        text = read(weights)
+        return dataclasses.replace(text, sampling=dataclasses.replace(text.sampling, **penalties))
+
+    text = read_changed(weights)
     if compare and text.sampling.temperature > 0:
         raise typer.BadParameter(
             "compares greedy texts, the model's settings sample: add --temperature 0", param_hint="--compare"
@@ -146,7 +159,7 @@ def generate(
             raise typer.Exit(1)
         console.print("[green]texts are equal[/green]")
         if shows_speed(place, compile):
-            show_speed(read(torch.bfloat16), config)
+            show_speed(read_changed(torch.bfloat16), config)
 
 
 def shows_speed(place: torch.device, compile: bool) -> bool:

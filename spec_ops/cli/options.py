@@ -79,6 +79,18 @@ MinP = Annotated[
     float | None,
     typer.Option("--min-p", min=0.0, max=1.0, help="Sample among tokens of this share of the likeliest's probability."),
 ]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option("--repetition-penalty", help="Above 1: tokens of the prompt and the output become less likely."),
+]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option("--presence-penalty", help="Subtracted from the logits of the output's tokens."),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option("--frequency-penalty", help="Subtracted from them once per occurrence."),
+]
 ModelPath = Annotated[
     str | None,
     typer.Option(
@@ -166,6 +178,18 @@ def parse_sampling(
         raise typer.BadParameter(str(error), param_hint="--temperature / --top-k / --top-p / --min-p / --seed") from error
 
 
+def parse_penalties(repetition: float | None, presence: float | None, frequency: float | None) -> dict[str, Any]:
+    """Those that were given, as fields of `SamplingParams`."""
+    values = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    try:
+        SamplingParams(**given)
+    except ValueError as error:
+        hint = " / ".join("--" + name.replace("_", "-") for name in values)
+        raise typer.BadParameter(str(error), param_hint=hint) from error
+    return given
+
+
 def check_models(pair: Path | None, model: str | None, draft: str | None, settings: list[str] | None, *, plain: bool) -> None:
     """Refuse options that do not go together: a shipped pair, or a model with its draft and settings."""
     if model is None and (draft is not None or settings):
@@ -208,11 +232,16 @@ def describe(config: SpeculationConfig) -> str:
 
 
 def describe_sampling(sampling: SamplingParams) -> str:
+    penalties = [
+        f"{name.replace('_', ' ')} {value:g}"
+        for name, off in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
+        if (value := getattr(sampling, name)) != off
+    ]
     if sampling.temperature == 0:
-        return "greedy"
+        return ", ".join(["greedy", *penalties])
     filters = [f"top-k {sampling.top_k}"] * (sampling.top_k > 0) + [f"top-p {sampling.top_p:g}"] * (sampling.top_p < 1)
     filters += [f"min-p {sampling.min_p:g}"] * (sampling.min_p > 0)
-    return ", ".join([f"temperature {sampling.temperature:g}", *filters, f"seed {sampling.seed}"])
+    return ", ".join([f"temperature {sampling.temperature:g}", *filters, *penalties, f"seed {sampling.seed}"])
 
 
 def describe_acceptance(stats: GenerationStats) -> str:

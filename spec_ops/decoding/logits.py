@@ -99,7 +99,9 @@ class LogitsChanges(nn.Module):
         bias: `[bs, V]` float32, -inf for suppressed tokens.
         seen: `[bs, V]` bool, tokens of prompt and output.
         counts: `[bs, V]` int32, occurrences in the output.
-        repetition_penalty, presence_penalty, frequency_penalty: `[bs]` float32.
+        repetition_penalty: `[bs]` float32.
+        presence_penalty: `[bs]` float32.
+        frequency_penalty: `[bs]` float32.
         prompt_lens: `[bs]` int64, of the prompts.
         min_lens: `[bs]` int32, length (prompt and new tokens) before which no stop token can be chosen.
         bad_prefixes: `[bs, N, M]` int64, what stands before the last token of each bad word; -1 on the left.

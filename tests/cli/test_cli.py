@@ -68,6 +68,18 @@ def test_generate_streams_any_prompt(tmp_path):
         assert text in result.output
 
 
+def test_generate_with_penalties():
+    """They arrive in both ways of decoding, and make another text."""
+    texts, shown = [], "greedy, repetition penalty 1.5, presence penalty 0.5, frequency penalty 0.1"
+    for penalties in ([], ["--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "0.1"]):
+        result = run("generate", "--compare", "--max-new-tokens", "24", "--device", "cpu", *penalties)
+        assert result.exit_code == 0, result.output
+        assert "texts are equal" in result.output
+        assert (shown in result.output) == bool(penalties)
+        texts.append(result.output.split("rows, columns):\n")[-1])
+    assert texts[0] != texts[1]
+
+
 def test_prompt_file_that_is_not_text(tmp_path):
     prompt = tmp_path / "prompt.bin"
     prompt.write_bytes(b"\xff\xfe")
@@ -101,6 +113,9 @@ def refused(*args: str, option: str) -> str:
         (["generate", "--compare", "--dtype", "bfloat16"], "--compare", "float32"),
         (["generate", "--top-p", "1.5"], "--top-p", "1"),
         (["generate", "--top-p", "0"], "--top-p", "0"),
+        (["generate", "--repetition-penalty", "0"], "--repetition-penalty", "must be a finite number above 0, got 0.0"),
+        (["generate", "--presence-penalty", "3"], "--presence-penalty", "must be a number in [-2, 2], got 3"),
+        (["generate", "--frequency-penalty", "nan"], "--frequency-penalty", "must be a number in [-2, 2], got nan"),
         (["generate", "--temperature", "inf"], "--temperature", "inf"),
         (["generate", "--seed", "9" * 20], "--seed", "9" * 20),
         (["generate", "--prompt", "a\udcff"], "--prompt", "surrogates"),

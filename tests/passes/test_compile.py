@@ -202,11 +202,19 @@ def test_what_was_compiled_dies_with_its_function(whole):
 
 @needs_cpp_compiler
 def test_inductor_round_equals_eager(capsys):
-    """The real thing, once (tens of seconds): sampled, so that the hash of the uniforms runs through the C++ code generator."""
+    """The real thing, once (tens of seconds): sampled, so that the hash of the uniforms runs through the C++ code generator,
+    and with penalties, whose corrections are scatters."""
     torch._dynamo.reset()
     target = make_target(False)
     draft = make_draft("eagle3", target)
-    sampling = SamplingParams(temperature=1.0, seed=11)
+    sampling = SamplingParams(
+        temperature=1.0,
+        seed=11,
+        repetition_penalty=1.3,
+        frequency_penalty=0.2,
+        logit_bias={5: 0.5},
+        bad_words_ids=[[1, 2], [7]],
+    )
     config = SpeculationConfig(2)
     expected = Generator(target, draft, config, **OPTIONS).generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling).tokens
     generator = compiled_generator(target, draft, config, "inductor")

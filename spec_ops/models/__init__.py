@@ -1,7 +1,7 @@
 """Reference targets and drafts that call the ops, all with paged KV."""
 
 from spec_ops.models.checkpoint import CheckpointError, CheckpointNotFoundError
-from spec_ops.models.config import ModelConfig, ModelSizes
+from spec_ops.models.config import MixtureConfig, ModelConfig, ModelSizes
 from spec_ops.models.drafts import Draft, Eagle3Draft, MTPDraft, StandaloneDraft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
 from spec_ops.models.pretrained import load_pair, save_pair
@@ -15,6 +15,7 @@ __all__ = [
     "Draft",
     "Eagle3Draft",
     "MTPDraft",
+    "MixtureConfig",
     "ModelConfig",
     "ModelSizes",
     "PagedAttention",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Protocol
 
@@ -35,8 +35,81 @@ class ModelSizes(CacheSizes, Protocol):
 
 
 @dataclass(frozen=True)
+class MixtureConfig:
+    """Layers whose MLP is a mixture of experts, see `spec_ops.route_experts` and `spec_ops.moe_experts`.
+
+    Attributes:
+        num_experts: of a layer, at most 1024.
+        experts_per_token: that a token goes to, at most 32.
+        intermediate_size: width of an expert.
+        shared_intermediate_size: width of an expert that every token goes to besides (DeepSeek); 0 for none.
+        first_dense: how many layers at the beginning have a plain MLP.
+        scoring: `"softmax"` or `"sigmoid"`.
+        correction_bias: whether a learned bias takes part in the choice of experts (DeepSeek-V3, GLM-4).
+        groups: in how many groups the experts lie.
+        top_groups: of how many groups a token's experts come.
+        renormalize: divide a token's weights by their sum.
+        scale: what weights are multiplied with.
+        biases: whether the router and the experts have biases (gpt-oss).
+        limit: the clamp of the experts' activation; None for none.
+        alpha: SiLU is `g * sigmoid(alpha * g)`.
+        beta: added to the up projection.
+
+    Raises:
+        FieldError: a value of another type or out of range, by name.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+    first_dense: int = 0
+    scoring: str = "softmax"
+    correction_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+    biases: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        check = Fields(vars(self), _mixture_error)
+        for name in ("num_experts", "experts_per_token", "intermediate_size", "groups", "top_groups"):
+            check.integer(name)
+        for name in ("shared_intermediate_size", "first_dense"):
+            check.integer(name, 0)
+        for name in ("correction_bias", "renormalize", "biases"):
+            check.flag(name)
+        for name in ("scale", "alpha"):
+            check.positive(name)
+        check.positive("limit", None)
+        if self.beta != 0:
+            check.positive("beta")
+        if self.num_experts > 1024:
+            raise check.error("num_experts", f"must be at most 1024, got {self.num_experts}")
+        if check.text("scoring") not in ("softmax", "sigmoid"):
+            raise check.error("scoring", f"must be 'softmax' or 'sigmoid', got {self.scoring!r}")
+        if self.num_experts % self.groups:
+            raise check.error("groups", f"must divide `num_experts` {self.num_experts}, got {self.groups}")
+        if self.correction_bias and self.groups > 1 and self.num_experts == self.groups:
+            raise check.error("groups", f"must have two experts each with `correction_bias`, got {self.groups} groups of one")
+        if self.top_groups > self.groups:
+            raise check.error("top_groups", f"must be at most `groups` {self.groups}, got {self.top_groups}")
+        most = min(32, self.num_experts // self.groups * self.top_groups)
+        if self.experts_per_token > most:
+            raise check.error("experts_per_token", f"must be at most {most}, got {self.experts_per_token}")
+
+
+def _mixture_error(field: str, problem: str) -> FieldError:
+    return FieldError("MixtureConfig", field, problem)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: pre-norm, RoPE, SwiGLU; GQA or absorbed MLA attention.
+    """A decoder-only transformer: pre-norm, RoPE, SwiGLU or a mixture of experts; GQA or absorbed MLA attention.
 
     Attributes:
         vocab_size: width of the LM head.
@@ -59,6 +132,7 @@ class ModelConfig:
         qk_rope_head_dim: MLA: a head's part with RoPE; even.
         v_head_dim: MLA: a head's values.
         aux_layers: layers whose *input* hidden states are handed to an EAGLE-3 draft; empty for none.
+        mixture: of the layers that are mixtures of experts; None for none.
 
     Raises:
         FieldError: a value of another type or out of range, by name.
@@ -83,6 +157,7 @@ class ModelConfig:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
     aux_layers: tuple[int, ...] = ()
+    mixture: MixtureConfig | None = None
 
     def __post_init__(self) -> None:
         check = Fields(vars(self), _error)
@@ -111,6 +186,8 @@ class ModelConfig:
             raise check.error("aux_layers", f"must lie in [0, {self.num_layers}), got {self.aux_layers}")
         if self.rope_scaling is not None:
             self._check_rope_scaling(check)
+        if self.mixture is not None and not isinstance(self.mixture, MixtureConfig):
+            raise check.error("mixture", f"must be a MixtureConfig, got {self.mixture!r:.80}")
 
     def _check_rope_scaling(self, check: Fields) -> None:
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
@@ -125,6 +202,10 @@ class ModelConfig:
     def is_mla(self) -> bool:
         """Whether the attention is MLA, else GQA."""
         return self.kv_lora_rank > 0
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the MLP of `layer` is a mixture of experts."""
+        return self.mixture is not None and layer >= self.mixture.first_dense
 
     def window(self, layer: int) -> int | None:
         """Keys that a query of `layer` sees, its own included; None for all."""
@@ -148,13 +229,19 @@ class ModelConfig:
         Raises:
             FieldError: naming a field that is unknown, missing or wrong.
         """
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise _error(unknown[0], "is unknown")
-        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]:
-            raise _error(missing[0], "is missing")
+        _check_names(cls, values, _error)
         as_tuples: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        if isinstance(mixture := values.get("mixture"), Mapping):
+            _check_names(MixtureConfig, mixture, _mixture_error)
+            as_tuples["mixture"] = MixtureConfig(**mixture)
         return cls(**as_tuples)
+
+
+def _check_names(cls: type, values: Mapping[str, Any], error: Callable[[str, str], FieldError]) -> None:
+    if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
+        raise error(unknown[0], "is unknown")
+    if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]:
+        raise error(missing[0], "is missing")
 
 
 def _error(field: str, problem: str) -> FieldError:

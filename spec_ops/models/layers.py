@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spec_ops.models.config import ModelConfig
+from spec_ops.models.config import MixtureConfig, ModelConfig
+from spec_ops.ops.moe import moe_experts, route_experts
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 
@@ -139,28 +140,85 @@ class MLA(nn.Module):
 
 
 class MLP(nn.Module):
-    """A SwiGLU MLP."""
+    """A SwiGLU MLP.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: sizes.
+        inner: its width; default that of `config`.
+    """
+
+    def __init__(self, config: ModelConfig, inner: int | None = None) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        _pack_in_state(self, "gate_up_proj", ("gate_proj", "up_proj"), [config.intermediate_size] * 2)
+        inner = config.intermediate_size if inner is None else inner
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * inner, bias=False)
+        self.down_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        _pack_in_state(self, "gate_up_proj", ("gate_proj", "up_proj"), [inner] * 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
         return self.down_proj(F.silu(gate) * up)
 
 
+class Mixture(nn.Module):
+    """A router, experts, and where the configuration has one an expert that every token goes to."""
+
+    correction_bias: torch.Tensor | None
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    def __init__(self, config: ModelConfig, mixture: MixtureConfig) -> None:
+        super().__init__()
+        self.mixture = mixture
+        count, hidden, inner = mixture.num_experts, config.hidden_size, mixture.intermediate_size
+        self.router = nn.Linear(hidden, count, bias=mixture.biases)
+        # Always float32, as the op reads it.
+        bias = nn.Parameter(torch.zeros(count, dtype=torch.float32)) if mixture.correction_bias else None
+        self.register_parameter("correction_bias", bias)
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
+        nn.init.normal_(self.gate_up_proj, std=hidden**-0.5)
+        nn.init.normal_(self.down_proj, std=inner**-0.5)
+        for name, width in (("gate_up_bias", 2 * inner), ("down_bias", hidden)):
+            self.register_parameter(name, nn.Parameter(torch.zeros(count, width)) if mixture.biases else None)
+        self.shared = MLP(config, mixture.shared_intermediate_size) if mixture.shared_intermediate_size else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixture, rows = self.mixture, x.reshape(-1, x.shape[-1])
+        ids, weights = route_experts(
+            self.router(rows),
+            mixture.experts_per_token,
+            scoring=mixture.scoring,
+            bias=None if self.correction_bias is None else self.correction_bias.float(),
+            groups=mixture.groups,
+            top_groups=mixture.top_groups,
+            renormalize=mixture.renormalize,
+            scale=mixture.scale,
+        )
+        out = moe_experts(
+            rows,
+            ids,
+            weights,
+            self.gate_up_proj,
+            self.down_proj,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            limit=mixture.limit,
+            alpha=mixture.alpha,
+            beta=mixture.beta,
+        ).view(x.shape)
+        return out if self.shared is None else out + self.shared(x)
+
+
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP with residuals."""
+    """Pre-norm attention and MLP, or mixture of experts, with residuals."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attention = MLA(config, layer) if config.is_mla else GQA(config, layer)
         self.post_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
+        mixture = config.mixture if config.is_mixture(layer) else None
+        self.mlp = MLP(config) if mixture is None else Mixture(config, mixture)
 
     def forward(self, x: torch.Tensor, rope: Rope, attention) -> torch.Tensor:
         x = x + self.attention(self.input_norm(x), rope, attention)

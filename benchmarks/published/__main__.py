@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.published import kernels, peers, rounds, summary
+from benchmarks.published import kernels, peers, rounds, sampling, summary
 from benchmarks.published.text import RESULTS, ROOT
 
 BLOCK = re.compile(r"^( *)<!-- figures: ([\w-]+) -->\n(.*?)^ *<!-- end of figures -->$", re.MULTILINE | re.DOTALL)
@@ -30,6 +30,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "deterministic": kernels.deterministic,
     "limits": kernels.limits,
     "choice": kernels.choice,
+    "sampling": sampling.sampling,
     "rounds": rounds.rounds,
     "above": rounds.above,
     "again": rounds.again,

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from benchmarks.kernels import roofline
 from benchmarks.published import __main__ as published
-from benchmarks.published import chart, peers, rounds, summary
+from benchmarks.published import chart, peers, rounds, sampling, summary
 from benchmarks.published.text import load_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +140,25 @@ def test_rounds_that_sample_have_a_table_of_their_own(tmp_path):
     assert lines(rounds.above(tmp_path)) == []
     write(tmp_path, "h200-round", [row(topk=1)])
     assert "not measured yet" in rounds.sampled(tmp_path)
+
+
+def test_sampling_stands_beside_the_fastest_of_flashinfer(tmp_path):
+    assert "not measured yet" in sampling.sampling(tmp_path)
+
+    def one(kernel: str, us: float, **more) -> dict:
+        case = {"job": "draw", "vocab": 128256, "rows": 4, "setting": "top-p", "logits": "peaked", "floor_us": 0.25}
+        return case | {"kernel": kernel, "us": us} | more
+
+    rows = [one("reading alone", 2.0), one("spec_ops", 10.0), one("flashinfer", 50.0), one("flashinfer, one number", 30.0)]
+    rows += [one("torch", 200.0), one("spec_ops", 8.0, vocab=32000), one("flashinfer", 16.0, vocab=32000)]
+    rows += [one("spec_ops", 9.0, job="accept", rows=32), one("spec_ops, block", 11.0, job="accept", rows=32)]
+    write(tmp_path, "h200-sampling", rows)
+    text = sampling.sampling(tmp_path)
+    assert lines(text) == [
+        ["draw", "4", "top-p", "0.25", "2.0", "10.0", "30", "200"],
+        ["accept", "32", "top-p", "0.25", "", "9.0", "", ""],
+    ]
+    assert "draw 2.45 (2.00 to 3.0 over 2 cases)." in " ".join(text.split())
 
 
 def test_every_profiled_round_says_where_its_time_goes(tmp_path):

@@ -104,7 +104,7 @@ def generate(
     def read(weights: torch.dtype) -> Text:
         text = unquantized(weights)
         quantized(quantize, text.target, text.draft)
-        return text
+        return dataclasses.replace(text, sampling=dataclasses.replace(text.sampling, **penalties))
 
     def unquantized(weights: torch.dtype) -> Text:
         if model is None:
@@ -118,11 +118,7 @@ def generate(
         assert sampling.seed is not None
         return from_checkpoints(words, Path(model), drafting, overrides, sampling.seed, device=place, dtype=weights)
 
-    def read_changed(weights: torch.dtype) -> Text:
-        text = read(weights)
-        return dataclasses.replace(text, sampling=dataclasses.replace(text.sampling, **penalties))
-
-    text = read_changed(weights)
+    text = read(weights)
     if compare and text.sampling.temperature > 0:
         raise typer.BadParameter(
             "compares greedy texts, the model's settings sample: add --temperature 0", param_hint="--compare"
@@ -159,7 +155,7 @@ def generate(
             raise typer.Exit(1)
         console.print("[green]texts are equal[/green]")
         if shows_speed(place, compile):
-            show_speed(read_changed(torch.bfloat16), config)
+            show_speed(read(torch.bfloat16), config)
 
 
 def shows_speed(place: torch.device, compile: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Requests:
     stop_tokens: list[int]
     names: ArgumentNames = ArgumentNames()
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Most tokens of each request, prompt and new ones."""
         return [len(prompt) + limit for prompt, limit in zip(self.prompts, self.limits, strict=True)]

@@ -25,9 +25,15 @@ def assistant_config(target: ModelConfig) -> ModelConfig:
 
 def transformers_config(config: ModelConfig) -> Any:
     """The transformers configuration of the same sizes: Llama, DeepSeek-V3 with dense layers, or gpt-oss with as many experts
-    as a token has."""
+    as a token has.
+
+    Raises:
+        ValueError: the layers are mixtures, whose floor is counted for our models alone.
+    """
     import transformers
 
+    if config.mixture is not None:
+        raise ValueError("assisted: shapes with mixtures of experts are not measured through transformers")
     layers = config.num_layers
     common: dict[str, Any] = {
         "vocab_size": config.vocab_size,

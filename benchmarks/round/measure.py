@@ -20,12 +20,13 @@ import torch
 from benchmarks.round.naive import NaiveRound
 from benchmarks.round.profile import Profile, breakdown, plot, profile, small_kernels
 from benchmarks.round.report import kind
-from benchmarks.round.shapes import SHAPES, Shape
+from benchmarks.round.shapes import SHAPES, Shape, touched_experts
 from benchmarks.timing import median_ms
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
 from spec_ops.decoding.drafter import draft_model
 from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures
 from spec_ops.models.config import CacheSizes, ModelConfig
+from spec_ops.models.layers import Mixture
 from spec_ops.passes import compile as compile_with_passes
 
 ROUNDS = ("speculative", "naive", "plain", "assisted")
@@ -125,6 +126,14 @@ class RoundCase:
         values = json.loads(text)
         return cls(**values | {"contexts": tuple(values["contexts"])})
 
+    def _touched(self) -> dict[str, float]:
+        """For a mixture the experts of a layer that the target's tokens go to, as the floor counts them."""
+        mixture = self.shape.target.mixture
+        if mixture is None:
+            return {}
+        tokens = self.batch_size * (1 if self.round == "plain" else self.config.num_tokens)
+        return {"touched_experts": round(touched_experts(mixture, tokens), 2)}
+
     def row(self, context: int, milliseconds: float, floors: tuple[int, int]) -> dict[str, Any]:
         """What every row has. `floors`: bytes of weights and of KV that a round must read."""
         weights, kv = (number / self.bandwidth * 1e3 for number in floors)
@@ -149,6 +158,7 @@ class RoundCase:
             "weights_floor_ms": round(weights, 3),
             "kv_floor_ms": round(kv, 3),
             "share_of_floor": round((weights + kv) / milliseconds, 4),
+            **self._touched(),
             "accept_length": accepted,
             "tokens_per_s": round(accepted * self.batch_size / milliseconds * 1e3, 1),
         }
@@ -156,22 +166,27 @@ class RoundCase:
 
 def floor_bytes(generator: Generator, batch_size: int, context: int) -> tuple[int, int]:
     """Bytes of weights and of KV that a round must read: the target's once, the draft's (its LM head too) once per draft
-    forward. A layer with a window reads the window."""
+    forward. A layer with a window reads the window, a mixture the experts that its tokens go to if routing is uniform."""
     target, draft = generator.target, draft_model(generator.draft)
 
-    def size(module: Any) -> int:
-        return sum(p.numel() * p.element_size() for p in module.parameters()) - sum(
+    def size(module: Any, tokens: int) -> int:
+        total = sum(p.numel() * p.element_size() for p in module.parameters()) - sum(
             p.numel() * p.element_size() for p in module.embed.parameters()
         )
+        for layer in (part for part in module.modules() if isinstance(part, Mixture)):
+            experts = sum(p.numel() * p.element_size() for p in (layer.gate_up_proj, layer.down_proj))
+            total -= round(experts * (1 - touched_experts(layer.mixture, tokens) / layer.mixture.num_experts))
+        return total
 
     def kv(config: ModelConfig) -> int:
         seen = [min(context, config.window(layer) or context) for layer in range(config.num_layers)]
         return sum(n * math.prod(row) for n, rows in zip(seen, config.kv_rows, strict=True) for row in rows)
 
     forwards = 0 if draft is None else generator.config.num_steps
-    weights, rows = size(target), kv(target.config)  # type: ignore[arg-type]
+    verified = batch_size * (1 if draft is None else generator.config.num_tokens)
+    weights, rows = size(target, verified), kv(target.config)  # type: ignore[arg-type]
     if draft is not None:
-        weights += forwards * size(draft)
+        weights += forwards * size(draft, batch_size * generator.config.topk)
         rows += forwards * kv(draft.config)  # type: ignore[arg-type]
     return weights, batch_size * rows * target.embed.weight.element_size()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from spec_ops.models import CausalLM, Draft, Eagle3Draft, ModelConfig, MTPDraft
+from spec_ops.models import CausalLM, Draft, Eagle3Draft, MixtureConfig, ModelConfig, MTPDraft
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ class Shape:
     def head(self) -> ModelConfig:
         """Sizes of the draft: one layer like the target's; an EAGLE-3 head's sees everything and has no sinks."""
         if self.draft_vocab is None:
-            return replace(self.target, num_layers=1, aux_layers=())
-        plain = {"sliding_window": None, "sliding_window_pattern": None, "attention_sinks": False}
+            mixture = self.target.mixture and replace(self.target.mixture, first_dense=0)
+            return replace(self.target, num_layers=1, aux_layers=(), mixture=mixture)
+        plain = {"mixture": None, "sliding_window": None, "sliding_window_pattern": None, "attention_sinks": False}
         return replace(self.target, num_layers=1, aux_layers=(), **plain)  # type: ignore[arg-type]
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> tuple[CausalLM, Draft]:
@@ -56,6 +57,11 @@ class Shape:
                 return target, Eagle3Draft(self.head(), target, torch.arange(self.draft_vocab))
         finally:
             torch.set_default_dtype(default)
+
+
+def touched_experts(mixture: MixtureConfig, tokens: int) -> float:
+    """How many experts of a layer `tokens` tokens go to on average, if every set of experts is as likely."""
+    return mixture.num_experts * (1 - (1 - mixture.experts_per_token / mixture.num_experts) ** tokens)
 
 
 LLAMA_8B = Shape(
@@ -127,4 +133,57 @@ TINY = Shape(
     draft_vocab=40,
     about="to try the benchmark on any machine",
 )
-SHAPES = {"llama-8b": LLAMA_8B, "mla-stack": MLA_STACK, "gpt-oss": GPT_OSS, "tiny": TINY}
+QWEN3_30B = Shape(
+    "qwen3-30b-a3b",
+    ModelConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        mixture=MixtureConfig(num_experts=128, experts_per_token=8, intermediate_size=768),
+    ),
+    draft_vocab=32000,
+    about="Qwen3-30B-A3B without the norms of queries and keys, and an EAGLE-3 head",
+)
+GPT_OSS_EXPERTS = replace(
+    GPT_OSS,
+    label="gpt-oss-20b",
+    target=replace(
+        GPT_OSS.target,
+        intermediate_size=2880,
+        mixture=MixtureConfig(32, 4, intermediate_size=2880, biases=True, limit=7.0, alpha=1.702, beta=1.0),
+    ),
+    about="gpt-oss-20b with its experts in bfloat16, sinks and windows, and an EAGLE-3 head",
+)
+MLA_EXPERTS = replace(
+    MLA_STACK,
+    label="deepseek-v3-mixtures",
+    target=replace(
+        MLA_STACK.target,
+        mixture=MixtureConfig(
+            256, 8, intermediate_size=2048, shared_intermediate_size=2048, scoring="sigmoid", correction_bias=True, groups=8,
+            top_groups=4, scale=2.5,
+        ),
+    ),
+    about="4 of DeepSeek-V3's 58 mixture layers in bfloat16, and a NextN layer that is a mixture too",
+)  # fmt: skip
+TINY_EXPERTS = replace(
+    TINY,
+    label="tiny-experts",
+    target=replace(TINY.target, mixture=MixtureConfig(16, 4, intermediate_size=32)),
+)
+SHAPES = {
+    "llama-8b": LLAMA_8B,
+    "mla-stack": MLA_STACK,
+    "gpt-oss": GPT_OSS,
+    "qwen3-30b-a3b": QWEN3_30B,
+    "gpt-oss-experts": GPT_OSS_EXPERTS,
+    "mla-experts": MLA_EXPERTS,
+    "tiny": TINY,
+    "tiny-experts": TINY_EXPERTS,
+}

@@ -15,7 +15,7 @@ from benchmarks.round import profile as round_profile
 from benchmarks.round.measure import CompiledRound, RoundCase, floor_bytes
 from benchmarks.round.profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
 from benchmarks.round.report import above_floor, beside_base, choice_table, judge_auto, kind
-from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES
+from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES, touched_experts
 from spec_ops.passes import explain
 from spec_ops.passes.analysis import counts
 
@@ -171,6 +171,42 @@ def test_floors_against_the_figures_of_the_models():
     assert kv == 1024 * 576 * 2 * (4 + 3)
     assert floors("gpt-oss", 32768)[1] == 2 * 8 * 64 * 2 * (12 * 128 + 12 * 32768 + 3 * 32768)
     assert floors("gpt-oss", 64)[1] == 2 * 8 * 64 * 2 * 64 * (24 + 3)
+
+
+def test_floors_of_mixtures():
+    """By hand: a token of Qwen3-30B-A3B reads 3.35e9 parameters with both embeddings of 0.31e9, one of gpt-oss-20b 3.6e9 with
+    the LM head alone."""
+    mixture = SHAPES["qwen3-30b-a3b"].target.mixture
+    assert touched_experts(mixture, 1) == pytest.approx(8)
+    assert touched_experts(mixture, 32) == pytest.approx(128 * (1 - (15 / 16) ** 32))
+
+    def floor(model: str, batch_size: int, round: str) -> float:
+        case = RoundCase(model, batch_size, (1024,), round=round)
+
+        class Meta:
+            target, built = case.shape.build("meta", torch.bfloat16)
+            draft = None if round == "plain" else built
+            config = case.config
+
+        return floor_bytes(Meta, batch_size, 1024)[0] / 1e9
+
+    assert floor("qwen3-30b-a3b", 1, "plain") == pytest.approx(2 * (3.35 - 0.31), rel=0.02)
+    assert floor("qwen3-30b-a3b", 1000, "plain") == pytest.approx(2 * (30.5 - 0.31), rel=0.02)
+    assert floor("gpt-oss-experts", 1, "plain") == pytest.approx(2 * 3.6, rel=0.02)
+    # Of DeepSeek-V3's layers 4 drafted tokens go to 4 x 8 experts but for those that meet, the draft's one to 8. The rest in
+    # GB: LM head four times 7.4, attention of 7 layers 2.6, shared experts 0.6, the draft's inputs 0.6.
+    layers = 4 * touched_experts(SHAPES["mla-experts"].target.mixture, 4) + 3 * 8
+    assert floor("mla-experts", 1, "speculative") == pytest.approx(2 * layers * 3 * 7168 * 2048 / 1e9 + 11.2, rel=0.03)
+
+
+def test_rows_of_mixtures():
+    made = CompiledRound(replace(TINY, model="tiny-experts"))
+    rows = list(made.rows())
+    assert {row["touched_experts"] for row in rows} == {round(16 * (1 - 0.75**12), 2)}  # 3 requests of 4 tokens
+    from benchmarks.round.assisted import AssistedRound
+
+    with pytest.raises(ValueError, match="assisted: shapes with mixtures of experts"):
+        AssistedRound(replace(TINY, model="tiny-experts", round="assisted", batch_size=1))
 
 
 @pytest.mark.parametrize("shape", [LLAMA_8B, MLA_STACK, GPT_OSS], ids=lambda shape: shape.label)

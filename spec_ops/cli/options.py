@@ -115,7 +115,10 @@ Quantize = Annotated[
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile rounds (CUDA graphs on a GPU).")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of sampling; default: drawn, and printed to repeat a run with.")]
 # Of a `SpeculationConfig`, for messages.
-_OPTIONS = {"num_steps": "--steps", "topk": "--tree-width", "num_draft_tokens": "--tree-tokens"}
+_OPTIONS = {
+    "num_steps": "--steps", "topk": "--tree-width", "num_draft_tokens": "--tree-tokens",
+    "block_verification": "--block-verification",
+}  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -75,6 +75,9 @@ def test_sampling_is_what_the_options_say(folders):
     assert "temperature 0.7, top-p 0.8, seed 5" in shown
     again, _ = measure(folders, *options)
     assert again["histogram"] == row["histogram"]
+    by_tokens, _ = measure(folders, *options, "--token-verification")
+    assert (row["block_verification"], by_tokens["block_verification"]) == (True, False)
+    assert by_tokens["histogram"] != row["histogram"]
     assert measure(folders, *lines(folders), "--temperature", "0.7", "--set", "top_k=7")[0]["top_k"] == 7
 
 

@@ -46,6 +46,7 @@ def test_held_out_accept_length(tmp_path):
         (["accept", "--device", "meta"], "--device", "got 'meta'"),
         (["kernels", "--device", "mps"], "--device", "got 'mps'"),
         (["accept", "--tree-width", "300", "--steps", "1"], "--tree-width", "the draft's vocabulary of 128, got 300"),
+        (["accept", "--tree-width", "2", "--block-verification"], "--block-verification", "must be False or None for a tree"),
         (["accept", "--prompts", "100000"], "--prompts", "at most"),
         (["accept", "--corpus", "absent"], "--corpus", "does not exist"),
         (["accept", "--draft", "."], "--draft", "needs --model"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import spec_ops
 from tests.helpers.exact import ALMOST_ONE, FUZZ, below
-from tests.helpers.sampling_oracle import NOTHING, ONE, support_of, token_of
+from tests.helpers.sampling_oracle import NOTHING, ONE, support_of, token_of, weights_of
 
 NAN, INF = math.nan, math.inf
 
@@ -69,6 +69,23 @@ def test_random_rows_match_the_oracle(data):
         [rng.choice([0.0, 1e-38, rng.random(), 0.05, 1.0]) for _ in range(bs)] if rng.random() < 0.6 else None,
         rng.choice([torch.int32, torch.int64]),
     )
+
+
+def test_uniforms_at_the_boundaries_of_tokens():
+    """Where one of 24 bits decides between two tokens: the level `u * total` has to be exact in all of its 88 bits."""
+    logits = torch.randn(40, 8, generator=torch.Generator().manual_seed(4))
+    rows, uniforms, expected = [], [], []
+    for row in logits:
+        support = support_of(row, 1.0)
+        running = 0
+        for weight in weights_of(row, 1.0)[:-1]:
+            running += weight
+            for m in (running * 2**24 // support[2], running * 2**24 // support[2] + 1):
+                rows.append(row)
+                uniforms.append(m / 2**24)
+                expected.append(token_of(row, 1.0, support, m / 2**24))
+    got = spec_ops.sample_logits(torch.stack(rows), torch.tensor(uniforms), torch.ones(len(rows)))
+    assert got.tokens.tolist() == expected
 
 
 def test_mixed_settings_in_one_batch():

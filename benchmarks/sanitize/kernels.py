@@ -23,18 +23,20 @@ from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
 from spec_ops.backends.triton.moe import experts, route
 from spec_ops.backends.triton.runtime import ahead
-from spec_ops.backends.triton.sampling import accept, probabilities, support
+from spec_ops.backends.triton.sampling import accept, accept_logits, probabilities, support
+from spec_ops.ops.reference import accept as reference_accept
 from spec_ops.ops.reference import linear as reference_linear
 from spec_ops.ops.reference import moe as reference_moe
 from spec_ops.ops.reference import rope as reference_rope
 from spec_ops.ops.reference import sampling as reference_sampling
+from tests.helpers.accept_rows import ROW_KINDS, long_rows
 from tests.helpers.mixtures import FORMS as MOE_FORMS
 from tests.helpers.mixtures import call as moe_call
 from tests.helpers.mixtures import exact as moe_exact
 from tests.interpreter.cases import CASES, Copy, Rng, check
 
 FP8 = torch.float8_e4m3fn
-SEEDS = 4  # of the random cases of an op
+SEEDS = 7  # of the random cases of an op: so many have chains and trees
 KERNELS = {
     "append_kv": ("append_kv_kernel",),
     "append_mla_kv": ("append_mla_kv_kernel",),
@@ -108,6 +110,14 @@ def _sampling(op: str, device: str) -> None:
                 torch.testing.assert_close(got[..., 2], wanted[..., 2], rtol=1e-5, atol=0)
 
 
+def _accept_logits(kind: str, device: str) -> None:
+    """Rows that several programs share."""
+    args = long_rows(0, kind, 5000)
+    got = accept_logits.accept_sampled_logits(*Copy(args, device).args)
+    for mine, wanted in zip(got, reference_accept.accept_sampled_logits(*args), strict=True):
+        assert torch.equal(mine.cpu(), wanted), kind
+
+
 def _rope_append_kv(dtype: torch.dtype, scale: float, device: str) -> None:
     """Rows of caches before and after those that are written; a dropped slot."""
     rng = Rng("rope_append_kv")
@@ -174,6 +184,10 @@ def cases() -> list[Case]:
     found = [Case(op, kernels, functools.partial(_random, op)) for op, kernels in KERNELS.items()]
     for op in ("sample_tokens", "accept_sampled"):
         found.append(Case(f"{op}, long rows", KERNELS[op], functools.partial(_long_rows, op)))
+    for kind in ROW_KINDS:
+        kernel = "tree" if kind in ("tree", "target_only") else "chain"
+        run = functools.partial(_accept_logits, kind)
+        found.append(Case(f"accept_sampled_logits, {kind}", (f"accept_logits_{kernel}_kernel",), run))
     for op, kernels in (("sample_logits", ()), ("sampling_probs", ("sampling_probs_kernel",))):
         found.append(Case(op, ("sampling_support_kernel", *kernels), functools.partial(_sampling, op)))
     for dtype, scale in ((torch.float32, 1.0), (FP8, 0.25)):

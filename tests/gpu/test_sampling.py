@@ -16,7 +16,9 @@ pytestmark = [
 
 from spec_ops.backends.triton.sampling import support  # noqa: E402
 from spec_ops.ops.reference import sampling as reference  # noqa: E402
-from tests.interpreter.cases import Copy, Rng  # noqa: E402
+from spec_ops.ops.reference.accept import accept_sampled_logits as accept_reference  # noqa: E402
+from tests.helpers.accept_rows import ROW_KINDS, long_rows  # noqa: E402
+from tests.interpreter.cases import Copy, Rng, compare  # noqa: E402
 from tests.ops.test_opcheck import overload  # noqa: E402
 
 SHAPES = [(1, 1, 128_256), (4, 1, 128_256), (8, 4, 32_000), (3, 2, 262_144), (2, 1, 201_088), (150, 1, 50_257), (5, 1, 777)]
@@ -78,7 +80,7 @@ def test_any_number_of_programs_finds_the_same_bits(filters, monkeypatch):
     tokens, found = overload("sample_logits")(*given)
     shares = support.shares
     for programs in (1, 8, 13, 64):
-        monkeypatch.setattr(support, "shares", lambda rows, vocab, _, programs=programs: shares(rows, vocab, programs))
+        monkeypatch.setattr(support, "shares", lambda rows, vocab, _, cut, most=programs: shares(rows, vocab, most, cut))
         again = support.sample_logits(*given)
         assert torch.equal(again[0], tokens)
         assert torch.equal(again[1], found)
@@ -117,6 +119,37 @@ def test_one_launch_without_a_sync_in_a_graph_and_on_another_stream(shape):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run(*given)
+    assert len([e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]) == 1
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize(("vocab", "bs"), [(128_256, 1), (128_256, 8), (32_000, 70), (262_144, 3)])
+def test_acceptance(vocab, bs, kind):
+    for seed in range(3):
+        args = long_rows(seed, kind, vocab, bs)
+        compare(accept_reference(*args), overload("accept_sampled_logits")(*Copy(args, "cuda").args), (seed, kind))
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_acceptance_is_one_launch_without_a_sync_and_repeats_in_a_graph(kind):
+    args = long_rows(0, kind, 128_256, 4)
+    given = Copy(args, "cuda").args
+    run = overload("accept_sampled_logits")
+    wanted = run(*given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(*given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            graph.replay()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            again = run(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for found in (got, again):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert len([e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]) == 1
 
 

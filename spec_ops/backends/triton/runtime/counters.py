@@ -47,7 +47,10 @@ def _new_set(key: _Key, count: int) -> torch.Tensor:
             return found
         room = _room.get(index)
         if room is None and capture:
-            raise RuntimeError("triton attention: its first call on a device must come before a CUDA graph capture")
+            raise RuntimeError(
+                f"triton: the first call of a kernel whose programs count arrivals ({key[0]}) must come before a CUDA graph "
+                "capture on each device"
+            )
         if room is None or room.numel() < count:
             slab = zeros_outside_graph_pools(torch.device("cuda", index), 4 * max(SLAB, count))
             _slabs[slab.data_ptr()] = slab

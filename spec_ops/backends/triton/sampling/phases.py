@@ -12,6 +12,7 @@ from spec_ops.backends.triton.runtime.arrival import rendezvous
 from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
     KEY_OUTSIDE,
+    LOWEST,
     fixed_weight,
     key_logit,
     logit_key,
@@ -29,7 +30,7 @@ def load_tile(logits, stride, tile, vocab, ROWS: tl.constexpr, LANE: tl.constexp
 
 @triton.jit
 def most_likely(logits, stride, first, tiles, vocab, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr):
-    """Place of the most likely token of the tiles from `first` on; a NaN is above all."""
+    """Place of the most likely token of the tiles from `first` on, a NaN above all; and the highest key of every lane."""
     value, ids, live = load_tile(logits, stride, first, vocab, ROWS, LANE)
     best = tl.full([ROWS, LANE], KEY_OUTSIDE, tl.int32)
     at = ids
@@ -43,7 +44,44 @@ def most_likely(logits, stride, first, tiles, vocab, SHIFT: tl.constexpr, ROWS: 
         best = tl.where(better, key, best)
         at = tl.where(better, ids, at)
         value, ids, live = coming, coming_ids, coming_live
-    return tl.max(tl.reshape(token_place(best, at), [ROWS * LANE]), 0)
+    return tl.max(tl.reshape(token_place(best, at), [ROWS * LANE]), 0), best
+
+
+@triton.jit
+def lane_bound(
+    keys, low, high, k, limit, top, scale, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr
+):  # fmt: skip
+    """The largest key in `[low, high)` that `k` tokens, or where there is a `limit` tokens of its weight, reach for sure: the
+    most likely ones of every lane alone do. `low` if there is none above."""
+    keys = tl.reshape(keys, [ROWS * LANE])
+    weights = fixed_weight(key_logit(keys, SHIFT), top, scale)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        above = keys >= middle
+        if limit > 0:  # noqa: SIM108  only one of them is summed
+            enough = tl.sum(tl.where(above, weights, 0), 0) >= limit
+        else:
+            enough = tl.sum(above.to(tl.int32), 0) >= k
+        if enough:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def weigh_above(
+    logits, stride, first, tiles, vocab, key, top, scale, back, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr
+):  # fmt: skip
+    """As `tally`, for one key."""
+    counts = tl.zeros([ROWS, LANE], tl.int32)
+    weights = tl.zeros([ROWS, LANE], tl.int64)
+    for i in range(0, tiles):
+        value, _, live = load_tile(logits, stride, first + tl.where(back, tiles - 1 - i, i), vocab, ROWS, LANE)
+        above = live & (logit_key(value, SHIFT) >= key)
+        counts += above.to(tl.int32)
+        weights += tl.where(above, fixed_weight(value, top, scale), 0)
+    return tl.sum(tl.reshape(counts, [ROWS * LANE]), 0), tl.sum(tl.reshape(weights, [ROWS * LANE]), 0)
 
 
 @triton.jit
@@ -60,25 +98,26 @@ def _stacked(parts, COUNT: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def tally(
-    logits, stride, first, tiles, vocab, pivots, top, scale, SHIFT: tl.constexpr, PIVOTS: tl.constexpr,
+    logits, stride, first, tiles, vocab, pivots, top, scale, back, SHIFT: tl.constexpr, PIVOTS: tl.constexpr,
     ROWS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens at or above each pivot: how many, and their weight."""
+    """Of the tokens at or above each pivot: how many, and their weight; from the last tile to the first if `back`."""
     bounds, counts, weights = (), (), ()
-    for i in tl.static_range(PIVOTS):
-        bounds = bounds + (tl.sum(tl.where(tl.arange(0, PIVOTS) == i, pivots, 0), 0).to(tl.int32),)
+    for j in tl.static_range(PIVOTS):
+        bounds = bounds + (tl.sum(tl.where(tl.arange(0, PIVOTS) == j, pivots, 0), 0).to(tl.int32),)
         counts = counts + (tl.zeros([ROWS], tl.int32),)
         weights = weights + (tl.zeros([ROWS], tl.int64),)
-    for tile in range(first, first + tiles):
+    for i in range(0, tiles):
+        tile = first + tl.where(back, tiles - 1 - i, i)
         value, _, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
         key = tl.where(live, logit_key(value, SHIFT), KEY_OUTSIDE)
         weight = fixed_weight(value, top, scale)
         # Sums over a thread's own tokens; those between threads come once, at the end.
         more, heavier = (), ()
-        for i in tl.static_range(PIVOTS):
-            reached = key >= bounds[i]
-            more = more + (counts[i] + tl.sum(reached.to(tl.int32), 1),)
-            heavier = heavier + (weights[i] + tl.sum(tl.where(reached, weight, 0), 1),)
+        for j in tl.static_range(PIVOTS):
+            reached = key >= bounds[j]
+            more = more + (counts[j] + tl.sum(reached.to(tl.int32), 1),)
+            heavier = heavier + (weights[j] + tl.sum(tl.where(reached, weight, 0), 1),)
         counts, weights = more, heavier
     return tl.sum(_stacked(counts, PIVOTS, ROWS), 0), tl.sum(_stacked(weights, PIVOTS, ROWS), 0)
 
@@ -169,7 +208,7 @@ def how_many(weight, each):
 
 @triton.jit
 def weigh_chunk(
-    logits, stride, first, tiles, vocab, base, low, high, floor, listed, list_at, before, top, scale,
+    logits, stride, first, tiles, vocab, base, low, high, floor, listed, list_at, before, top, scale, back,
     SHIFT: tl.constexpr, FILTERED: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """Weight of the tokens whose key is at least `base`; how many lie in `[low, high)`; the lowest place at or above `floor`.
@@ -179,7 +218,8 @@ def weigh_chunk(
     weights = tl.zeros([ROWS, LANE], tl.int64)
     lowest = tl.full([ROWS, LANE], BEYOND, tl.int64)
     found = tl.zeros([], tl.int32)
-    for tile in range(first, first + tiles):
+    for i in range(0, tiles):
+        tile = first + tl.where(back, tiles - 1 - i, i)
         value, ids, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
         weight = fixed_weight(value, top, scale)  # 0 of what is no token
         if FILTERED:
@@ -232,18 +272,27 @@ def settle_list(
 
 
 @triton.jit
+def listed_token(ids, weights, level):
+    """Id of the first token of the list, by its id, whose running weight exceeds `level`."""
+    running = tl.sum(tl.where(ids[None, :] <= ids[:, None], weights[None, :], 0), 1)
+    return tl.min(tl.where(running > level, ids, LOWEST), 0)
+
+
+@triton.jit
 def nth_of_key(logits, stride, first, tiles, vocab, key, n, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr):
     """Id of the `n`-th token with a key, from 1 on."""
     seen = tl.zeros([], tl.int64)
     found = tl.zeros([], tl.int32)
-    for tile in range(first, first + tiles):
+    tile = first
+    while (seen < n) & (tile < first + tiles):
         value, _, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
         tie = tl.reshape(live & (logit_key(value, SHIFT) == key), [ROWS * LANE]).to(tl.int32)
         count = tl.sum(tie, 0)
-        if (seen < n) & (n <= seen + count):
+        if n <= seen + count:
             before = tl.sum((seen + tl.cumsum(tie, 0) < n).to(tl.int32), 0)
             found = tile * (ROWS * LANE) + before
         seen += count
+        tile += 1
     return found
 
 
@@ -254,12 +303,14 @@ def drawn(
 ):  # fmt: skip
     """Id of the first kept token whose running weight exceeds `level`; `running`: the weight before the chunk."""
     found = tl.full([], -1, tl.int32)
-    for tile in range(first, first + tiles):
+    tile = first
+    while (running <= level) & (tile < first + tiles):
         value, ids, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
         kept = live & (token_place(logit_key(value, SHIFT), ids) >= least)
         weights = tl.reshape(tl.where(kept, fixed_weight(value, top, scale), 0), [ROWS * LANE])
         weight = tl.sum(weights, 0)
-        if (running <= level) & (level < running + weight):
+        if level < running + weight:
             found = tile * (ROWS * LANE) + tl.sum((running + tl.cumsum(weights, 0) <= level).to(tl.int32), 0)
         running += weight
+        tile += 1
     return found

@@ -5,13 +5,13 @@ A program has a chunk of a row's ids. A row's programs go through phases togethe
 1. The most likely token, and NaN.
 2. Only where something is cut: where top-k and top-p cut. Every pass counts and weighs, exactly, what lies at or above each of
    `PIVOTS` keys, so that the boundary lies between two of them from then on; until they are neighbours, or few tokens lie
-   between them.
+   between them. A program that has a row to itself begins with a bound from the most likely tokens of its lanes.
 3. Weights of the chunks. If few tokens lie at the boundary, every program has all of them, and settles top-k, top-p and min-p
    among them; otherwise they are ties, and the first so many ids are kept.
-4. The chunk that holds the drawn token finds it.
+4. The chunk that holds the drawn token finds it; or it is in the list.
 
-min-p takes no pass: it is a key, since a token's weight depends on its logit alone. Between phases a chunk is read again: it is
-in the L1 cache where a row has several programs, and in L2 otherwise, whereas a copy in registers would be spilled.
+min-p takes no pass: it is a key, since a token's weight depends on its logit alone. Between phases a chunk is read again, back
+and forth: if a row has several programs it is in the L1 cache, otherwise most of it. A copy in registers would be spilled.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from spec_ops.backends.triton.sampling.phases import (
     drawn,
     floor_key,
     how_many,
+    lane_bound,
     limit_of,
+    listed_token,
     most_likely,
     next_pivots,
     nth_of_key,
     settle_list,
     share_tally,
     tally,
+    weigh_above,
     weigh_chunk,
 )
 from spec_ops.backends.triton.sampling.weights import (
@@ -96,7 +99,7 @@ def sampling_support_kernel(
     turn = tl.zeros([], tl.int32)
     temperature = tl.load(temperatures + request * temperature_stride)
 
-    best = most_likely(logits, stride, first, tiles, vocab, SHIFT, ROWS, LANE)
+    best, lanes = most_likely(logits, stride, first, tiles, vocab, SHIFT, ROWS, LANE)
     if CHUNKS > 1:
         tl.store(told + chunk, best)
         rendezvous(counters, turn, CHUNKS)
@@ -133,6 +136,7 @@ def sampling_support_kernel(
         k = tl.zeros([], tl.int64) + NO_LIMIT
         p = tl.full([], 1.0, tl.float32)
         limit = tl.zeros([], tl.int64)
+        taken = tl.zeros([], tl.int32)  # passes
         if FILTERED:
             if top_k is not None:
                 given_k = tl.load(top_k + request * k_stride).to(tl.int64)
@@ -150,35 +154,25 @@ def sampling_support_kernel(
                     floor = floor_key(least_weight, floor, top_key, top, scale, temperature, SHIFT)
                     cut = cut * 0 + 1
                     base = floor
-            if (searching > 0) & (vocab <= LISTED):
-                listed = listed + 1
-                searching = searching * 0
             step = tl.zeros([], tl.int32)
-            taken = tl.zeros([], tl.int32)
             weight_high = tl.zeros([], tl.int64)
+            if CHUNKS == 1:  # noqa: SIM102  decided while compiling, unlike what follows
+                # A pass over a row takes a program long, and many lanes hold nearly all that is likely.
+                if (searching > 0) & (vocab > LISTED):
+                    if searching == 2:
+                        _, weight = weigh_above(
+                            logits, stride, first, tiles, vocab, low, top, scale, taken % 2 == 0, SHIFT, ROWS, LANE
+                        )  # fmt: skip
+                        limit = limit_of(p, weight)
+                        taken += 1
+                    low = lane_bound(lanes, low, high, k, limit, top, scale, SHIFT, ROWS, LANE)
+                    if low > lowest_key:
+                        count, _ = weigh_above(
+                            logits, stride, first, tiles, vocab, low, top, scale, taken % 2 == 0, SHIFT, ROWS, LANE
+                        )  # fmt: skip
+                        count_low = count.to(tl.int64)
+                        taken += 1
             while searching > 0:
-                pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
-                counts, weights = tally(
-                    logits, stride, first, tiles, vocab, pivots, top, scale, SHIFT, PIVOTS, ROWS, LANE
-                )  # fmt: skip
-                counts, weights, before = share_tally(
-                    tallies + taken * (2 * PIVOTS * CHUNKS), counts, weights, counters, turn, chunk, first, tiles, vocab,
-                    CHUNKS, PIVOTS, ROWS, LANE,
-                )  # fmt: skip
-                turn += 1
-                taken += 1
-                step += 1
-                if (searching == 2) & (limit == 0):
-                    limit = limit_of(p, tl.max(weights, 0))  # the first pivot counts all tokens
-                reached = tl.where(searching == 1, counts >= k, weights >= limit)
-                low = tl.maximum(low, tl.max(tl.where(reached, pivots, low), 0))
-                high = tl.minimum(high, tl.min(tl.where(reached, high, pivots), 0))
-                count_low = tl.minimum(count_low, tl.min(tl.where(reached, counts, count_low), 0))
-                count_high = tl.maximum(count_high, tl.max(tl.where(reached, 0, counts), 0))
-                if CHUNKS > 1:
-                    before_low = tl.minimum(before_low, tl.min(tl.where(reached, before, before_low), 0))
-                    before_high = tl.maximum(before_high, tl.max(tl.where(reached, 0, before), 0))
-                weight_high = tl.maximum(weight_high, tl.max(tl.where(reached, 0, weights), 0))
                 if (searching == 1) & (p < 1):
                     if count_low <= LISTED:  # all that top-k may keep, so top-p can be settled there too
                         high = top_key + 1
@@ -203,12 +197,35 @@ def sampling_support_kernel(
                 elif high - low == 1:
                     ties = ties + 1
                     searching = searching * 0
+                if searching > 0:
+                    pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
+                    counts, weights = tally(
+                        logits, stride, first, tiles, vocab, pivots, top, scale, taken % 2 == 0, SHIFT, PIVOTS, ROWS, LANE
+                    )  # fmt: skip
+                    counts, weights, before = share_tally(
+                        tallies + taken * (2 * PIVOTS * CHUNKS), counts, weights, counters, turn, chunk, first, tiles, vocab,
+                        CHUNKS, PIVOTS, ROWS, LANE,
+                    )  # fmt: skip
+                    turn += 1
+                    taken += 1
+                    step += 1
+                    if (searching == 2) & (limit == 0):
+                        limit = limit_of(p, tl.max(weights, 0))  # the first pivot counts all tokens
+                    reached = tl.where(searching == 1, counts >= k, weights >= limit)
+                    low = tl.maximum(low, tl.max(tl.where(reached, pivots, low), 0))
+                    high = tl.minimum(high, tl.min(tl.where(reached, high, pivots), 0))
+                    count_low = tl.minimum(count_low, tl.min(tl.where(reached, counts, count_low), 0))
+                    count_high = tl.maximum(count_high, tl.max(tl.where(reached, 0, counts), 0))
+                    if CHUNKS > 1:
+                        before_low = tl.minimum(before_low, tl.min(tl.where(reached, before, before_low), 0))
+                        before_high = tl.maximum(before_high, tl.max(tl.where(reached, 0, before), 0))
+                    weight_high = tl.maximum(weight_high, tl.max(tl.where(reached, 0, weights), 0))
             if (listed + ties) > 0:
                 base = high
 
         own, found, lowest = weigh_chunk(
             logits, stride, first, tiles, vocab, base, low, high, floor, (listed > 0), list_at, before_low - before_high,
-            top, scale, SHIFT, FILTERED, min_p is not None, ROWS, LANE,
+            top, scale, taken % 2 == 0, SHIFT, FILTERED, min_p is not None, ROWS, LANE,
         )  # fmt: skip
         if CHUNKS == 1:
             weights = tl.zeros([CHUNK_BLOCK], tl.int64) + own
@@ -225,6 +242,8 @@ def sampling_support_kernel(
             lows = tl.load(told + 3 * CHUNKS + other, mask=other < CHUNKS, other=BEYOND, cache_modifier=".cg")
             lowest = tl.min(lows, 0)
 
+        if tokens is not None:
+            uniform = tl.load(uniforms + request * uniform_row_stride + (row % inner) * uniform_stride)
         total = tl.sum(weights, 0)
         earlier = tl.sum(tl.where(other < chunk, weights, 0), 0)
         least = tl.full([], NOTHING_CUT, tl.int64)
@@ -236,10 +255,17 @@ def sampling_support_kernel(
                     SHIFT, LISTED,
                 )  # fmt: skip
                 ids = place_id(place)
-                total += tl.sum(tl.where(kept, weight, 0), 0)
-                earlier += tl.sum(tl.where(kept & (ids < start), weight, 0), 0)
-                own += tl.sum(tl.where(kept & (ids >= start) & (ids < stop), weight, 0), 0)
+                weight = tl.where(kept, weight, 0)
+                everything = total == 0  # all that is kept is in the list
+                total += tl.sum(weight, 0)
+                earlier += tl.sum(tl.where(ids < start, weight, 0), 0)
+                own += tl.sum(tl.where((ids >= start) & (ids < stop), weight, 0), 0)
                 least = tl.min(tl.where(kept, place, BEYOND), 0)
+                if tokens is not None:  # noqa: SIM102  decided while compiling, unlike what follows
+                    if everything:
+                        own = own * 0  # so that nobody looks for the token
+                        if chunk == 0:
+                            tl.store(tokens + row, listed_token(ids, weight, draw_level(uniform, total)))
             elif ties > 0:
                 each = fixed_weight(key_logit(low.to(tl.int32), SHIFT), top, scale)
                 kept_ties = k - count_high
@@ -266,7 +292,6 @@ def sampling_support_kernel(
             tl.store(support, top_id)
             tl.store(support + 2, total)
         if tokens is not None:
-            uniform = tl.load(uniforms + request * uniform_row_stride + (row % inner) * uniform_stride)
             level = draw_level(uniform, total)
             if (earlier <= level) & (level < earlier + own):
                 token = drawn(
@@ -309,10 +334,11 @@ class Shares(NamedTuple):
         }
 
 
-def shares(rows: int, vocab: int, programs: int) -> Shares:
+def shares(rows: int, vocab: int, programs: int, filtered: bool = True) -> Shares:
     """For `rows` rows of `vocab` tokens, on `programs` that are resident at once; one a row where rows are more."""
     most = min(max(programs // max(rows, 1), 1), 128)
-    num_warps = 8 if most > 1 else 16
+    # A row to itself fills a multiprocessor: with a second one its L1 cache would hold neither.
+    num_warps = 8 if most > 1 else 16 if filtered else 32
     tile = min(triton.next_power_of_2(vocab), 32 * num_warps * LANE)
     lane = min(LANE, tile)
     tiles = triton.cdiv(vocab, tile)
@@ -352,10 +378,10 @@ def support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p, any_top:
 
     with device_guard(logits):
         # Triton's interpreter runs one program after another.
-        share = shares(bs * inner, vocab, num_sms(logits.device) if logits.is_cuda else 1)
+        share = shares(bs * inner, vocab, num_sms(logits.device) if logits.is_cuda else 1, filtered)
         grid = ("sampling_support", bs * inner, share)
         if share.chunks == 1 or resident_or_none(grid, lambda: start(share)) is None:
-            start(shares(bs * inner, vocab, 1))  # which wait for nobody
+            start(shares(bs * inner, vocab, 1, filtered))  # which wait for nobody
     return support, tokens
 
 
@@ -379,7 +405,7 @@ def ahead() -> Iterator[Variant]:
         (512, 128_256, "bf16", ("top_k", "top_p")),
         (512, 128_256, "bf16", ()),
     ):
-        constants = shares(rows, vocab, 132).constants
+        constants = shares(rows, vocab, 132, bool(given)).constants
         num_warps, options = constants.pop("num_warps"), {"maxnreg": constants.pop("maxnreg")}
         absent = [name for name in settings if name not in given]
         several = constants["CHUNKS"] > 1

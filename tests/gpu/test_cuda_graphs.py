@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from tqdm.auto import tqdm
 
 from spec_ops.backends import get_backend
-from spec_ops.decoding import GenerationResult, Generator, SpeculationConfig
+from spec_ops.decoding import GenerationResult, Generator, SamplingParams, SpeculationConfig
 from spec_ops.decoding.arguments import Requests, check_sampling
 from spec_ops.decoding.batch import Batch
 from spec_ops.models.pretrained import load_pair
@@ -94,6 +94,41 @@ def test_one_graph_per_bucket_and_steady_replay(pair, config):
             assert int(state.committed_lens.min()) > 200  # the rounds really decoded
     assert recorded_graphs() - before == 4
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(3, 4, 12)], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rounds_that_change_logits_are_one_graph(pair, config, temperature):
+    """Without a sync, and recorded once whatever the values."""
+    target, draft, tokenizer = pair
+    torch._dynamo.reset()
+    counters.clear()
+    prompts, stops = [tokenizer.encode(text) for text in TEXTS[:4]], [tokenizer.encode("\n")[-1]]
+    generator = Generator(target, draft, config, max_batch_size=4, max_seq_len=256, compile=True)
+    plain = Generator(target, max_batch_size=4, max_seq_len=256)
+    before = recorded_graphs()
+    for value in (1, 2):
+        params = [
+            SamplingParams(
+                temperature, seed=value, repetition_penalty=1 + 0.1 * value, presence_penalty=0.2 * row, frequency_penalty=0.1,
+                logit_bias={97 + value: -1.0}, min_new_tokens=8 * row, bad_words_ids=[[102, 111 + value], [32, 32, 32]],
+            )
+            for row in range(4)
+        ]  # fmt: skip
+        options = {"max_new_tokens": 48, "stop_tokens": stops, "sampling": params}
+        with torch._dynamo.config.patch(error_on_recompile=value > 1):
+            tokens = generator.generate(prompts, **options).tokens
+        if temperature == 0:
+            assert tokens == plain.generate(prompts, **options).tokens
+    assert recorded_graphs() - before == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    (step,) = generator._rounds.values()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_output_is_read_one_round_late_but_complete(pair):

@@ -241,3 +241,16 @@ def test_sample_tokens_never_returns_probability_0(device):
     ):
         tokens = spec_ops.sample_tokens(probs.to(device), uniforms.to(device)).cpu()
         assert (probs.gather(1, tokens[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.0, 4), (0.1, 4), (0.2, 3), (0.3, 2), (0.6, 1), (1.0, 1)])
+def test_min_p_keeps_what_is_likely_enough(device, min_p, kept):
+    weights = [8.0, 4.0, 2.0, 1.0]
+    logits = torch.tensor([[math.log(w) for w in weights]] * 2, device=device)
+    ones = torch.ones(2, device=device)
+    probs = spec_ops.sampling_probs(logits, ones, None, None, min_p * ones)[0].tolist()
+    total = sum(weights[:kept])
+    assert probs == pytest.approx([w / total if i < kept else 0 for i, w in enumerate(weights)], rel=PROBS_RTOL)
+    # After top-k and top-p, which leave 8 and 4.
+    probs = spec_ops.sampling_probs(logits, ones, 3 * ones.int(), 0.8 * ones, min_p * ones)[0].tolist()
+    assert [p > 0 for p in probs] == [True, kept > 1, False, False]

@@ -21,7 +21,7 @@ from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.draft import HeldDrafts
 from spec_ops.decoding.drafter import draft_model, make_drafter
 from spec_ops.decoding.grammar import Grammars, Matcher, check_matchers
-from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures, LogitsProcessor, check_processor
+from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures, LogitsProcessor, check_processor, identity
 from spec_ops.decoding.lookup import PromptLookup
 from spec_ops.decoding.output import OutputReader
 from spec_ops.decoding.pages import PagePool
@@ -336,7 +336,7 @@ class Generator:
 
     def _remember(self, processor: LogitsProcessor, state: RoundState) -> None:
         """Check a function that is new, and forget the rounds of the one used longest ago if there are too many."""
-        others = [known for known in self._processors if known is not processor]
+        others = [known for known in self._processors if identity(known) != identity(processor)]
         if len(others) == len(self._processors):
             check_processor(processor, state, self.target.config.vocab_size, self.compile)
         self._processors = [*others, processor]
@@ -345,7 +345,7 @@ class Generator:
 
     def _forget(self, processor: LogitsProcessor) -> None:
         def keep(features: LogitsFeatures | None) -> bool:
-            return features is None or features.processor is not processor
+            return features is None or identity(features.processor) != identity(processor)
 
         self._changes = {key: made for key, made in self._changes.items() if keep(key[-1])}
         self._rounds = {key: made for key, made in self._rounds.items() if keep(key[-1])}

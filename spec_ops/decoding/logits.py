@@ -27,6 +27,12 @@ from spec_ops.decoding.state import ALL_MASKED, RoundState
 LogitsProcessor = Callable[..., torch.Tensor]
 
 
+def identity(processor: LogitsProcessor | None) -> tuple[int, ...]:
+    """What tells a user's function apart from all others while somebody refers to it. A bound method is made anew whenever an
+    object is asked for it: its object and its function count."""
+    return (id(processor.__self__), id(processor.__func__)) if inspect.ismethod(processor) else (id(processor),)
+
+
 @dataclass(frozen=True)
 class LogitsFeatures:
     """Which changes a round makes. Values change from call to call, this makes another round.
@@ -48,10 +54,10 @@ class LogitsFeatures:
     bad_words: tuple[int, int] | None = None
     bitmask: bool = False
     processor: LogitsProcessor | None = field(default=None, compare=False)
-    _identity: int = field(init=False, repr=False)
+    _identity: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_identity", id(self.processor))  # it is referred to: no other object can have this id
+        object.__setattr__(self, "_identity", identity(self.processor))
 
     @classmethod
     def of(

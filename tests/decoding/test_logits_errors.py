@@ -130,3 +130,14 @@ def test_only_the_last_functions_rounds_are_kept(target):
         rounds |= {step for key, step in generator._rounds.items() if key[-1].processor is kept}
     assert len(generator._rounds) == len(generator._changes) == len(generator._processors) == 8
     assert len(rounds) == 1
+
+
+def test_a_bound_method_is_the_same_function_every_time(target):
+    class Rules:
+        def forbid(self, logits, history, lengths):
+            return logits
+
+    generator, first, second = Generator(target, **OPTIONS), Rules(), Rules()
+    for rules in (first, second, first, second):
+        generator.generate(PROMPTS[:2], max_new_tokens=2, logits_processor=rules.forbid)
+    assert len(generator._rounds) == len(generator._processors) == 2

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
@@ -183,3 +184,25 @@ def test_the_op_takes_either():
             experts.moe_experts(*args)
         assert [launch.kernel.__name__ for launch in launches][: len(kernels)] == kernels
         check_close(experts.moe_experts(*args), args, 2e-3)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("tokens", [16, 70])
+def test_no_weights_are_copied(tokens):
+    """What is made grows with pairs times their rows, never with pairs times an expert's weights."""
+    args = call(FORMS["Qwen3-MoE"], tokens, 2, 4, 64, 72, torch.float16)
+    with recorded(), Largest() as largest:  # the launches' own tensors, not the interpreter's
+        experts.moe_experts(*args)
+    rows = 2 * tokens if tokens == 70 else 4 * 16  # pairs; with few tokens those of each touched expert
+    assert 0 < largest.elements <= rows * 72

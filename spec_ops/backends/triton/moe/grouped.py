@@ -132,10 +132,10 @@ def weighted_sum_kernel(
     made, ids, weights, out, experts, hidden, id_row, id_stride, weight_row, weight_stride,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program `(block of columns, token)`: its experts' rows of `made [pairs, hidden]`, in the order of its slots."""
+    """Program `(token, block of columns)`: its experts' rows of `made [pairs, hidden]`, in the order of its slots."""
     await_predecessors(PDL)
-    token = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
         expert = tl.load(ids + token * id_row + slot * id_stride)
@@ -238,7 +238,7 @@ def _run(
                 *_bias_strides(down_bias), **_constants(experts, blocks),
             )  # fmt: skip
         launch(
-            weighted_sum_kernel, (triton.cdiv(hidden, SUM_BLOCK), tokens),
+            weighted_sum_kernel, (tokens, triton.cdiv(hidden, SUM_BLOCK)),
             made, ids, weights, out, experts, hidden, *ids.stride(), *weights.stride(), TOP_K=k, BLOCK=SUM_BLOCK,
             num_warps=4,
         )  # fmt: skip

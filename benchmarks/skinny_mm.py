@@ -2,8 +2,11 @@
 
     python -m benchmarks.skinny_mm                                              # prints
     python -m benchmarks.skinny_mm --json benchmarks/results/h200-skinny-mm.json
+    python -m benchmarks.skinny_mm --weights row block                          # stored in 8 bits, beside torch._scaled_mm
 
-The pass `lower_skinny_mm` takes its rule from these rows: a product is replaced where `us` is below `torch_us`.
+The pass `lower_skinny_mm` takes its rule from these rows: a product is replaced where `us` is below `torch_us`. Products with
+weights of fewer bits are measured beside `torch.mm` on the dequantized weight (`torch_us`) and, for float8 with a scale for
+each row, `torch._scaled_mm` on rows that are quantized before it (`scaled_mm_us`: its time with theirs).
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import torch
 from benchmarks.rows import write_rows
 from benchmarks.timing import measure_ceilings, time_calls
 from spec_ops.backends.triton.linear.skinny_mm import skinny_mm
+from spec_ops.backends.weight_format import dequantized
 
 # n, k
 SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (2880, 4096), (1536, 7168)]  # replaced
 SHAPES += [(5120, 2880), (24576, 1536), (28672, 4096), (7168, 16384)]  # left to cuBLAS
 ROWS = (1, 4, 8, 16, 32, 64)
+WEIGHTS = ("bf16", "tensor", "row", "block", "int4")
 COLD_BYTES = 200_000_000  # of weights in turn: four times the L2 of an H200
 
 
@@ -44,22 +49,69 @@ def measure(m: int, n: int, k: int, copy: float) -> dict[str, Any]:
     return {"n": n, "k": k, "m": m, **times, "error_over_torch": round(errors[0] / errors[1], 4)}
 
 
+def stored(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`weight` in 8 or 4 bits, its scale and its zero."""
+    (n, k), limit = weight.shape, torch.finfo(torch.float8_e4m3fn).max
+    if kind == "int4":
+        groups = weight.float().unflatten(1, (-1, 128))
+        low, high = groups.aminmax(dim=2)
+        scale = (high - low) / 15
+        numbers = ((groups - low[..., None]) / scale[..., None]).round().to(torch.int8).sub(8).flatten(1)
+        packed = (numbers[:, ::2] & 15) | (numbers[:, 1::2] << 4)
+        return packed, scale.bfloat16().t().contiguous().t(), (low + 8 * scale).bfloat16().t().contiguous().t()
+    rows, columns = {"tensor": (n, k), "row": (1, k), "block": (128, 128)}[kind]
+    padded = torch.nn.functional.pad(weight.float(), (0, -k % columns, 0, -n % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scale = blocks.abs().amax((1, 3)) / limit
+    return (blocks / scale[:, None, :, None]).view(padded.shape)[:n, :k].to(torch.float8_e4m3fn).contiguous(), scale, None
+
+
+def scaled_mm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What a user has otherwise for a weight with a scale for each row: rows in 8 bits too."""
+    rows = x.abs().amax(1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max
+    return torch._scaled_mm((x / rows).to(torch.float8_e4m3fn), weight.t(), rows, scale.t(), out_dtype=x.dtype)
+
+
+def measure_stored(m: int, n: int, k: int, kind: str, copy: float) -> dict[str, Any]:
+    generator = torch.Generator("cuda").manual_seed(m * n + k)
+    bits = 4 if kind == "int4" else 8
+    cases = []
+    for _ in range(8 * COLD_BYTES // (bits * n * k) + 2):
+        x, weight = (torch.randn(r, k, device="cuda", generator=generator).bfloat16() for r in (m, n))
+        cases.append((x, *stored(weight, kind)))
+    plain = [(x, dequantized(*weights).bfloat16()) for x, *weights in cases[: COLD_BYTES // (2 * n * k) + 2]]
+    ours = time_calls([lambda x=x, w=w, s=s, z=z: skinny_mm(x, w, None, s, z) for x, w, s, z in cases], min_ms=4, min_replays=5)
+    torchs = time_calls([lambda x=x, w=w: torch.mm(x, w.t()) for x, w in plain], min_ms=4, min_replays=5)
+    x, weights = cases[0][0], cases[0][1:]
+    exact = dequantized(*weights)
+    moved = sum(t.numel() * t.element_size() for t in weights if t is not None)
+    row = {"n": n, "k": k, "m": m, "weights": kind, "us": round(ours.us, 2), "torch_us": round(torchs.us, 2)}
+    row["floor_us"] = round((moved + 2 * m * (n + k)) / copy * 1e6, 2)
+    row["error_over_torch"] = round(error(ours.output, x, exact) / error(torchs.output, x, exact), 4)
+    if kind == "row":
+        compiled = torch.compile(scaled_mm, dynamic=False)
+        calls = [lambda x=x, w=w, s=s: compiled(x, w, s) for x, w, s, _ in cases]
+        row["scaled_mm_us"] = round(time_calls(calls, min_ms=4, min_replays=5).us, 2)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", type=int, nargs=2, action="append", metavar=("N", "K"), help="instead of the built-in ones")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--weights", nargs="+", default=["bf16"], choices=WEIGHTS)
     parser.add_argument("--copy-rate", type=float, help="bytes/s for the floor; measured by default")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     copy = measure_ceilings(torch.device("cuda"), copy=options.copy_rate, matmul=1.0).copy
     rows = []
     for n, k in options.shape or SHAPES:
-        for m in options.rows:
-            rows.append(row := measure(m, n, k, copy))
+        for m, kind in ((m, kind) for m in options.rows for kind in options.weights):
+            rows.append(row := measure(m, n, k, copy) if kind == "bf16" else measure_stored(m, n, k, kind, copy))
             us, torch_us, floor_us = (row[name] for name in ("us", "torch_us", "floor_us"))
-            print(
-                f"{n} x {k}, {m} rows: {us} us, torch.mm {torch_us} ({torch_us / us:.2f} times), floor {floor_us}", flush=True
-            )
+            beside = f", _scaled_mm {row['scaled_mm_us']}" if "scaled_mm_us" in row else ""
+            beside = f"torch.mm {torch_us} ({torch_us / us:.2f} times){beside}"
+            print(f"{n} x {k} {kind}, {m} rows: {us} us, {beside}, floor {floor_us}", flush=True)
     if options.json is not None:
         write_rows(options.json, rows, copy_rate=copy)
 

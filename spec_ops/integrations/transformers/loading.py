@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from spec_ops.integrations.transformers.attention import NAME
 from spec_ops.integrations.transformers.eagle3 import is_eagle3, load_eagle3
@@ -21,6 +23,8 @@ from spec_ops.models.fields import Fields
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon", "norm_eps")
+_METHOD = "quantization_config.quant_method"
+_FLOAT8 = {"F8_E4M3", "F8_E5M2"}  # safetensors' names
 _INTEGERS = {"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"}  # safetensors' names
 
 
@@ -108,7 +112,7 @@ def _load_model(folder: Path, config: Any, device: torch.device | str, dtype: to
     # Transformers prints a table of missing tensors and wrong shapes; here they become an error.
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    _check_stored(files, config)
+    _check_stored(folder, files, config)
     weights = files[0] if len(files) == 1 else folder
     with _transformers_errors(weights):
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
@@ -120,21 +124,59 @@ def _load_model(folder: Path, config: Any, device: torch.device | str, dtype: to
     return model.to(device)
 
 
-def _check_stored(files: Sequence[Path], config: Any) -> None:
-    """Refuse weights stored as integers: transformers converts them, but only a quantized model has their scales."""
-    if getattr(config, "quantization_config", None) is not None:
+class _Header(NamedTuple):
+    """What a safetensors file says of a tensor."""
+
+    file: Path
+    kind: str
+    shape: list[int]
+
+
+def _check_stored(folder: Path, files: Sequence[Path], config: Any) -> None:
+    """Refuse quantized weights without what they mean: transformers converts the stored numbers all the same."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    method = None if quantization is None else quantization.get("quant_method")
+    if quantization is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING and "load_in_8bit" not in quantization:
+        raise CheckpointError(folder / "config.json", f"must be a method of transformers, got {method!r}", _METHOD)
+    if method not in (None, "fp8"):
         return
-    for file in files:
-        if file.suffix != ".safetensors":
-            continue
+    found: dict[str, _Header] = {}
+    for file in (file for file in files if file.suffix == ".safetensors"):
         try:
             with safe_open(file, "pt") as tensors:
-                kinds = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+                for name in tensors.keys():  # noqa: SIM118
+                    part = tensors.get_slice(name)
+                    found[name] = _Header(file, part.get_dtype(), part.get_shape())
         except (SafetensorError, OSError) as error:
             raise CheckpointError(file, f"must be a safetensors file, got {first_line(error)}") from error
-        for name, kind in kinds.items():
-            if name.endswith(".weight") and kind in _INTEGERS:
-                raise CheckpointError(file, f"must be floating-point in a model that is not quantized, got {kind}", name)
+    for name, header in found.items():
+        if not name.endswith(".weight"):
+            continue
+        if method is None and header.kind in _INTEGERS:
+            raise CheckpointError(
+                header.file, f"must be floating-point in a model that is not quantized, got {header.kind}", name
+            )
+        if header.kind in _FLOAT8:
+            _check_scales(name, found, quantization)
+
+
+def _check_scales(name: str, found: Mapping[str, _Header], quantization: Mapping[str, Any] | None) -> None:
+    """Refuse the weight `name` of 8 bits if its scales are not there, or of another shape than its blocks."""
+    header, stem = found[name], name.removesuffix("weight")
+    scale = next(
+        (s for s in (f"{name}_scale_inv", f"{stem}scale", f"{stem}qscale_weight", f"{name}_scale") if s in found), None
+    )
+    if quantization is None:
+        raise CheckpointError(header.file, f"must be of 16 bits in a model that is not quantized, got {header.kind}", name)
+    if scale is None:
+        raise CheckpointError(header.file, "must have scales beside it, as a weight of 8 bits", name)
+    blocks, shape = quantization.get("weight_block_size"), found[scale].shape
+    if blocks is not None and len(header.shape) == 2 and math.prod(shape) != 1:
+        wanted = [-(-size // block) for size, block in zip(header.shape, blocks, strict=True)]
+        if shape != wanted:
+            raise CheckpointError(found[scale].file, f"must be of shape {wanted}, got {shape}", scale)
 
 
 @contextmanager

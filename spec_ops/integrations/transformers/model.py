@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from spec_ops.integrations.transformers import experts
 from spec_ops.integrations.transformers.attention import NAME, attending
+from spec_ops.integrations.transformers.fp8 import reading_as_stored
 from spec_ops.integrations.transformers.parts import GivenHiddenStates, as_decoder, replaced, watched, with_fixed_rope
 from spec_ops.integrations.transformers.probe import Argument, CacheSpec, StepCache, check_logits, extend_from_start, probe
 from spec_ops.models.config import KVRows
@@ -231,7 +232,9 @@ def _switch(model: PreTrainedModel, holder: TransformersModel) -> _Switched:
         switched = _switched.get(id(model))
         if switched is None:
             own_experts = experts.implementations(model) if experts.supported(model) else None
-            _switched[id(model)] = switched = _Switched(_switch_first(model, own_experts is not None), own_experts)
+            _switched[id(model)] = switched = _Switched(
+                _switch_first(model, own_experts is not None, holder._argument), own_experts
+            )
         else:
             model.set_attn_implementation(NAME)  # the user may have changed it since
             if switched.own_experts is not None:
@@ -250,10 +253,11 @@ def _release(switched: _Switched, holder: TransformersModel) -> None:
             switched.restore()
 
 
-def _switch_first(model: PreTrainedModel, switch_experts: bool) -> Callable[[], None]:
+def _switch_first(model: PreTrainedModel, switch_experts: bool, argument: Argument) -> Callable[[], None]:
     training = [module for module in model.modules() if module.training]
     with ExitStack() as entered:
         entered.enter_context(attending(model, NAME))  # each may refuse; nothing has changed then
+        entered.enter_context(reading_as_stored(model, argument))
         if switch_experts:
             entered.enter_context(experts.using_experts(model, experts.NAME))
         made = entered.pop_all()

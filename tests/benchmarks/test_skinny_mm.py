@@ -1,0 +1,20 @@
+"""The weights that `benchmarks.skinny_mm` measures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import skinny_mm
+from spec_ops.backends.weight_format import dequantized, weight_format
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("tensor", (8, 200, 256)), ("row", (8, 1, 256)), ("block", (8, 128, 128)), ("int4", (4, 1, 128))]
+)
+def test_weights_are_of_a_format_and_near_what_they_store(kind, expected):
+    weight = torch.randn(200, 256, generator=torch.Generator().manual_seed(0))
+    data, scale, zero = skinny_mm.stored(weight, kind)
+    assert weight_format("op", data, scale, zero) == expected
+    lost = (dequantized(data, scale, zero) - weight).square().mean().sqrt()
+    assert 0 < lost < (0.12 if kind == "int4" else 0.03)

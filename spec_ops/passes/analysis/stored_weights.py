@@ -73,6 +73,8 @@ def weight_bytes(node: fx.Node) -> int:
     if node.target not in (aten.mm.default, aten.addmm.default):
         return 0
     right: Any = node.args[-1]
+    if not isinstance(value(right), torch.Tensor):
+        return 0
     try:
         stored = dequantized(right)
     except NoFormatError:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from spec_ops.decoding import Generator, PromptLookup, SamplingParams, SpeculationConfig, SpeculativeRound, generate
 from spec_ops.models import PagedKVCache
 from tests.decoding.test_generate import PROMPTS, make_draft, make_target
 from tests.ops.test_lookup import drafts
+from tests.passes.test_compile import OPTIONS, compiled_generator
 
 LOOKUPS = [PromptLookup(), PromptLookup(1), PromptLookup(3, 2)]
 REPEATED = [[1, 2, 3, 4, 5, 6] * 4, [7, 8, 9, 7, 8], [3] * 13, [11]]
@@ -98,6 +100,21 @@ def test_sampling_follows_the_seed_whatever_the_batch(target, otherwise):
     assert together.tokens[:1] == alone.tokens
     greedy = generate(target, lookup, REPEATED, max_new_tokens=16, sampling=SamplingParams(1.0, top_k=1))
     assert greedy.tokens == generate(target, None, REPEATED, max_new_tokens=16).tokens
+
+
+@pytest.mark.parametrize("kind", [None, "eagle3"], ids=["lookup", "with a model"])
+def test_the_round_is_one_graph(kind):
+    torch._dynamo.reset()
+    target, config = make_target(False), SpeculationConfig(3)
+    lookup = PromptLookup(4, 2, None if kind is None else make_draft(kind, target))
+    sampling = [SamplingParams(), SamplingParams(0.8, top_k=30, seed=1)]
+    expected = Generator(target, lookup, config, **OPTIONS).generate(REPEATED[:2], max_new_tokens=12, sampling=sampling)
+    generator = compiled_generator(target, lookup, config, "aot_eager")
+    counters.clear()
+    assert generator.generate(REPEATED[:2], max_new_tokens=12, sampling=sampling).tokens == expected.tokens
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        generator.generate(PROMPTS[:2], max_new_tokens=9, sampling=sampling)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_changed_logits_decide_over_the_drafts(target):

@@ -18,7 +18,7 @@ import torch
 import spec_ops
 import spec_ops.decoding.draft
 import spec_ops.decoding.round
-from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, SpeculativeRound
+from spec_ops.decoding import Generator, PromptLookup, SamplingParams, SpeculationConfig, SpeculativeRound
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig, MTPDraft, PagedAttention, PagedKVCache, StandaloneDraft
 from tests.helpers.exact import filtered_probs
 
@@ -56,7 +56,8 @@ def make_pair(kind: str, mla: bool):
     if kind == "mtp":
         return target, MTPDraft(model_config(mla), target)
     reduced = torch.tensor([3, 0, 2])  # 1 is never drafted, and only one id keeps its place
-    return target, Eagle3Draft(model_config(False), target, reduced)
+    head = Eagle3Draft(model_config(False), target, reduced)
+    return target, head if kind == "eagle3" else PromptLookup(otherwise=head)
 
 
 def exact_joint(target: CausalLM, prompt: list[int], sampling: dict) -> np.ndarray:
@@ -111,6 +112,7 @@ def p_value(kind: str, mla: bool, config: SpeculationConfig, sampling: dict, dra
         pytest.param("standalone", False, CHAIN, MIN_P, id="gqa-standalone-block-min-p"),
         pytest.param("mtp", True, TREE, FILTERED, id="mla-mtp-tree-filtered"),
         pytest.param("standalone", False, CHAIN, PLAIN, id="gqa-standalone-block"),
+        pytest.param("lookup, else eagle3", True, CHAIN, PLAIN, id="mla-lookup-else-eagle3"),
     ],
 )
 def test_sampled_rounds_keep_the_distribution(kind, mla, config, sampling):

@@ -7,7 +7,7 @@ same files or on a file of prompts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,7 +104,7 @@ class Work:
     target: Target
     draft: Draft | None
     prompts: list[list[int]]
-    sampling: SamplingParams
+    sampling: list[SamplingParams]  # of each prompt
     stop_tokens: list[int]
 
 
@@ -167,29 +167,32 @@ def bench_accept(
         work = _of_pair(source, pair, sampling, place, weights)
     else:
         drafting = None if draft_model is None else Path(draft_model)
-        work = _of_checkpoints(source, Path(model), drafting, sampling, settings or [], place, weights)
+        work = _of_checkpoints(source, Path(model), drafting, sampling, settings or [], max_new_tokens, place, weights)
     quantized(quantize, work.target, work.draft)
     longest = max(map(len, work.prompts)) + max_new_tokens
     options: dict[str, Any] = {"max_batch_size": batch_size, "max_seq_len": longest, "compile": compile}
     with refusing("--model / --draft / --tree-width / --max-new-tokens"):
         generator = Generator(work.target, None if plain else work.draft, config, **options)
-    how: dict[str, Any] = {"sampling": work.sampling, "stop_tokens": work.stop_tokens}
-    generator.generate(work.prompts[:batch_size], max_new_tokens=min(8, max_new_tokens), progress=compile, **how)
-    stats = generator.generate(work.prompts, max_new_tokens=max_new_tokens, progress=True, **how).stats
+    few = {"sampling": work.sampling[:batch_size], "max_new_tokens": min(8, max_new_tokens), "progress": compile}
+    generator.generate(work.prompts[:batch_size], stop_tokens=work.stop_tokens, **few)  # type: ignore[arg-type]
+    stats = generator.generate(
+        work.prompts, max_new_tokens=max_new_tokens, sampling=work.sampling, stop_tokens=work.stop_tokens, progress=True
+    ).stats
+    sampling = work.sampling[0]
     console.print(
         f"{'plain' if plain else describe(config)}: accept length [bold]{stats.accept_length:.3f}[/bold] tokens a round over "
-        f"{len(work.prompts)} prompts {source.about}, {stats.new_tokens} new tokens ({describe_sampling(work.sampling)}), "
+        f"{len(work.prompts)} prompts {source.about}, {stats.new_tokens} new tokens ({describe_sampling(sampling)}), "
         f"{stats.tokens_per_second:.0f} tokens/s at batch size {batch_size}"
     )
     if not plain:
         console.print(histogram_table(stats))
     if json is not None:
-        shape = {"steps": 0} if plain else {"steps": steps, "topk": tree_width, "num_tokens": config.num_tokens}
+        shape: dict[str, Any] = {"steps": 0} if plain else {"steps": steps, "topk": tree_width, "num_tokens": config.num_tokens}
         if model is not None:
             shape |= {"model": Path(model).name, "draft": draft_model and Path(draft_model).name}
-        if not plain and work.sampling.temperature > 0:
+        if not plain and sampling.temperature > 0:
             shape["block_verification"] = config.verifies_blocks
-        row = shape | figures(stats, work.sampling) | {"prompts": len(work.prompts), "dtype": dtype}
+        row = shape | figures(stats, sampling) | {"prompts": len(work.prompts), "dtype": dtype}
         row |= {} if quantize is None else {"weights": quantize}
         write_rows(json, [row | {"batch_size": batch_size, "device": str(place), "compile": compile}])
 
@@ -199,7 +202,7 @@ def _of_pair(source: Source, pair: Path | None, sampling: SamplingParams, device
         prompts = source.of_bytes()
     with refusing("--pair"):
         target, draft, _ = load_pair(pair, device=device, dtype=dtype)
-    return Work(target, draft, prompts, sampling, [])
+    return Work(target, draft, prompts, [sampling] * len(prompts), [])
 
 
 def _of_checkpoints(
@@ -208,6 +211,7 @@ def _of_checkpoints(
     draft: Path | None,
     sampling: SamplingParams,
     settings: list[str],
+    max_new_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Work:
@@ -223,26 +227,30 @@ def _of_checkpoints(
     with refusing("--model / --set"):
         assert sampling.seed is not None
         resolved = loading.load_settings(model, overrides | dict(map(parse_setting, settings)), sampling.seed)
+        each = [loading.plan_sampling(model, resolved, len(prompt), max_new_tokens) for prompt in prompts]
     with refusing("--model / --draft"):
         target, drafting = loading.load_checkpoints(model, draft, device=device, dtype=dtype)
-    return Work(target, drafting, prompts, resolved.sampling, resolved.stop_tokens)
+    return Work(target, drafting, prompts, each, resolved.stop_tokens)
 
 
 def figures(stats: GenerationStats, sampling: SamplingParams) -> dict[str, Any]:
     """What a row says of the rounds, and of the settings that are not off."""
-    row: dict[str, Any] = {"temperature": sampling.temperature}
-    if sampling.temperature > 0:
-        filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        row |= {name: value for name, value in filters.items() if value != off[name]} | {"seed": sampling.seed}
-    return row | {
-        "new_tokens": stats.new_tokens,
-        "accept_length": round(stats.accept_length, 3),
-        "accept_lengths": [round(length, 3) for length in stats.accept_lengths],
-        "histogram": stats.histogram,
-        "acceptance_rates": [None if math.isnan(rate) else round(rate, 4) for rate in stats.acceptance_rates],
-        "tokens_per_second": round(stats.tokens_per_second, 1),
-    }
+    sampled = sampling.temperature > 0
+    unused = () if sampled else ("seed", "top_k", "top_p", "min_p")
+    settings = {field.name: getattr(sampling, field.name) for field in fields(sampling) if field.name not in unused}
+    on = {name: value for name, value in settings.items() if value != getattr(SamplingParams, name, None)}
+    return (
+        {"temperature": sampling.temperature}
+        | on
+        | {
+            "new_tokens": stats.new_tokens,
+            "accept_length": round(stats.accept_length, 3),
+            "accept_lengths": [round(length, 3) for length in stats.accept_lengths],
+            "histogram": stats.histogram,
+            "acceptance_rates": [None if math.isnan(rate) else round(rate, 4) for rate in stats.acceptance_rates],
+            "tokens_per_second": round(stats.tokens_per_second, 1),
+        }
+    )
 
 
 def histogram_table(stats: GenerationStats) -> Table:

@@ -80,6 +80,7 @@ def from_checkpoints(
         limit = settings.new_tokens(len(tokens)) if limited else MAX_NEW_TOKENS
         if not isinstance(limit, int):
             raise ValueError(f"`max_new_tokens` must be one integer here, got {limit}")
+        sampling = loading.plan_sampling(model, settings, len(tokens), limit)
         prompts = Prompts(torch.tensor([tokens], device="cpu"), [tokens], settings.padding)
 
         def stop_when() -> StopWhen | None:
@@ -88,4 +89,4 @@ def from_checkpoints(
         stop_when()  # what is wrong with a stop string is found before the weights are read
     with refusing("--model / --draft"):
         target, drafting = loading.load_checkpoints(model, draft, device=device, dtype=dtype)
-    return Text(target, drafting, tokenizer, tokens, settings.sampling, limit, settings.stop_tokens, stop_when)
+    return Text(target, drafting, tokenizer, tokens, sampling, limit, settings.stop_tokens, stop_when)

@@ -78,7 +78,13 @@ def test_sampling_is_what_the_options_say(folders):
     by_tokens, _ = measure(folders, *options, "--token-verification")
     assert (row["block_verification"], by_tokens["block_verification"]) == (True, False)
     assert by_tokens["histogram"] != row["histogram"]
-    assert measure(folders, *lines(folders), "--temperature", "0.7", "--set", "top_k=7")[0]["top_k"] == 7
+    more = ["--temperature", "0.7", "--min-p", "0.05", "--set", "top_k=7", "--set", "repetition_penalty=1.2"]
+    row, _ = measure(folders, *lines(folders), *more)
+    assert {name: row.get(name) for name in ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty")} == {
+        "top_k": 7, "top_p": None, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": None,
+    }  # fmt: skip
+    greedy, _ = measure(folders, *lines(folders), "--top-p", "0.5", "--set", "repetition_penalty=1.2")
+    assert (greedy["repetition_penalty"], greedy.get("top_p"), greedy.get("seed")) == (1.2, None, None)
 
 
 def test_chat_prompts_go_through_the_template(folders, monkeypatch):

@@ -209,10 +209,19 @@ def test_the_settings_of_a_checkpoint_are_kept(checkpoint):
     assert "; greedy" in " ".join(run(*arguments, "--temperature", "0").output.split())
 
 
-def test_a_setting_that_rounds_do_not_take_is_refused_and_can_be_switched_off(checkpoint):
-    arguments = checkpoint(repetition_penalty=1.3, max_new_tokens=4)
-    assert "`repetition_penalty` must be 1.0, got 1.3: not supported" in refused(*arguments, option="--model / --set")
-    assert run(*arguments, "--set", "repetition_penalty=1.0").exit_code == 0
+def test_what_a_checkpoint_does_to_the_logits(checkpoint):
+    """Its penalty is applied, and named; what rounds of the command line do not take is refused and can be switched off."""
+    arguments = checkpoint(repetition_penalty=8.0, no_repeat_ngram_size=2, max_new_tokens=48, eos_token_id=[])
+    problem = "`repetition_penalty`, `no_repeat_ngram_size` must be off here"
+    assert problem in refused(*arguments, option="--model / --set")
+    arguments += ["--set", "no_repeat_ngram_size=null"]
+    texts = []
+    for options, penalized in (([], True), (["--set", "repetition_penalty=1.0"], False)):
+        result = run(*arguments, *options)
+        assert result.exit_code == 0, result.output
+        assert ("repetition penalty 8" in result.output) is penalized
+        texts.append(result.output.partition("the thing")[2].partition("new tokens")[0])
+    assert texts[0] != texts[1]
     assert "unexpected argument `nonsense`" in refused(*arguments, "--set", "nonsense=1", option="--set")
     assert "must be NAME=VALUE, got 'top_k'" in refused(*arguments, "--set", "top_k", option="--set")
     two = ["--set", "repetition_penalty=null", "--set", "num_return_sequences=2", "--set", "do_sample=true"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from spec_ops.decoding import SamplingParams
 from spec_ops.integrations.transformers.attention import NAME
 from spec_ops.integrations.transformers.eagle3 import is_eagle3, load_eagle3
+from spec_ops.integrations.transformers.logits import Call, LogitsSettings, plan_logits
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.settings import GenerationSettings, resolve_settings
 from spec_ops.models.checkpoint import MACHINE_ERRORS, CheckpointError, first_line, read_fields
@@ -49,6 +52,23 @@ def load_settings(model: Path, overrides: Mapping[str, Any], seed: int) -> Gener
         else:
             generation = GenerationConfig.from_model_config(config)
     return resolve_settings(generation, overrides, vocab_size=config.get_text_config().vocab_size, seed=seed)
+
+
+def plan_sampling(model: Path, settings: GenerationSettings, length: int, limit: int) -> SamplingParams:
+    """How the tokens after a prompt of `length` tokens are chosen, `limit` of them at most: what the settings do to the logits
+    included.
+
+    Raises:
+        ValueError: naming settings that `SamplingParams` does not have.
+    """
+    vocab_size, ends = _read_target_config(model).get_text_config().vocab_size, tuple(settings.stop_tokens)
+    call = Call(vocab_size, ends, ends, length, (limit,), (limit,))
+    sampling, steps = plan_logits(settings.logits, settings.sampling, [], call)
+    if steps:
+        off = LogitsSettings()
+        on = [field.name for field in fields(off) if getattr(settings.logits, field.name) != getattr(off, field.name)]
+        raise ValueError(f"{', '.join(map('`{}`'.format, on))} must be off here: `TransformersGenerator.generate` takes them")
+    return sampling
 
 
 def load_checkpoints(

@@ -454,7 +454,6 @@ def _scale_types(stored: WeightFormat) -> tuple[dict[str, str], dict[str, Any]]:
     if stored.bits == 16:
         return {}, dict.fromkeys(("scale", "zero", "scale_row", "scale_column"))
     if stored.bits == 8:
-        return {"scale": "*fp32:16", **({"scale_row": "i32:16"} if stored.rows > 1 else {})}, {
-            "zero": None, "scale_column": 1 if stored.rows > 1 else 0, **({} if stored.rows > 1 else {"scale_row": 1}),
-        }  # fmt: skip
+        given, one = ("scale_row", "scale_column") if stored.rows > 1 else ("scale_column", "scale_row")
+        return {"scale": "*fp32:16", given: "i32:16"}, {"zero": None, one: 1}
     return {"scale": "*bf16:16", "zero": "*bf16:16", "scale_column": "i32:16"}, {"scale_row": 1}

@@ -67,6 +67,13 @@ def kept(input_ids, scores):
     return scores.masked_fill(scores < 0, -math.inf).half()
 
 
+def of_rows() -> theirs.LogitsProcessor:
+    """What a later transformers than 5.17 makes of a padded batch."""
+    processor = theirs.RepetitionPenaltyLogitsProcessor(1.2)
+    processor.prompt_ignore_length = torch.tensor([1, 2])
+    return processor
+
+
 READS = f"is not supported, because it reads `input_ids`: {HINT}"
 SHAPE = rf"float32 \[3, {VOCAB}\]"
 PROMPT = torch.zeros(2, 3, dtype=torch.long)
@@ -88,7 +95,7 @@ REFUSED = [
     (lambda input_ids, scores: None, f"must return scores as it gets them, {SHAPE}, got NoneType"),
     (lambda input_ids, scores: scores[:, 200], rf"cannot be called with scores of shape \[3, {VOCAB}\]: IndexError"),
     (lambda scores: scores, r"must be a function of \(input_ids, scores\), or of \(logits, history, lengths\)"),
-    (theirs.RepetitionPenaltyLogitsProcessor(1.2, PROMPT[:, 0]), "is not supported, because its `prompt_ignore_length` is a"),
+    (of_rows(), "is not supported, because its `prompt_ignore_length` is a tensor"),
     (theirs.SequenceBiasLogitsProcessor({(VOCAB,): 1.0}), rf"must hold token ids in \[0, {VOCAB}\), got \[{VOCAB}\]"),
     (theirs.SequenceBiasLogitsProcessor({(3,): math.nan}), "must have numbers as biases, got nan"),
     (theirs.NoBadWordsLogitsProcessor([[3, VOCAB + 1]], None), "must hold token ids in"),
@@ -117,11 +124,9 @@ def test_what_becomes_of_a_processor():
         theirs.TopPLogitsWarper(0.4, min_tokens_to_keep=2),
         lambda logits, history, lengths: logits,
         in_place,
-        theirs.EncoderRepetitionPenaltyLogitsProcessor(1.3, PROMPT[:1]),  # of one row, which all rows then have
     )
-    assert [type(step).__name__ for step in steps] == [
-        *("FunctionOfScores", "NoRepeatNGram", "TopK", "FunctionOfScores", "FunctionOfHistory", "FunctionOfScores"),
-    ]
+    names = ["FunctionOfScores", "NoRepeatNGram", "TopK", "FunctionOfScores", "FunctionOfHistory"]
+    assert [type(step).__name__ for step in steps] == names
     assert isinstance(steps[0], FunctionOfScores)
     assert type(steps[4]) is FunctionOfHistory
     assert isinstance(steps[1], change.NoRepeatNGram)

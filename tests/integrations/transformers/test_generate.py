@@ -122,8 +122,18 @@ def test_the_round_is_one_graph_and_never_recompiles(name):
 
 @pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack")
 def test_the_round_compiles_with_our_passes(capsys):
-    """Inductor, and the message that says what takes so long."""
+    """Inductor, with a step of each kind, and the message that says what takes so long."""
     ids, mask = batch()
+    token = eager_tokens("llama", layers=2)[0][0]
+    arguments = {
+        "max_new_tokens": 12,
+        "eos_token_id": None,
+        "repetition_penalty": 1.1,
+        "no_repeat_ngram_size": 2,
+        "sequence_bias": {(token,): -3.0, (int(ids[1, -1]), 40): 9.0},
+        "bad_words_ids": [[token, 5], [6]],
+        "begin_suppress_tokens": [token],
+    }
     out = speculative_generate(
         make_model("llama", layers=2),
         make_model("llama", layers=1),
@@ -131,12 +141,14 @@ def test_the_round_compiles_with_our_passes(capsys):
         mask,
         config=SpeculationConfig(1),
         compile=True,
-        max_new_tokens=12,
-        eos_token_id=(),
         progress=True,
+        **arguments,
     )
     assert "compiling the round for batch size 3" in capsys.readouterr().err
-    assert out[:, 9:].tolist() == [row[:12] for row in eager_tokens("llama", layers=2)]
+    eager = make_model("llama", "eager", layers=2)
+    for row, keep, got in zip(ids, mask.bool(), out, strict=True):
+        want = eager.generate(row[keep][None], do_sample=False, pad_token_id=PAD, **arguments)
+        assert torch.equal(got[9:], want[0, int(keep.sum()) :])
 
 
 def test_end_tokens_limits_and_padding():

@@ -24,6 +24,7 @@ from spec_ops.integrations.transformers.custom import FunctionOfHistory, read_pr
 from spec_ops.integrations.transformers.logits import Call, Listed, plan_logits
 from spec_ops.integrations.transformers.settings import resolve_settings
 from tests.helpers.tiny_transformers import EOS, VOCAB, make_model
+from tests.integrations.transformers.test_processors import AS_IN_5_23
 
 NEW = 6
 
@@ -184,6 +185,7 @@ def filtered(scores: torch.Tensor, sampling: SamplingParams, settings: dict[str,
     return scores
 
 
+@AS_IN_5_23
 def test_a_round_is_given_what_generate_does_to_logits(seeds: Callable[[int], range]):
     tried = seeds(60)
     total = Counter(run(seed) for seed in tried)

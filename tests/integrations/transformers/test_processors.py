@@ -126,8 +126,15 @@ def _normalize(rng):
     return ours.Normalize(), lambda rows, row: theirs.LogitNormalization()
 
 
+# Their older classes leave out a sequence one token longer than the text, add biases in another order, and make NaN of an end
+# token's -inf.
+AS_IN_5_23 = pytest.mark.skipif(
+    not hasattr(theirs.SequenceBiasLogitsProcessor({(1,): 1.0}), "multi_token_biases"),
+    reason="this transformers has another result than 5.23",
+)
 CASES = [value for name, value in globals().items() if name.startswith("_") and getattr(value, "__code__", None)]
 CASES = [case for case in CASES if case.__code__.co_varnames[:1] == ("rng",) and case is not _words]
+CASES = [pytest.param(case, marks=AS_IN_5_23 if case in (_sequence_bias, _bad_words, _decay) else ()) for case in CASES]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from spec_ops.decoding import GenerationStats, Generator, PromptLookup, Sampling
 from spec_ops.decoding.arguments import ArgumentNames, check_requests
 from spec_ops.decoding.drafter import draft_model
 from spec_ops.decoding.generate import MAX_PROCESSORS
+from spec_ops.decoding.grammar import Grammars, Matcher, check_matchers
 from spec_ops.integrations.transformers.custom import read_processors
 from spec_ops.integrations.transformers.drafting import check_drafting, draft_of_call, named_draft
 from spec_ops.integrations.transformers.logits import Call, plan_logits
@@ -115,6 +116,7 @@ class TransformersGenerator:
         *,
         generation_config: GenerationConfig | None = None,
         logits_processor: Sequence[Callable[..., torch.Tensor]] | None = None,
+        matchers: Sequence[Matcher | None] | None = None,
         stopping_criteria: Sequence[Criterion] | None = None,
         tokenizer: Any = None,
         seed: int | None = None,
@@ -133,6 +135,8 @@ class TransformersGenerator:
                 of transformers, as a rule those that a setting makes; functions of `(input_ids, scores)` that do not read
                 `input_ids`; functions of `(logits, history, lengths)`, see `spec_ops.decoding.Generator.generate`. Keep such
                 functions: another one is compiled anew.
+            matchers: a grammar matcher, such as `xgrammar.GrammarMatcher`, or None for each returned row, see
+                `spec_ops.decoding.Generator.generate`.
             stopping_criteria: of transformers. Each is called for one row at a time, after each of its new tokens, with
                 `input_ids [1, length]` (prompt with its padding, and new tokens) on the device of the argument, and with no
                 scores. On a GPU criteria run on a CUDA stream of their own, next to the following round, and the host waits for
@@ -165,6 +169,7 @@ class TransformersGenerator:
             attention_mask,
             generation_config=generation_config,
             logits_processor=logits_processor,
+            matchers=matchers,
             stopping_criteria=stopping_criteria,
             tokenizer=tokenizer,
             seed=seed,
@@ -196,6 +201,7 @@ class TransformersGenerator:
             call.progress,
             pipeline,
             None if pipeline is None else partial(pipeline.load, call.steps),
+            call.grammars,
         )
         if streamer is not None:
             streamer.end()
@@ -282,6 +288,7 @@ class _Call:
     settings: GenerationSettings
     sampling: SamplingParams
     steps: list[Step]
+    grammars: Grammars | None
     criteria: list[Criterion]
     tokenizer: Any
     streamer: BaseStreamer | None
@@ -295,6 +302,7 @@ def _read_call(
     *,
     generation_config: GenerationConfig | None = None,
     logits_processor: Any = None,
+    matchers: Any = None,
     stopping_criteria: Sequence[Criterion] | None = None,
     tokenizer: Any = None,
     seed: int | None = None,
@@ -342,4 +350,5 @@ def _read_call(
     )
     processors = read_processors(logits_processor, facts, target.embed.weight.device)
     sampling, steps = plan_logits(settings.logits, settings.sampling, processors, facts)
-    return _Call(prompts, limits, settings, sampling, steps, criteria, tokenizer, streamer, progress)
+    grammars = check_matchers(matchers, len(limits))
+    return _Call(prompts, limits, settings, sampling, steps, grammars, criteria, tokenizer, streamer, progress)

@@ -425,7 +425,10 @@ def test_nothing_to_sample_names_the_prompt():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prefix_allowed_tokens_fn": print}, "`prefix_allowed_tokens_fn` is not supported, because"),
+        (
+            {"prefix_allowed_tokens_fn": print},
+            "`prefix_allowed_tokens_fn` is .*because .*pass grammars as `matchers`",
+        ),
         (
             {"assistant_model": object()},
             "`assistant_model` is not supported, because the smaller model is the generator's `draft`",

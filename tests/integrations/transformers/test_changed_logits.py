@@ -13,6 +13,7 @@ from transformers.generation import logits_process as theirs
 import spec_ops.passes
 from spec_ops.decoding import SpeculationConfig
 from spec_ops.integrations.transformers import SpeculativeOutput, TransformersGenerator
+from tests.decoding.test_grammar import STOP, ModularMatcher
 from tests.helpers.random_transformers import FAMILIES, RandomModel
 from tests.helpers.tiny_transformers import VOCAB, batch, eager_model, make_model
 
@@ -75,14 +76,15 @@ def _without_ours(processors, prompt_len: int):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_that_of_generate(family):
-    """Decoded together, padded, with chains and trees; the draft is the model without its last layer, or the model."""
+    """Decoded together with chains, and one after the other in one row with trees; the draft lacks the model's last layer."""
     texts = Texts(family)
     want = {name: texts.generate(eos_token_id=texts.ends, **settings) for name, settings in texts.settings.items()}
     assert sum(rows == texts.free for rows in want.values()) == 0
     accepted = 0
     for config in (CHAIN, TREE):
         draft = texts.model.copy(layers=max(1, texts.model.layers - 1))
-        with TransformersGenerator(texts.model.copy(), draft, config, max_seq_len=32, page_size=4) as generator:
+        sizes = {"max_batch_size": 2 if config is CHAIN else 1, "max_seq_len": 32, "page_size": 4}
+        with TransformersGenerator(texts.model.copy(), draft, config, **sizes) as generator:
             for name, settings in texts.settings.items():
                 ends = {"eos_token_id": texts.ends, "max_new_tokens": NEW, "return_dict_in_generate": True}
                 out = generator.generate(texts.prompts, **ends, **settings)
@@ -127,6 +129,24 @@ def test_sampled_tokens_have_the_distribution_of_generate(name):
         freedom = int(frequent.sum()) - 1
         assert freedom >= 2
         assert chi_square < freedom + 5 * (2 * freedom) ** 0.5  # five deviations; the seed is fixed
+
+
+@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_grammar_gives_the_text_of_prefix_allowed_tokens_fn(config):
+    ids, new = batch()[0][1:2], 10
+    settings = {"max_new_tokens": new, "eos_token_id": STOP, "pad_token_id": 0, "repetition_penalty": 1.2}
+
+    def allowed(_batch: int, text: torch.Tensor) -> list[int]:
+        matcher = ModularMatcher(3, 7)
+        assert all(matcher.accept_token(token) for token in text[ids.shape[1] :].tolist())
+        return matcher.allowed()
+
+    want = eager_model("llama").generate(ids, do_sample=False, prefix_allowed_tokens_fn=allowed, **settings)
+    assert want[0, -1] == STOP  # the grammar's end
+    with TransformersGenerator(make_model("llama"), make_model("llama", layers=2), config, max_seq_len=40) as generator:
+        assert torch.equal(generator.generate(ids, matchers=[ModularMatcher(3, 7)], **settings), want)
+        with pytest.raises(ValueError, match=r"^generate: `matchers` must be a list .* per prompt \(1\), got 2"):
+            generator.generate(ids, matchers=[None, None], **settings)
 
 
 def scaled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

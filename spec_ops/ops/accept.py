@@ -102,7 +102,7 @@ def accept_greedy(
     """Accept the longest drafted path that equals the target's argmax.
 
     Args:
-        candidates: `[bs, D]` int32/int64, root first; the root's own token is not looked at.
+        candidates: `[bs, D]` int32/int64, root first; the root's own token is not looked at. -1 stands for no draft.
         target_tokens: `[bs, D]` int32/int64, the target's argmax after each node.
         parents: `[bs, D]` int64 from `build_tree`; None for a chain.
         path_len: `P`, longest path, root included (draft steps + 1); default `D`.

@@ -286,6 +286,8 @@ def accept_greedy(rng: Rng, exact_fp8: bool) -> Args:
     candidates, parents, path_len = walk(rng, rng.choice([1, 3, 50]))
     right = candidates.roll(-1, 1)  # what accepts a whole chain
     target = torch.where(rng.ints(5, *candidates.shape) == 0, rng.ints(50, *candidates.shape), right)
+    if rng.random() < 0.2:
+        candidates[rng.ints(3, *candidates.shape) == 0] = -1  # no draft there
     candidates[:, 0] = -1  # padding may hold it; the root's own token is not looked at
     return candidates, target.to(rng.index_dtype()), parents, path_len
 

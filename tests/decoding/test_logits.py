@@ -169,6 +169,20 @@ def test_a_function_sees_each_nodes_own_history(target, next_logits, processor, 
         assert tokens == [eager_loop(next_logits, prompt, P(), processor=processor) for prompt in rows]
 
 
+@pytest.mark.parametrize("config", [None, CHAIN, TREE], ids=["plain", "chain", "tree"])
+def test_a_history_is_zero_after_its_end(target, config):
+    """What earlier calls, other branches and the padding of prompts left there is not shown."""
+
+    def check(logits, history, lengths):
+        assert not history[torch.arange(history.shape[1]) >= lengths[:, None]].any()
+        return logits
+
+    generator = Generator(target, make_draft("self", target) if config else None, config, **OPTIONS)
+    for rows in (PROMPTS[6:8] + PROMPTS[4:6], ROWS):
+        generator.generate(rows, max_new_tokens=NEW)
+        generator.generate(rows[::-1], max_new_tokens=5, logits_processor=check)
+
+
 @pytest.mark.parametrize(("kind", "config"), [(None, None), ("self", CHAIN), ("self", TREE)], ids=["plain", "chain", "tree"])
 def test_everything_together(target, next_logits, kind, config):
     draft = None if kind is None else make_draft(kind, target)

@@ -80,7 +80,7 @@ def test_any_number_of_programs_finds_the_same_bits(filters, monkeypatch):
     tokens, found = overload("sample_logits")(*given)
     shares = support.shares
     for programs in (1, 8, 13, 64):
-        monkeypatch.setattr(support, "shares", lambda rows, vocab, _, cut, most=programs: shares(rows, vocab, most, cut))
+        monkeypatch.setattr(support, "shares", lambda rows, vocab, _, *rest, most=programs: shares(rows, vocab, most, *rest))
         again = support.sample_logits(*given)
         assert torch.equal(again[0], tokens)
         assert torch.equal(again[1], found)

@@ -30,7 +30,7 @@ def few_pivots(monkeypatch):
 
 def run(share: support.Shares, *args, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch, resident(support.sampling_support_kernel, seed):
-        patch.setattr(support, "shares", lambda rows, vocab, programs, filtered: share)
+        patch.setattr(support, "shares", lambda *_: share)
         return support.sample_logits(*args)
 
 
@@ -143,7 +143,7 @@ def test_counters_are_left_as_they_were_found(monkeypatch):
 def test_a_part_of_a_gpu_that_is_too_small(monkeypatch):
     """Where CUDA refuses programs that wait for one another, each row has one."""
     asked, planned = [], iter([MANY, ALONE])
-    monkeypatch.setattr(support, "shares", lambda rows, vocab, programs, filtered: next(planned))
+    monkeypatch.setattr(support, "shares", lambda *_: next(planned))
     monkeypatch.setattr(support, "resident_or_none", lambda grid, start: asked.append(grid))
     args = Rng(5).tensor(2, VOCAB), torch.tensor([0.2, 0.7]), torch.ones(2), torch.tensor([50, 0]), None, None
     tokens, found = support.sample_logits(*args)
@@ -165,7 +165,7 @@ def test_shares(rows, vocab, sms):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_probabilities(dtype, monkeypatch):
     monkeypatch.setattr(probabilities, "BLOCK", 64)
-    monkeypatch.setattr(support, "shares", lambda rows, vocab, programs, filtered: ALONE)
+    monkeypatch.setattr(support, "shares", lambda *_: ALONE)
     rng = Rng(str(dtype))
     logits = (rng.tensor(6, 2, VOCAB) * 4).to(dtype)
     logits[1, 0, 9], logits[2, 0] = math.nan, -math.inf

@@ -324,7 +324,7 @@ class Shares(NamedTuple):
     def constants(self) -> dict[str, Any]:
         return {
             "CHUNKS": self.chunks,
-            "PIVOTS": PIVOTS,
+            "PIVOTS": PIVOTS if self.chunks > 1 else min(PIVOTS, 4),  # fewer registers, and a bound to begin with
             "ROWS": self.rows,
             "LANE": self.lane,
             "LISTED": LISTED,
@@ -334,13 +334,13 @@ class Shares(NamedTuple):
         }
 
 
-def shares(rows: int, vocab: int, programs: int, filtered: bool = True) -> Shares:
+def shares(rows: int, vocab: int, programs: int, filtered: bool = True, lane: int = LANE) -> Shares:
     """For `rows` rows of `vocab` tokens, on `programs` that are resident at once; one a row where rows are more."""
     most = min(max(programs // max(rows, 1), 1), 128)
     # A row to itself fills a multiprocessor: with a second one its L1 cache would hold neither.
     num_warps = 8 if most > 1 else 16 if filtered else 32
-    tile = min(triton.next_power_of_2(vocab), 32 * num_warps * LANE)
-    lane = min(LANE, tile)
+    tile = min(triton.next_power_of_2(vocab), 32 * num_warps * lane)
+    lane = min(lane, tile)
     tiles = triton.cdiv(vocab, tile)
     each = triton.cdiv(tiles, most)
     chunks = triton.cdiv(tiles, each)
@@ -378,10 +378,11 @@ def support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p, any_top:
 
     with device_guard(logits):
         # Triton's interpreter runs one program after another.
-        share = shares(bs * inner, vocab, num_sms(logits.device) if logits.is_cuda else 1, filtered)
+        lane = LANE * 2 // logits.element_size()  # of float32 half as many, of twice the registers
+        share = shares(bs * inner, vocab, num_sms(logits.device) if logits.is_cuda else 1, filtered, lane)
         grid = ("sampling_support", bs * inner, share)
         if share.chunks == 1 or resident_or_none(grid, lambda: start(share)) is None:
-            start(shares(bs * inner, vocab, 1, filtered))  # which wait for nobody
+            start(shares(bs * inner, vocab, 1, filtered, lane))  # which wait for nobody
     return support, tokens
 
 
@@ -405,7 +406,7 @@ def ahead() -> Iterator[Variant]:
         (512, 128_256, "bf16", ("top_k", "top_p")),
         (512, 128_256, "bf16", ()),
     ):
-        constants = shares(rows, vocab, 132, bool(given)).constants
+        constants = shares(rows, vocab, 132, bool(given), LANE // 2 if dtype == "fp32" else LANE).constants
         num_warps, options = constants.pop("num_warps"), {"maxnreg": constants.pop("maxnreg")}
         absent = [name for name in settings if name not in given]
         several = constants["CHUNKS"] > 1

@@ -97,7 +97,7 @@ def _measure_one(problem: Problem, expected: Expected, name: str, copy: float, m
 
 def _calls(problem: Problem, kernel: Kernel) -> list[Callable[[], torch.Tensor]]:
     """A call per buffer set."""
-    calls = []
+    calls: list[Callable[[], torch.Tensor]] = []
     for index in range(len(problem.logits)):
         given = () if kernel.prepare is None else (kernel.prepare(problem, index),)
         calls.append(functools.partial(kernel.function, problem, index, *given))

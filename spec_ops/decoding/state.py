@@ -184,8 +184,10 @@ class RoundState(nn.Module):
         emitted = torch.where(place < count[:, None], tokens, -1)
         last = tokens.gather(1, (count - 1).clamp(min=0).long()[:, None])[:, 0]
         row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        # Also where nothing is emitted: the -1 behind a history means nothing, and every index is written once.
-        self.tokens.index_put_((row, self.committed_lens.long()[:, None] + 1 + place), emitted)
+        # Also where nothing is emitted: the -1 behind a history means nothing, and every index is written once. A round that is
+        # run past the longest text, to time it, writes at the end.
+        index = (self.committed_lens.long()[:, None] + 1 + place).clamp(max=self.tokens.shape[1] - 1)
+        self.tokens.index_put_((row, index), emitted)
         emitted = F.pad(emitted, (0, self.output.shape[1] - 2 - tokens.shape[1]), value=-1)  # the prefill emits one token
         finished = ended | broken | ~active
         status = torch.where(broken, torch.where(final == ALL_MASKED, MASKED, BROKEN), finished.long())

@@ -143,7 +143,7 @@ def test_a_slab_that_is_used_up_is_followed_by_another(now, monkeypatch):
 
 def test_the_first_call_may_not_be_captured(now):
     now.capture = 1
-    with pytest.raises(RuntimeError, match="first call on a device must come before a CUDA graph capture"):
+    with pytest.raises(RuntimeError, match="must come before a CUDA graph capture"):
         counters.arrival_counters(GPU, 1)
 
 

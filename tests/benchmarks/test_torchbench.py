@@ -143,7 +143,7 @@ def test_the_caches_die_with_the_model():
     rounds, start = chain.build(1, num_steps=2, num_rounds=1, device="cpu", dtype=torch.float32)
     rounds(**start)
     caches = [
-        weakref.ref(tensor) for cache in (rounds.round.target_cache, rounds.round.draft_cache) for tensor in cache.tensors()
+        weakref.ref(tensor) for cache in (rounds.round.target_cache, rounds.round.drafter.cache) for tensor in cache.tensors()
     ]
     assert len(caches) == 18
     del rounds, start

@@ -64,6 +64,7 @@ def expected(width: int, **changes: tuple[int, int]) -> dict[str, tuple[int, int
         counts.PREFILLS: (1, 0),
         counts.HOST_PLANNED: (0, 0),
         counts.CUDA_GRAPHS: (2, 1),
+        counts.WEIGHTS: (1, 1),
     }
     return found | {getattr(counts, name): pair for name, pair in changes.items()}
 

@@ -12,7 +12,15 @@ import spec_ops
 from tests.ops.test_opcheck import SAMPLES, flat_tensors, overload, sample
 
 # These take integers alone, which have no gradients.
-INTEGERS = ("page_table", "kv_indices", "draft_kv_indices", "draft_kv_indices_steps", "accept_greedy", "build_tree")
+INTEGERS = (
+    "page_table",
+    "kv_indices",
+    "draft_kv_indices",
+    "draft_kv_indices_steps",
+    "accept_greedy",
+    "build_tree",
+    "lookup_drafts",
+)
 
 
 def requiring(value: Any) -> Any:

@@ -68,7 +68,9 @@ def build(
     config = SpeculationConfig(num_steps)
     longest = max(map(len, prompts)) + 1 + num_rounds * config.path_len
     generator = Generator(target, draft, config, max_batch_size=batch_size, max_seq_len=longest)
-    generator.generate(prompts, max_new_tokens=1)  # the prefill: it emits one token and drafts the next
+    # The prefill alone: it emits one token and drafts the next. The limits are what rows get their pages for.
+    limits = [longest - len(prompt) for prompt in prompts]
+    generator.generate(prompts, max_new_tokens=limits, stop_when=lambda request, tokens, count: count)
     round = generator.round(batch_size)
     assert isinstance(round, SpeculativeRound)
     state = round.state

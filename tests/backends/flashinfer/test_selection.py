@@ -359,10 +359,9 @@ def test_the_table_of_the_docs_is_in_the_order_of_the_ranks():
 
 def test_the_backend_of_the_docs_registers():
     code = WRITING_PAGE.read_text().split("```python\n")[1].split("```")[0]
+    assert "register_backend" in code
     exec(code, {})
     try:
-        meta = dataclasses.replace(GQA, tree_mask=True)
-        assert select_backend(meta, 100).backend.name == "mine"
-        assert 'pip install ".[mine]"' in get_backend("mine").missing()
+        assert select_backend(dataclasses.replace(GQA, step="mha_draft_decode", q_len=1), 100).backend.name == "mine"
     finally:
         spec_ops.backends.unregister_backend("mine")

@@ -125,6 +125,8 @@ def test_a_generator_that_is_dropped_keeps_no_model_alive():
 def test_messages_name_the_argument_that_the_model_came_in(name, change, message):
     models = {"target": make_model("llama"), "draft": make_model("llama", layers=3)}
     models[name] = change(models[name])
+    if models["draft"] == "gpt2":
+        message = "must be a model, a PromptLookup, 'prompt-lookup' or None, got 'gpt2'"
     for make in (
         TransformersGenerator,
         lambda **models: speculative_generate(**models, input_ids=batch()[0], max_new_tokens=2),

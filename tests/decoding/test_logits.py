@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, generate
-from spec_ops.decoding.logits import LogitsFeatures
+from spec_ops.decoding.draft import Drafted
+from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures
+from spec_ops.decoding.state import RoundState
 from tests.decoding.test_generate import PROMPTS, VOCAB, full_prefill, make_draft, make_target
 
 NEW, OPTIONS = 14, {"max_batch_size": 4, "max_seq_len": 64, "page_size": 4}
@@ -204,6 +206,24 @@ def test_everything_together(target, next_logits, kind, config):
     tokens = generate(target, draft, ROWS, config, stop_tokens=stops, sampling=params, **options, **OPTIONS).tokens
     expected = [eager_loop(next_logits, p, s, stops, every_history_token_down) for p, s in zip(ROWS, params, strict=True)]
     assert tokens == expected
+
+
+def test_a_node_counts_its_own_path():
+    """Every logit of every node, where drafts repeat, are biased, and are penalized again."""
+    prompt, output, drafts = [5, 9], [3, 7], [7, 2, 7]
+    p = P(logit_bias={7: 1.5, 2: -0.5, 4: 0.25}, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
+    state = RoundState(1, 1, max_len=16, path_len=4)
+    text = prompt + output
+    state.tokens[0, : len(text)] = torch.tensor(text)
+    state.last_token.fill_(text[-1])
+    changes = LogitsChanges(state, LogitsFeatures(bias=True, repetition=True, counts=True), 12, 4)
+    changes.load(torch.tensor([0]), [p], [prompt])
+    changes.update(torch.tensor([output]), torch.tensor([len(output)]))
+    state.committed_lens.fill_(len(text) - 1)
+    logits = torch.randn(1, 4, 12, generator=torch.Generator().manual_seed(0))
+    drafted = Drafted(torch.tensor([[text[-1], *drafts]]), len(text) - 1 + torch.arange(4)[None])
+    expected = [changed(row.clone(), prompt, output + drafts[:n], p) for n, row in enumerate(logits[0])]
+    torch.testing.assert_close(changes(logits, drafted)[0], torch.stack(expected), rtol=1e-6, atol=1e-6)
 
 
 def test_features_decide_on_the_round():

@@ -16,6 +16,7 @@ from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.integrations.transformers import TransformersGenerator, TransformersModel, speculative_generate
 from spec_ops.integrations.transformers.loading import TextTokenizer
 from spec_ops.models import Eagle3Draft, ModelConfig, MTPDraft
+from tests.decoding.test_refill import LateReader
 from tests.helpers.tiny_transformers import (
     CHARACTERS,
     CONFIGS,
@@ -216,26 +217,10 @@ def test_stop_strings_as_generate_has_them(config):
     assert any(PAD in row[-3:] for row in out.tolist())  # some row really stopped early
 
 
-class _LateReader:
-    """Reads the output one round late, as on a GPU."""
-
-    def __init__(self, state, *, at_once):
-        assert not at_once
-        self.state, self.previous = state, None
-
-    def read(self):
-        previous, self.previous = self.previous, self.state.output.clone()
-        return previous
-
-    def drain(self):
-        previous, self.previous = self.previous, None
-        return previous
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_stopped_request_gains_nothing_more(monkeypatch, late):
     if late:
-        monkeypatch.setattr(sys.modules[Generator.__module__], "OutputReader", _LateReader)
+        monkeypatch.setattr(sys.modules[Generator.__module__], "OutputReader", LateReader)
     ids, mask = batch()
     generator = TransformersGenerator(make_model("llama"), make_model("llama", layers=1), **SIZES).generator
     prompts = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]

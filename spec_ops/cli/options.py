@@ -101,7 +101,11 @@ ModelPath = Annotated[
 ]
 DraftPath = Annotated[
     str | None,
-    typer.Option("--draft", callback=local_folder, help="With --model: folder of a smaller model, or of an EAGLE-3 head."),
+    typer.Option(
+        "--draft",
+        callback=local_folder,
+        help="With --model: folder of a smaller model or an EAGLE-3 head; the same folder again for its MTP layer.",
+    ),
 ]
 ModelSettings = Annotated[
     list[str] | None,

@@ -99,8 +99,9 @@ def vocabulary_problem(draft_to_target: torch.Tensor, vocab_size: int) -> str | 
 
 
 class Eagle3Draft(Draft):
-    """EAGLE-3 head (arXiv:2503.01840). `fc` fuses three hidden states of the target, the attention of the first layer reads
-    token embedding and hidden state side by side, and the LM head mostly covers a reduced vocabulary.
+    """EAGLE-3 head (arXiv:2503.01840), or EAGLE-3.1 (arXiv:2605.09992). `fc` fuses three hidden states of the target, the
+    attention of the first layer reads token embedding and hidden state side by side, and the LM head mostly covers a reduced
+    vocabulary.
 
     Args:
         config: of the head: GQA, with the target's hidden size. Layers after the first are plain decoder layers, as in vLLM.
@@ -108,6 +109,9 @@ class Eagle3Draft(Draft):
         draft_to_target: `[draft_vocab]` int64, distinct target ids; None if the head covers the whole vocabulary.
         norm_before_residual: whether the first layer's residual is the normalized hidden state, as in heads trained by
             `speculators`.
+        norm_before_fc: whether the target's hidden states go through one norm, side by side, before `fc`.
+        fc_norm: whether each of them goes through a norm of its own before `fc` (EAGLE-3.1).
+        norm_output: whether the next draft step reads the hidden state after the final norm (EAGLE-3.1) or the one before it.
 
     Raises:
         ValueError: naming the argument that does not fit the target.
@@ -122,6 +126,9 @@ class Eagle3Draft(Draft):
         draft_to_target: torch.Tensor | None,
         *,
         norm_before_residual: bool = False,
+        norm_before_fc: bool = False,
+        fc_norm: bool = False,
+        norm_output: bool = False,
     ) -> None:
         super().__init__()
         if not target.config.aux_layers:
@@ -139,9 +146,12 @@ class Eagle3Draft(Draft):
         if draft_to_target is not None and (problem := vocabulary_problem(draft_to_target, target.config.vocab_size)):
             raise ValueError(f"Eagle3Draft: `draft_to_target` {problem}")
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.config, self.norm_before_residual = config, norm_before_residual
+        self.config, self.norm_before_residual, self.norm_output = config, norm_before_residual, norm_output
         self.embed = target.embed
-        self.fc = nn.Linear(hidden * len(target.config.aux_layers), hidden, bias=False)
+        count = len(target.config.aux_layers)
+        self.input_norm = nn.RMSNorm(hidden * count, eps=eps) if norm_before_fc else None
+        self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps=eps) for _ in range(count)) if fc_norm else None
+        self.fc = nn.Linear(hidden * count, hidden, bias=False)
         self.embed_norm = nn.RMSNorm(hidden, eps=eps)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.attention = GQA(config, 0, input_size=2 * hidden)
@@ -154,7 +164,14 @@ class Eagle3Draft(Draft):
         self.draft_to_target = None if draft_to_target is None else draft_to_target.clone()
 
     def encode(self, output: TargetOutput) -> torch.Tensor:
-        return self.fc(output.aux)
+        aux = output.aux
+        assert aux is not None
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm is not None:
+            parts = aux.chunk(len(self.fc_norm), -1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(aux)
 
     def forward(self, tokens, hidden, positions, attention):
         rope = rope_tables(positions, self.config)
@@ -164,10 +181,10 @@ class Eagle3Draft(Draft):
         hidden = hidden + self.mlp(self.post_norm(hidden))
         for layer in self.layers:
             hidden = layer(hidden, rope, attention)
-        return hidden
+        return self.norm(hidden) if self.norm_output else hidden
 
     def logits(self, hidden):
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head(hidden if self.norm_output else self.norm(hidden))
 
     def own_state_dict(self):
         return {name: value for name, value in self.state_dict().items() if not name.startswith("embed.")}

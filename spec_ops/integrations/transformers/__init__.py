@@ -19,15 +19,18 @@ from spec_ops.integrations.transformers.cache import SpecCache
 from spec_ops.integrations.transformers.eagle3 import load_eagle3
 from spec_ops.integrations.transformers.generate import SpeculativeOutput, TransformersGenerator, speculative_generate
 from spec_ops.integrations.transformers.model import TransformersModel
+from spec_ops.integrations.transformers.mtp import NextNDraft, load_mtp
 
 register()
 
 __all__ = [
+    "NextNDraft",
     "SpecCache",
     "SpeculativeOutput",
     "TransformersGenerator",
     "TransformersModel",
     "load_eagle3",
+    "load_mtp",
     "register",
     "speculative_generate",
 ]

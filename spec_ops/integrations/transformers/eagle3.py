@@ -6,7 +6,11 @@ A folder with `config.json` and `model.safetensors` or `pytorch_model.bin`:
 * `fc`, `norm`, `lm_head`, and the first layer as `midlayer.*` or `layers.0.*`, its attention twice the hidden size wide;
 * further layers as `layers.N.*` (vLLM) or `additional_layers.N-1.*` (SGLang);
 * `d2t [draft_vocab]`: target id minus draft id; `t2d [vocab]`: whether a target id is in the reduced vocabulary;
-* optional `embed_tokens`; without it the target's is shared, and the same for `lm_head` over the whole vocabulary.
+* optional `embed_tokens`; without it the target's is shared, and the same for `lm_head` over the whole vocabulary;
+* `input_norm` with `norm_before_fc`, `fc_norm.N` with `fc_norm` (EAGLE-3.1; `use_aux_norm` in older files).
+
+`config.json` is flat (SGLang, vLLM), or that of vLLM's `speculators`: `speculators_model_type`, and the sizes of the layer in
+`transformer_layer_config`. NVIDIA's files have `norm_before_fc` in `eagle_config`.
 
 The layers of the target it reads: `eagle_config["eagle_aux_hidden_state_layer_ids"]` counts layer outputs (SGLang), a top-level
 `eagle_aux_hidden_state_layer_ids` counts layer inputs (vLLM); default `2, n // 2, n - 3`, as inputs.
@@ -47,12 +51,14 @@ _LAYER = {
 _LATER_LAYER = {**_LAYER, "input_layernorm": "input_norm"}
 _ADDITIONAL_LAYER = {**_LAYER, "hidden_norm": "input_norm"}
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+_KIND = "speculators_model_type"
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def is_eagle3(path: str | Path) -> bool:
     """Whether the folder's `config.json` describes an EAGLE-3 head."""
-    return any("eagle3" in name.lower() for name in _read_config(Path(path)).texts("architectures", ()))
+    config = _read_config(Path(path))
+    return any("eagle3" in name.lower() for name in (*config.texts("architectures", ()), config.text(_KIND, "")))
 
 
 def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[TransformersModel, Eagle3Draft]:
@@ -74,7 +80,7 @@ def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[Transformers
     """
     folder = Path(path)
     config, sizes = _read_config(folder), target.config.get_text_config()
-    values, norm_before_residual = _model_config(config, sizes)
+    values, norms = _model_config(config, sizes), _norms(config)
     aux_layers = _aux_layers(config, sizes.num_hidden_layers)
     file, tensors = _read_weights(folder)
     names, state = _our_names(file, tensors)
@@ -103,7 +109,7 @@ def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[Transformers
                 head_config,
                 adapter,
                 None if to_target is None else to_target.to("meta"),
-                norm_before_residual=norm_before_residual,
+                **norms,
             )
         draft.draft_to_target = None if to_target is None else to_target.to(weight.device)
         if embedding is not None and not torch.equal(embedding.to(weight), weight):
@@ -127,18 +133,28 @@ def _read_config(folder: Path) -> Fields:
     return Fields({**nested, **config.values}, config.fail)
 
 
-def _model_config(config: Fields, target: Any) -> tuple[dict[str, Any], bool]:
-    """The keyword arguments of the head's `ModelConfig`, and `norm_before_residual`."""
+def _norms(config: Fields) -> dict[str, bool]:
+    """Which norms an `Eagle3Draft` has, by its arguments."""
+    names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    norms = {name: config.flag(name) for name in names}
+    norms["norm_before_fc"] |= config.inner("eagle_config", {}).flag("norm_before_fc")
+    norms["fc_norm"] |= config.flag("use_aux_norm")
+    return norms
+
+
+def _model_config(config: Fields, target: Any) -> dict[str, Any]:
+    """The keyword arguments of the head's `ModelConfig`."""
 
     def need(key: str, value: Any, expected: Any) -> None:
         if value != expected:
             raise config.error(key, f"must be {expected!r} for this target and head, got {value!r}")
 
+    need(_KIND, config.text(_KIND, "eagle3"), "eagle3")
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     need("hidden_size", hidden, target.hidden_size)
     need("target_hidden_size", config.integer("target_hidden_size", default=hidden), target.hidden_size)
     need("hidden_act", config.text("hidden_act", "silu"), "silu")
-    for key in ("attention_bias", "mlp_bias", "bias", "qkv_bias", "norm_before_fc", "fc_norm", "norm_output"):
+    for key in ("attention_bias", "mlp_bias", "bias", "qkv_bias"):
         need(key, config.flag(key), False)
     need("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0), 1.0)
     need("use_aux_hidden_state", config.inner("eagle_config", {}).flag("use_aux_hidden_state", True), True)
@@ -160,7 +176,7 @@ def _model_config(config: Fields, target: Any) -> tuple[dict[str, Any], bool]:
     }
     if not config.flag("use_sliding_window", True):  # Qwen's configurations name a window and switch it off here
         values["sliding_window"] = None
-    return values, config.flag("norm_before_residual")
+    return values
 
 
 def _rope(config: Fields) -> tuple[float, tuple[float, ...] | None]:

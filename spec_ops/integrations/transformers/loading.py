@@ -19,6 +19,7 @@ from spec_ops.integrations.transformers.attention import NAME
 from spec_ops.integrations.transformers.eagle3 import is_eagle3, load_eagle3
 from spec_ops.integrations.transformers.logits import Call, LogitsSettings, plan_logits
 from spec_ops.integrations.transformers.model import TransformersModel
+from spec_ops.integrations.transformers.mtp import holds_mtp, load_mtp
 from spec_ops.integrations.transformers.settings import GenerationSettings, resolve_settings
 from spec_ops.models.checkpoint import MACHINE_ERRORS, CheckpointError, first_line, read_fields
 from spec_ops.models.drafts import Draft, StandaloneDraft
@@ -74,7 +75,8 @@ def plan_sampling(model: Path, settings: GenerationSettings, length: int, limit:
 def load_checkpoints(
     model: Path, draft: Path | None, *, device: torch.device | str, dtype: torch.dtype
 ) -> tuple[TransformersModel, Draft | None]:
-    """Target and draft from folders in transformers' layout; the draft may be an EAGLE-3 head.
+    """Target and draft from folders in transformers' layout. The draft may be an EAGLE-3 head, or an MTP layer: an export of
+    it, or `model` itself.
 
     Raises:
         CheckpointError: a file is damaged, lacks a tensor, or does not fit; a missing one is a FileNotFoundError as well.
@@ -83,13 +85,16 @@ def load_checkpoints(
     # The configurations come first, so that a mistake in them is found before gigabytes are read.
     config, draft_config = _read_target_config(model), None
     head = draft is not None and is_eagle3(draft)
-    if draft is not None and not head:
+    mtp = draft is not None and not head and holds_mtp(draft, model)
+    if draft is not None and not head and not mtp:
         draft_config = _read_config(draft)
     base = _load_model(model, config, device, dtype)
     if draft is None:
         return TransformersModel(base), None
     if head:
         return load_eagle3(draft, base)
+    if mtp:
+        return load_mtp(draft, base)
     small = _load_model(draft, draft_config, device, dtype)
     return TransformersModel(base), StandaloneDraft(TransformersModel(small))
 

@@ -130,20 +130,27 @@ class TransformersModel(Target):
             _release(switched, self)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
+        return self._run("input_ids", tokens, positions, attention)
+
+    def embedded(self, embeddings: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
+        """`forward` for `embeddings [..., hidden_size]` in the place of tokens."""
+        return self._run("inputs_embeds", embeddings, positions, attention)
+
+    def _run(self, name: str, inputs: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
         if not torch.compiler.is_compiling():  # the prompts' forward comes first, and is never compiled
             self._check_bypassed()
             self._check_attention()
-        flat = tokens.dim() == 1  # a ragged extend: transformers wants a batch dimension
+        flat = positions.dim() == 1  # a ragged extend: transformers wants a batch dimension
         if flat:
-            tokens, positions = tokens[None], positions[None]
+            inputs, positions = inputs[None], positions[None]
         if self.position_limit is not None:
             positions = positions.clamp(max=self.position_limit.count - 1)
         _WATCHED.inputs = {}
         hidden = self.decoder(
-            input_ids=tokens,
             position_ids=positions,
             past_key_values=StepCache(attention, self.spec.latent),
             use_cache=True,
+            **{name: inputs},
         ).last_hidden_state
         aux = [_WATCHED.inputs[layer] for layer in self.config.aux_layers]
         _WATCHED.inputs = None

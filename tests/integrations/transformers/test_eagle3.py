@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 from spec_ops import cli
 from spec_ops.decoding import SpeculationConfig
 from spec_ops.integrations.transformers import TransformersGenerator, load_eagle3, speculative_generate
+from spec_ops.integrations.transformers.eagle3 import is_eagle3
+from spec_ops.models.target import TargetOutput
 from tests.decoding.test_generate import full_prefill
 from tests.helpers.tiny_transformers import VOCAB, batch, eager_tokens, make_model, tokenizer
 
@@ -97,7 +100,7 @@ def write_sglang(folder, layers: int = 1) -> tuple[dict, dict]:
     return config, weights
 
 
-def write_speculators(folder, layers: int = 1) -> tuple[dict, dict]:
+def write_speculators(folder, layers: int = 1, **norms: bool) -> tuple[dict, dict]:
     """As vLLM's `speculators` writes: nested sizes, `layers.N`, safetensors, its own embedding, ids counted as inputs."""
     config = {
         "architectures": ["Eagle3DraftModel"],
@@ -107,27 +110,36 @@ def write_speculators(folder, layers: int = 1) -> tuple[dict, dict]:
         "target_hidden_size": HIDDEN,
         "norm_before_residual": True,
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "norm_before_fc": None,
+        **norms,
     }
     weights = {**_common(DRAFT_VOCAB), **_reduced(), **_layer("layers.0", 2 * HIDDEN, FIRST_NORMS)}
     for extra in range(1, layers):
         weights |= _layer(f"layers.{extra}", HIDDEN, ("input_layernorm", "post_attention_layernorm"))
     weights["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN)
+    if norms.get("norm_before_fc"):
+        weights["input_norm.weight"] = 1 + 0.3 * torch.randn(3 * HIDDEN)
+    if norms.get("fc_norm"):
+        weights |= {f"fc_norm.{i}.weight": 1 + 0.3 * torch.randn(HIDDEN) for i in range(3)}
     folder.mkdir(exist_ok=True)
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return config, weights
 
 
-def head_reference(config: dict, weights: dict, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """Logits `[T, draft_vocab]` from `embedded [T, hidden]`, `features [T, 3 * hidden]`: the head in plain PyTorch, with
-    transformers' RoPE."""
+def head_reference(
+    config: dict, weights: dict, embedded: torch.Tensor, features: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the next step reads `[T, hidden]` and logits `[T, draft_vocab]` from `embedded [T, hidden]`, `features [T, 3 *
+    hidden]`: the head in plain PyTorch, with transformers' RoPE. Norms around `fc`, and which hidden state goes on: vLLM's
+    `Eagle3LlamaForCausalLM` and `speculators`' `Eagle3DraftModel`."""
     nested = {**config.get("transformer_layer_config", {}), **config}
     rope = {**(nested.get("rope_scaling") or {"rope_type": "default"}), "rope_theta": nested["rope_theta"]}
     llama = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
     cos, sin = LlamaRotaryEmbedding(llama)(embedded, torch.arange(len(embedded))[None])
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (HIDDEN,), weights[f"{name}.weight"], SIZES["rms_norm_eps"])
+        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], SIZES["rms_norm_eps"])
 
     def layer(prefix: str, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         q, k, v = (
@@ -141,6 +153,10 @@ def head_reference(config: dict, weights: dict, embedded: torch.Tensor, features
         return hidden + (F.silu(normed @ gate) * (normed @ up)) @ down
 
     first = "midlayer" if "midlayer.hidden_norm.weight" in weights else "layers.0"
+    if nested.get("norm_before_fc"):
+        features = norm("input_norm", features)
+    if nested.get("fc_norm"):
+        features = torch.cat([norm(f"fc_norm.{i}", features[:, i * HIDDEN : (i + 1) * HIDDEN]) for i in range(3)], 1)
     hidden = features @ weights["fc.weight"].T
     normed = norm(f"{first}.hidden_norm", hidden)
     x = torch.cat([norm(f"{first}.input_layernorm", embedded), normed], -1)
@@ -148,11 +164,21 @@ def head_reference(config: dict, weights: dict, embedded: torch.Tensor, features
     for prefix, before in (("additional_layers.0", "hidden_norm"), ("layers.1", "input_layernorm")):
         if f"{prefix}.{before}.weight" in weights:
             hidden = layer(prefix, norm(f"{prefix}.{before}", hidden), hidden)
-    return norm("norm", hidden) @ weights["lm_head.weight"].T
+    out = norm("norm", hidden)
+    return out if nested.get("norm_output") else hidden, out @ weights["lm_head.weight"].T
+
+
+EAGLE31 = {"fc_norm": True, "norm_output": True}
+write_eagle31 = partial(write_speculators, **EAGLE31)
+write_all_norms = partial(write_speculators, norm_before_fc=True, **EAGLE31)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("write", [write_sglang, write_speculators])
+@pytest.mark.parametrize(
+    "write",
+    [write_sglang, write_speculators, write_eagle31, write_all_norms],
+    ids=["sglang", "speculators", "eagle3.1", "all norms"],
+)
 def test_a_loaded_head_computes_what_its_engines_compute(tmp_path, write, layers):
     config, weights = write(tmp_path, layers)
     target, draft = load_eagle3(tmp_path, make_model("llama"))
@@ -162,15 +188,15 @@ def test_a_loaded_head_computes_what_its_engines_compute(tmp_path, write, layers
     features = torch.randn(9, 3 * HIDDEN)
     embedding = weights.get("embed_tokens.weight", target.embed.weight).detach()
     with torch.no_grad():
-        hidden, _ = full_prefill(draft, tokens.tolist(), draft.fc(features))
-        got = draft.logits(hidden)
+        hidden, _ = full_prefill(draft, tokens.tolist(), draft.encode(TargetOutput(features, features)))
+        got = hidden, draft.logits(hidden)
     # fp32, another order of sums
     torch.testing.assert_close(got, head_reference(config, weights, embedding[tokens], features), rtol=1e-4, atol=1e-4)
     assert torch.equal(draft.draft_to_target, weights["t2d"].nonzero()[:, 0])
 
 
 @pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(3, 2, 6)], ids=["chain", "tree"])
-@pytest.mark.parametrize("write", [write_sglang, write_speculators])
+@pytest.mark.parametrize("write", [write_sglang, write_speculators, write_eagle31], ids=["sglang", "speculators", "eagle3.1"])
 def test_loaded_heads_draft_for_their_target(tmp_path, write, config):
     write(tmp_path, 2)
     ids, mask = batch()
@@ -255,6 +281,10 @@ def test_command_line_with_an_eagle3_head(tmp_path):
         ({"attention_bias": True}, "`attention_bias` must be False"),
         ({"hidden_act": "gelu"}, "`hidden_act` must be 'silu'"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "`use_aux_hidden_state` must be True"),
+        ({"speculators_model_type": "dflash"}, "`speculators_model_type` must be 'eagle3' .*, got 'dflash'"),
+        ({"fc_norm": "yes"}, "`fc_norm` must be true or false, got 'yes'"),
+        ({"fc_norm": True}, "missing tensors .*fc_norm.0.weight"),
+        ({"eagle_config": {"norm_before_fc": True}}, "missing tensors .*input_norm.weight"),
         ({"target_vocab_size": 5}, f"`target_vocab_size` must be {VOCAB}"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "`rope_scaling.rope_type` must be .*, got 'yarn'"),
         ({"draft_vocab_size": 41}, r"`d2t` must be of shape \[41\], got \[40\]"),
@@ -293,6 +323,16 @@ def test_weights_that_do_not_fit_are_named(tmp_path, change, message):
     torch.save(weights, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=message):
         load_eagle3(tmp_path, make_model("llama"))
+
+
+def test_heads_are_recognized_by_architecture_or_format(tmp_path):
+    for values, found in (
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, True),
+        ({"architectures": ["Speculator"], "speculators_model_type": "eagle3"}, True),
+        ({"architectures": ["LlamaForCausalLM"]}, False),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        assert is_eagle3(tmp_path) is found
 
 
 def test_missing_files_are_named(tmp_path):

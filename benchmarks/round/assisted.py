@@ -23,9 +23,9 @@ def assistant_config(target: ModelConfig) -> ModelConfig:
     return replace(target, num_layers=1, aux_layers=(), sliding_window=None, sliding_window_pattern=None)
 
 
-def transformers_config(config: ModelConfig) -> Any:
-    """The transformers configuration of the same sizes: Llama, DeepSeek-V3 with dense layers, or gpt-oss with as many experts
-    as a token has.
+def transformers_config(config: ModelConfig, family: str = "Llama") -> Any:
+    """The transformers configuration of the same sizes: DeepSeek-V3 with dense layers, gpt-oss with as many experts as a token
+    has, or a dense GQA model of `family`.
 
     Raises:
         ValueError: the layers are mixtures, whose floor is counted for our models alone.
@@ -33,7 +33,7 @@ def transformers_config(config: ModelConfig) -> Any:
     import transformers
 
     if config.mixture is not None:
-        raise ValueError("assisted: shapes with mixtures of experts are not measured through transformers")
+        raise ValueError("round: shapes with mixtures of experts are not measured through transformers")
     layers = config.num_layers
     common: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -62,7 +62,9 @@ def transformers_config(config: ModelConfig) -> Any:
         window = {"sliding_window": config.sliding_window or 128, "num_experts_per_tok": experts}
         kinds = ["full_attention" if config.window(i) is None else "sliding_attention" for i in range(layers)]
         return transformers.GptOssConfig(**common | wide | window | heads, layer_types=kinds)
-    return transformers.LlamaConfig(**common, **heads)
+    # Mistral has a window unless told otherwise.
+    unlimited: dict[str, Any] = {} if family == "Llama" else {"sliding_window": None}
+    return getattr(transformers, f"{family}Config")(**common, **heads, **unlimited)
 
 
 class AssistedRound:

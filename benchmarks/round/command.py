@@ -13,6 +13,7 @@ from benchmarks.round.shapes import SHAPES
 from benchmarks.timing import measure_ceilings
 from spec_ops.cli.options import KeepK, KeepP, MinP, Temperature, console, parse_sampling, plot_file, writable_file
 
+PATHS = ("own", "transformers")
 PASSES = {"both": (True, False), "on": (True,), "off": (False,)}
 
 
@@ -24,6 +25,7 @@ def bench_round(
     steps: Annotated[list[int], typer.Option(min=1, help="Draft steps S; may be repeated.")] = [3],  # noqa: B006
     tree_width: Annotated[int, typer.Option(min=1, help="Branches K per draft step; 1 drafts a chain.")] = 1,
     tree_tokens: Annotated[int | None, typer.Option(help="Tokens verified per round in a tree, root included.")] = None,
+    path: Annotated[list[str], typer.Option(help=f"{', '.join(PATHS)}: whose class the target is; may be repeated.")] = ["own"],  # noqa: B006
     backend: Annotated[list[str], typer.Option(help="Of every attention call; may be repeated.")] = ["auto"],  # noqa: B006
     passes: Annotated[str, typer.Option(help="both, on or off: the graph passes.")] = "on",
     naive: Annotated[bool, typer.Option("--naive", help="Also the round as one writes it at first.")] = False,
@@ -69,6 +71,8 @@ def bench_round(
         raise typer.BadParameter(f"must be one of {list(PASSES)}, got {passes!r}", param_hint="--passes")
     if unknown := sorted(set(model) - set(SHAPES)):
         raise typer.BadParameter(f"must be one of {list(SHAPES)}, got {unknown}", param_hint="--model")
+    if unknown := sorted(set(path) - set(PATHS)):
+        raise typer.BadParameter(f"must be one of {list(PATHS)}, got {unknown}", param_hint="--path")
     choices = _choices(sampled, penalties, temperature, top_k, top_p, min_p)
     if naive and tree_width > 1:
         raise typer.BadParameter("drafts chains: leave out --tree-width", param_hint="--naive")
@@ -80,7 +84,7 @@ def bench_round(
         cases = round_runner.plan(
             model=model, batch_size=batch_size, context=context, layers=layers, steps=steps, tree=(tree_width, tree_tokens),
             backend=backend, passes=PASSES[passes], extra=(naive, plain, assisted), choices=choices,
-            accept_length=accept_length,
+            accept_length=accept_length, paths=path,
             common={"repeats": repeats, "bandwidth": copy_rate, "device": device, "compiled": device == "cuda"},
         )  # fmt: skip
     except ValueError as error:

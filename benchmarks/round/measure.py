@@ -21,10 +21,12 @@ from benchmarks.round.naive import NaiveRound
 from benchmarks.round.profile import Profile, breakdown, plot, profile, small_kernels
 from benchmarks.round.report import kind
 from benchmarks.round.shapes import SHAPES, Shape, touched_experts
+from benchmarks.round.through_transformers import build_model, taken_over
 from benchmarks.timing import median_ms
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
 from spec_ops.decoding.drafter import draft_model
 from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures
+from spec_ops.models import Draft, Target
 from spec_ops.models.config import CacheSizes, ModelConfig
 from spec_ops.models.layers import Mixture
 from spec_ops.passes import compile as compile_with_passes
@@ -44,6 +46,7 @@ class RoundCase:
         model: key of `SHAPES`; layers: of the target, None for all.
         steps, topk, tree_tokens: the draft, as in `SpeculationConfig`.
         contexts: committed tokens per request, one row each.
+        path: `"own"`: our class of the target; `"transformers"`: transformers', through `TransformersModel`.
         round: `"speculative"`; `"naive"` (`naive.py`); `"plain"`: one token by the same ops; `"assisted"`: transformers.
         backend: of every attention call. passes: the graph passes on or off.
         repeats: rounds to take the median of. bandwidth: bytes a second, for the floor.
@@ -57,6 +60,7 @@ class RoundCase:
     model: str
     batch_size: int
     contexts: tuple[int, ...]
+    path: str = "own"
     round: str = "speculative"
     backend: str = "auto"
     passes: bool = True
@@ -81,7 +85,8 @@ class RoundCase:
         layers = f" {self.layers} layers" if self.layers else ""
         contexts = ", ".join(str(context) for context in self.contexts)
         shape = f"{self.model}{layers} batch {self.batch_size} context {contexts} S={self.steps}"
-        return f"{shape} {kind({'round': self.round} | self.choice)} {self.backend}{'' if self.passes else ' without passes'}"
+        what = kind({"round": self.round, "path": self.path} | self.choice)
+        return f"{shape} {what} {self.backend}{'' if self.passes else ' without passes'}"
 
     @property
     def sampled(self) -> bool:
@@ -150,6 +155,8 @@ class RoundCase:
             "topk": topk,
             **tree,
             "round": self.round,
+            "path": self.path,
+            "kind": self.round if self.round != "speculative" else self.shape.draft,
             **self.choice,
             "backend": self.backend,
             "passes": self.passes,
@@ -164,9 +171,10 @@ class RoundCase:
         }
 
 
-def floor_bytes(generator: Generator, batch_size: int, context: int) -> tuple[int, int]:
+def floor_bytes(generator: Generator, batch_size: int, context: int, sizes: ModelConfig | None = None) -> tuple[int, int]:
     """Bytes of weights and of KV that a round must read: the target's once, the draft's (its LM head too) once per draft
-    forward. A layer with a window reads the window, a mixture the experts that its tokens go to if routing is uniform."""
+    forward. A layer with a window reads the window, a mixture the experts that its tokens go to if routing is uniform.
+    `sizes`: of the target; default those of its class."""
     target, draft = generator.target, draft_model(generator.draft)
 
     def size(module: Any, tokens: int) -> int:
@@ -184,7 +192,7 @@ def floor_bytes(generator: Generator, batch_size: int, context: int) -> tuple[in
 
     forwards = 0 if draft is None else generator.config.num_steps
     verified = batch_size * (1 if draft is None else generator.config.num_tokens)
-    weights, rows = size(target, verified), kv(target.config)  # type: ignore[arg-type]
+    weights, rows = size(target, verified), kv(sizes or target.config)  # type: ignore[arg-type]
     if draft is not None:
         weights += forwards * size(draft, batch_size * generator.config.topk)
         rows += forwards * kv(draft.config)  # type: ignore[arg-type]
@@ -208,6 +216,7 @@ class CompiledRound:
     Attributes:
         compile_s: seconds of the first call: compilation with whatever is in the cache directories, and its warm-up; None for
             a round that is not compiled.
+        first_call_s: the same with all that comes before it but the weights: taking the model over, caches.
     """
 
     compile_s: float | None = None
@@ -215,7 +224,7 @@ class CompiledRound:
 
     def __init__(self, case: RoundCase) -> None:
         self.case = case
-        target, draft = case.shape.build(case.device, getattr(torch, case.dtype))
+        target, draft = self._models()
         self.generator = Generator(
             target,
             None if case.round == "plain" else draft,
@@ -238,11 +247,25 @@ class CompiledRound:
         with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=naive):
             self.step()
             self._synchronize()
+            self.first_call_s = time.perf_counter() - self.started
             if case.compiled:
                 self.compile_s = time.perf_counter() - start
             for _ in range(3):  # record the graph, and replay it
                 self.step()
         self._synchronize()
+
+    def _models(self) -> tuple[Target, Draft]:
+        """Target and draft; from then on it counts as the first call."""
+        case, shape, dtype = self.case, self.case.shape, getattr(torch, self.case.dtype)
+        if case.path == "own":
+            models: tuple[Target, Draft] = shape.build(case.device, dtype)
+            self._synchronize()
+            self.started = time.perf_counter()
+            return models
+        model = build_model(shape, case.device, dtype)
+        self._synchronize()
+        self.started = time.perf_counter()
+        return taken_over(model, shape)
 
     def _round(self) -> torch.nn.Module:
         case = self.case
@@ -297,7 +320,8 @@ class CompiledRound:
         for context in case.contexts:
             self.reset(context)
             milliseconds = self._milliseconds()
-            row = case.row(context, milliseconds, floor_bytes(self.generator, case.batch_size, context))
+            row = case.row(context, milliseconds, floor_bytes(self.generator, case.batch_size, context, case.shape.target))
+            row["first_call_s"] = round(self.first_call_s, 3)
             if case.device == "cuda":
                 self.reset(context)
                 found = profile(self.step, PROFILED)

@@ -27,8 +27,9 @@ CHOICE = ("sampled", "temperature", "top_k", "top_p", "min_p", "penalties")
 
 
 def kind(row: Mapping[str, Any]) -> str:
-    """Of the round: `"speculative"`, `"plain, sampled"`, `"speculative, sampled, penalties"`."""
-    return ", ".join([row.get("round", "speculative"), *(name for name in ("sampled", "penalties") if row.get(name))])
+    """Of the round: `"speculative"`, `"plain, sampled"`, `"speculative, sampled, penalties"`, `"plain, transformers"`."""
+    parts = [row.get("round", "speculative"), *(name for name in ("sampled", "penalties") if row.get(name))]
+    return ", ".join(parts + [path for path in [row.get("path", "own")] if path != "own"])
 
 
 def choice(row: Mapping[str, Any]) -> tuple:
@@ -51,7 +52,7 @@ def judge_auto(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     cases: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if row["round"] != "assisted":
-            key = (row["model"], row["bs"], row["context"], draft_shape(row), row["round"], row["passes"])
+            key = (row["model"], row["bs"], row["context"], draft_shape(row), kind(row), row["passes"])
             cases.setdefault((*key, choice(row)), {})[row["backend"]] = row
     verdicts = []
     for found in cases.values():

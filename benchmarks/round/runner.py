@@ -43,6 +43,7 @@ def plan(
     accept_length: float | None,
     common: dict[str, Any],
     choices: Sequence[dict[str, Any]] = ({},),
+    paths: Sequence[str] = ("own",),
 ) -> list[RoundCase]:
     """A case for every combination; plain and assisted rounds once for all settings that they do not depend on.
 
@@ -50,6 +51,7 @@ def plan(
         tree: width and tokens of the draft, as in `SpeculationConfig`. extra: whether naive, plain and assisted rounds too.
         choices: how tokens are chosen, attributes of speculative and plain rounds; one round for each. Default greedily.
         accept_length: default three quarters of the longest path. common: further attributes of all cases.
+        paths: of the target of speculative and plain rounds: `"own"`, `"transformers"`.
 
     Raises:
         ValueError: an impossible draft or accept length.
@@ -65,14 +67,15 @@ def plan(
                 raise ValueError(f"--accept-length must be at most {path_len} tokens with {number} steps, got {gained:g}")
             drafted = shared | {"steps": number, "topk": tree[0], "tree_tokens": tree[1], "accept_length": gained}
             for kernel, on in itertools.product(backend, passes):
-                cases += [RoundCase(backend=kernel, passes=on, **drafted, **choice) for choice in choices]
+                every = itertools.product(paths, choices)
+                cases += [RoundCase(path=path, backend=kernel, passes=on, **drafted, **choice) for path, choice in every]
                 cases += [RoundCase(round="naive", backend=kernel, passes=on, **drafted)] * naive
             if assisted and size == 1:
                 shortest = drafted | {"contexts": (min(context),)}
                 cases.append(RoundCase(round="assisted", backend="transformers", passes=False, **shortest))
         if plain:
-            every = itertools.product(backend, passes, choices)
-            cases += [RoundCase(round="plain", backend=kernel, passes=on, **shared, **choice) for kernel, on, choice in every]
+            for path, kernel, on, choice in itertools.product(paths, backend, passes, choices):
+                cases.append(RoundCase(round="plain", path=path, backend=kernel, passes=on, **shared, **choice))
     return list(dict.fromkeys(cases))
 
 
@@ -101,7 +104,8 @@ class Report:
 
 def _identity(row: dict[str, Any]) -> tuple:
     case = tuple(row[name] for name in ("model", "bs", "context", "backend", "passes"))
-    return (row.get("round", "speculative"), *case, draft_shape(row), choice(row))  # older files hold no other round
+    # Older files hold no other round, and no other path.
+    return (row.get("round", "speculative"), row.get("path", "own"), *case, draft_shape(row), choice(row))
 
 
 def measure(

@@ -18,12 +18,14 @@ class Shape:
         target: sizes; `aux_layers` are set by `with_layers`.
         draft_vocab: of an EAGLE-3 head of the target's width; None for an MTP/NextN layer of the target's kind.
         about: what differs from the model it stands for.
+        family: of transformers' dense GQA models, for the round of a model of transformers.
     """
 
     label: str
     target: ModelConfig
     draft_vocab: int | None
     about: str
+    family: str = "Llama"
 
     @property
     def draft(self) -> str:
@@ -78,6 +80,39 @@ LLAMA_8B = Shape(
     ),
     draft_vocab=32000,
     about="Llama-3.1-8B with an EAGLE-3 head",
+)
+QWEN3_8B = Shape(
+    "qwen3-8b-shape",
+    ModelConfig(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+    ),
+    draft_vocab=32000,
+    about="Qwen3-8B with an EAGLE-3 head; our own model has no norms of queries and keys",
+    family="Qwen3",
+)
+MISTRAL_7B = Shape(
+    "mistral-7b-shape",
+    ModelConfig(
+        vocab_size=32768,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=1e6,
+    ),
+    draft_vocab=32000,
+    about="Mistral-7B-v0.3 with an EAGLE-3 head",
+    family="Mistral",
 )
 MLA_STACK = Shape(
     "deepseek-v3-width",
@@ -179,6 +214,8 @@ TINY_EXPERTS = replace(
 )
 SHAPES = {
     "llama-8b": LLAMA_8B,
+    "qwen3-8b": QWEN3_8B,
+    "mistral-7b": MISTRAL_7B,
     "mla-stack": MLA_STACK,
     "gpt-oss": GPT_OSS,
     "qwen3-30b-a3b": QWEN3_30B,

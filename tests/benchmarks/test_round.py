@@ -90,6 +90,26 @@ def test_plain_rounds_gain_one_token_and_speculative_ones_stay_within_their_slac
     assert ours.generator.max_seq_len >= max(TINY.contexts) + 4 * (TINY.repeats + 4)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral"])
+def test_rounds_of_a_model_of_transformers(family, monkeypatch):
+    sizes = replace(TINY.shape.target, attention_sinks=False, sliding_window=None, sliding_window_pattern=None)
+    monkeypatch.setitem(SHAPES, "tiny", replace(SHAPES["tiny"], target=sizes, family=family))
+    floors = []
+    for path in ("own", "transformers"):
+        rounds = [CompiledRound(replace(TINY, path=path, round=round, contexts=(40,))) for round in ("speculative", "plain")]
+        found = [row for compiled in rounds for row in compiled.rows()]
+        assert [(row["path"], row["kind"], row["model"]) for row in found] == [
+            (path, "eagle3", "tiny-2-layers+eagle3"),
+            (path, "plain", "tiny-2-layers"),
+        ]
+        assert all(row["first_call_s"] > 0 for row in found)
+        floors.append([floor_bytes(compiled.generator, 3, 40, sizes) for compiled in rounds])
+        if path == "transformers":
+            assert type(rounds[0].generator.target.decoder).__name__ == f"{family}Model"
+    norms = 2 * 2 * sizes.head_dim * 4 if family == "Qwen3" else 0  # of queries and keys, which our class does not have
+    assert [(weights + norms, kv) for weights, kv in floors[0]] == floors[1]
+
+
 def test_rows_of_a_round_on_cpu():
     rows = list(CompiledRound(TINY).rows())
     assert [row["context"] for row in rows] == [40, 70]
@@ -205,7 +225,7 @@ def test_rows_of_mixtures():
     assert {row["touched_experts"] for row in rows} == {round(16 * (1 - 0.75**12), 2)}  # 3 requests of 4 tokens
     from benchmarks.round.assisted import AssistedRound
 
-    with pytest.raises(ValueError, match="assisted: shapes with mixtures of experts"):
+    with pytest.raises(ValueError, match="round: shapes with mixtures of experts"):
         AssistedRound(replace(TINY, model="tiny-experts", round="assisted", batch_size=1))
 
 

@@ -238,6 +238,7 @@ def test_the_cases_of_sampled_and_penalized_rounds():
         (["--model", "llama"], "--model"),
         (["--device", "tpu"], "--device"),
         (["--passes", "some"], "--passes"),
+        (["--path", "theirs"], "--path"),
         (["--accept-length", "4.5"], "--accept-length"),
         (["--tree-width", "2", "--tree-tokens", "99"], "--tree-tokens"),
         (["--tree-width", "2", "--naive"], "--naive"),

@@ -57,6 +57,7 @@ class AttentionCall:
         k_scale, v_scale: of MLA both are the one scale of the cache.
         kv_indptr, kv_indices, seq_lens_cpu, max_seq_len: None if not given, or removed since the backend does not read them.
         backend: what the op was told, a name or `"auto"`.
+        out: where the caller wants the result, contiguous; None: in new memory.
         Others as in the ops.
     """
 
@@ -82,6 +83,7 @@ class AttentionCall:
     v_scale: float = 1.0
     max_seq_len: int | None = None
     backend: str = "auto"
+    out: torch.Tensor | None = None
 
     @classmethod
     def of(cls, step: str, args: Sequence[Any]) -> AttentionCall:
@@ -99,6 +101,12 @@ class AttentionCall:
             step, q, k_cache, v_cache, rank, tables, lens, tree_mask, mask_len, q_indptr, max_q_len, indptr, indices, lens_cpu,
             scale, window, sinks, softcap, k_scale, v_scale, max_seq_len, backend,
         )  # fmt: skip
+
+    def new_result(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Where a kernel writes: the caller's `out`, or new memory, contiguous, in `dtype` (default that of `q`)."""
+        if self.out is not None:
+            return self.out
+        return self.q.new_empty(*self.q.shape[:-1], self.v_head_dim, dtype=dtype or self.q.dtype)
 
     @property
     def is_ragged(self) -> bool:

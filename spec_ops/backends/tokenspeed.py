@@ -50,7 +50,7 @@ def decode(call: AttentionCall) -> torch.Tensor:
 
     assert call.tree_mask is None, "tokenspeed_mla takes no mask"
     q, rank, page_size = call.q, call.v_head_dim, call.page_size
-    out = torch.empty(*q.shape[:-1], rank, dtype=q.dtype, device=q.device)
+    out = call.new_result()
     if out.numel() == 0:
         return out
     ready = prepare(call, width_multiple=128 // page_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spec_ops.backends.call import FP8_DTYPES, RAGGED, AttentionCall
-from spec_ops.backends.registry import attention_backend
+from spec_ops.backends.registry import attention_backend, output_dtype
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 
@@ -53,7 +53,17 @@ def check_tensors(call: AttentionCall) -> None:
     if (call.kv_indptr is None) != (call.kv_indices is None):
         check.fail("kv_indptr", "given together with `kv_indices`", "only one of the two")
     check.optional_tensor("seq_lens_cpu", call.seq_lens_cpu, shape=(bs,), dtypes=INDEX_DTYPES, device=torch.device("cpu"))
-    check.optional_tensor("sinks", call.sinks, shape=(heads,), dtypes=(torch.float32,), device=device)
+    check.optional_tensor("sinks", call.sinks, shape=(heads,), dtypes=FLOAT_DTYPES, device=device)
+
+
+def check_out(call: AttentionCall, out: object) -> None:
+    """What a caller's place for the result must be; the rest of `call` has been checked."""
+    check, q = Checker(call.step), call.q
+    dtype = output_dtype(call.backend, q.dtype)
+    check.tensor("out", out, shape=(*q.shape[:-1], call.v_head_dim), dtypes=(dtype,), device=q.device)
+    assert isinstance(out, torch.Tensor)
+    if not out.is_contiguous():
+        check.fail("out", "contiguous", f"strides {out.stride()}")
 
 
 def check_options(check: Checker, scale, window_left, softcap, max_seq_len, backend, deterministic) -> tuple[int, str]:

@@ -14,7 +14,7 @@ Common contract (FlashInfer's and TensorRT-LLM's conventions):
   positions. Bits from `mask_len` on mean nothing.
 * `window_left` (-1: none) hides keys more than that many positions before the query. Positions follow tree *depth*, not slot
   index: the depth of a draft key, seen from a query, is the number of that query's ancestors before it.
-* `sinks [num_q_heads] float32` are logits added to the softmax denominator alone (gpt-oss).
+* `sinks [num_q_heads]` (any of the three float dtypes) are logits added to the softmax denominator alone (gpt-oss).
 * `softcap` (0: none) replaces a logit `x` by `softcap * tanh(x / softcap)`.
 * A query that sees nothing gives exact zeros, so padded rows are `seq_lens[b] == 0` (or 1).
 * Keys and values that no query of their request sees influence no result, whatever they hold, NaN among it: positions from
@@ -31,6 +31,10 @@ Common contract (FlashInfer's and TensorRT-LLM's conventions):
   The `reference` makes no such promise, so the CPU raises. Passes keep that backend; those that change a call's number of
   queries change no bit. A tree's node sees its ancestors in the tree's slots: it agrees with a chain where its path has the
   chain's slots. The mode is about attention alone: matrix products around it are the caller's.
+* `out` takes the result, which is returned, too: contiguous, of its shape and dtype, and no part of an input. Our own kernels
+  write there; some of other packages write elsewhere, and are copied. With `out`, `seq_lens`, `block_tables`, `tree_mask` and
+  `q_indptr` may be longer than the batch (of ragged queries: than `seq_lens`), as the static buffers of engines are: the rows
+  past it are not read. While compiling it is a copy into `out`, which Inductor removes where it can.
 
 Semantics follow SGLang 0.5 EAGLE (`srt/speculative`), FlashInfer 0.7 `trtllm_batch_decode_with_kv_cache[_mla]`, and for the
 absorbed MLA form DeepSeek-V2 (arXiv:2405.04434).
@@ -44,7 +48,7 @@ import torch
 
 from spec_ops.backends.call import RAGGED, AttentionCall
 from spec_ops.backends.registry import output_dtype, plans_on_host, run_attention
-from spec_ops.ops._attention_checks import check_mask_len, check_options, check_tensors
+from spec_ops.ops._attention_checks import check_mask_len, check_options, check_out, check_tensors
 from spec_ops.ops._library import define_op, fakes_check
 from spec_ops.ops._validate import Checker
 
@@ -53,19 +57,24 @@ _OPTIONAL = "Tensor? kv_indptr, Tensor? kv_indices, Tensor? seq_lens_cpu"
 _TREE = "Tensor? tree_mask, SymInt mask_len"
 _RAGGED = "Tensor q_indptr, SymInt max_q_len"
 _SOFTMAX = "float scale, int window_left, Tensor? sinks, float softcap"
-_MHA_TAIL = "float k_scale, float v_scale, SymInt? max_seq_len, str backend) -> Tensor"
-_MLA_TAIL = "float kv_scale, SymInt? max_seq_len, str backend) -> Tensor"
+_MHA_TAIL = "float k_scale, float v_scale, SymInt? max_seq_len, str backend"
+_MLA_TAIL = "float kv_scale, SymInt? max_seq_len, str backend"
 _MHA_HEAD = "Tensor q, Tensor k_cache, Tensor v_cache"
 _MLA_HEAD = "Tensor q, Tensor kv_cache, int kv_lora_rank"
 
 STEPS = ("draft_decode", "target_verify", "draft_extend", "extend")
 
 
-def _define(kind: str, step: str, overload: str = "", tags: tuple[torch.Tag, ...] = ()) -> torch._ops.OpOverload:
+def _schema(kind: str, step: str, suffix: str) -> tuple[str, str]:
+    """The op's name, and its schema up to its result."""
     head, tail = (_MHA_HEAD, _MHA_TAIL) if kind == "mha" else (_MLA_HEAD, _MLA_TAIL)
     queries = _RAGGED if step == "extend" else _TREE
     name = f"{kind}_{step}"
-    schema = f"{name}{overload}({head}, {_TABLES}, {queries}, {_OPTIONAL}, {_SOFTMAX}, {tail}"
+    return name, f"{name}{suffix}({head}, {_TABLES}, {queries}, {_OPTIONAL}, {_SOFTMAX}, {tail}"
+
+
+def _define(kind: str, step: str, overload: str = "", tags: tuple[torch.Tag, ...] = ()) -> torch._ops.OpOverload:
+    name, schema = _schema(kind, step, overload)
 
     def impl(*args):
         return run_attention(AttentionCall.of(name, args))
@@ -75,7 +84,23 @@ def _define(kind: str, step: str, overload: str = "", tags: tuple[torch.Tag, ...
         check_tensors(call)
         return call.q.new_empty(*call.q.shape[:-1], call.v_head_dim, dtype=output_dtype(call.backend, call.q.dtype))
 
-    return define_op(schema, impl, fake, tags=tags)
+    return define_op(f"{schema}) -> Tensor", impl, fake, tags=tags)
+
+
+def _define_out(kind: str, step: str) -> torch._ops.OpOverload:
+    name, schema = _schema(kind, step, "_out")
+
+    def impl(*args):
+        call = AttentionCall.of(name, args[:-1])
+        call.out = args[-1]
+        run_attention(call)
+
+    def fake(*args):
+        call = AttentionCall.of(name, args[:-1])
+        check_tensors(call)
+        check_out(call, args[-1])
+
+    return define_op(f"{schema}, Tensor(a!) out) -> ()", impl, fake)
 
 
 OPS = {f"{kind}_{step}": _define(kind, step) for kind in ("mha", "mla") for step in STEPS}
@@ -87,7 +112,31 @@ HOST_PLAN_OPS = {
 }
 
 
-def _enter(name: str, args: tuple, deterministic: object) -> torch.Tensor:
+# What `out=` calls outside of a compiled function, where passes have nothing to find. Not overloads: where two overloads have
+# one signature and there is a third, the process aborts when it ends (torch 2.13).
+OUT_OPS = {f"{kind}_{step}": _define_out(kind, step) for kind in ("mha", "mla") for step in STEPS}
+
+
+def _of_batch(name: str, args: tuple) -> tuple:
+    """`args` with the rows of the batch alone, of tensors that may be an engine's buffers for the largest one."""
+    q, cache, second, tables, lens, queries, *rest = args
+    if name in RAGGED:
+        queries = _rows(queries, _rows_of(lens, 0) + 1)
+    else:
+        lens, queries = _rows(lens, _rows_of(q, 0)), _rows(queries, _rows_of(q, 0))
+    return (q, cache, second, _rows(tables, _rows_of(lens, 0)), lens, queries, *rest)
+
+
+def _rows_of(value: object, default: int) -> int:
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else default
+
+
+def _rows(value: object, count: int) -> object:
+    """What is no tensor stays as it is, for the checks to name."""
+    return value[:count] if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] > count else value
+
+
+def _enter(name: str, args: tuple, deterministic: object, out: torch.Tensor | None) -> torch.Tensor:
     """Check a public call, and make it a call of the op.
 
     Dynamo traces this in every layer: hence a tuple, and an `AttentionCall` only where tensors are checked here.
@@ -95,8 +144,12 @@ def _enter(name: str, args: tuple, deterministic: object) -> torch.Tensor:
     Args:
         args: in the order of the op's schema; None where the user left an argument to its default.
     """
+    if out is not None:
+        args = _of_batch(name, args)
     if not fakes_check():
         check_tensors(AttentionCall.of(name, args))
+    if out is not None:
+        check_out(AttentionCall.of(name, args), out)
     q, cache, second, tables, lens, queries, span, indptr, indices, lens_cpu, scale, window_left, sinks, softcap = args[:14]
     scales, max_seq_len, backend = args[14:-2], args[-2], args[-1]
     check = Checker(name)
@@ -113,12 +166,17 @@ def _enter(name: str, args: tuple, deterministic: object) -> torch.Tensor:
         check.integer("max_q_len", span, 1)
     else:
         span = check_mask_len(check, q.shape[1], queries, span)
-    # A named backend that plans on the host must not end up inside a CUDA graph: it has an overload of its own.
-    op = HOST_PLAN_OPS[name] if plans_on_host(backend) else OPS[name]
-    return op(
+    checked = (
         q, cache, second, tables, lens, queries, span, indptr, indices, lens_cpu, float(scale), window_left, sinks,
         float(softcap), *scales, max_seq_len, backend,
     )  # fmt: skip
+    if out is not None and not torch.compiler.is_compiling():
+        OUT_OPS[name](*checked, out)
+        return out
+    # A named backend that plans on the host must not end up inside a CUDA graph: it has an overload of its own.
+    op = HOST_PLAN_OPS[name] if plans_on_host(backend) else OPS[name]
+    result = op(*checked)
+    return result if out is None else out.copy_(result)
 
 
 def mha_draft_decode(
@@ -142,6 +200,7 @@ def mha_draft_decode(
     max_seq_len: int | None = None,
     backend: str = "auto",
     deterministic: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One draft step: `q_len` is 1 for a chain, the tree's width K for a tree (with `tree_mask`).
 
@@ -160,6 +219,7 @@ def mha_draft_decode(
         max_seq_len: static bound of `seq_lens`; default the width of `block_tables`.
         backend: `"auto"` or a backend's name, which then never falls back.
         deterministic: see the module docstring; refused together with the name of a backend that is not batch-invariant.
+        out: where to write the result, see the module docstring.
 
     Returns:
         `[bs, q_len, num_q_heads, v_head_dim]`, dtype of `q`.
@@ -174,6 +234,7 @@ def mha_draft_decode(
         (q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
          window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend),
         deterministic,
+        out,
     )  # fmt: skip
 
 
@@ -198,6 +259,7 @@ def mha_target_verify(
     max_seq_len: int | None = None,
     backend: str = "auto",
     deterministic: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Target verification of `q_len = D` tokens per request, root included; a chain without, a tree with `tree_mask`.
 
@@ -209,6 +271,7 @@ def mha_target_verify(
         (q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
          window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend),
         deterministic,
+        out,
     )  # fmt: skip
 
 
@@ -233,6 +296,7 @@ def mha_draft_extend(
     max_seq_len: int | None = None,
     backend: str = "auto",
     deterministic: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draft extend after acceptance: a uniform, short `q_len` per request on the draft's own cache.
 
@@ -244,6 +308,7 @@ def mha_draft_extend(
         (q, k_cache, v_cache, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
          window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend),
         deterministic,
+        out,
     )  # fmt: skip
 
 
@@ -268,6 +333,7 @@ def mha_extend(
     max_seq_len: int | None = None,
     backend: str = "auto",
     deterministic: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Ragged causal extend (prefill): request `b` owns query rows `q_indptr[b] : q_indptr[b + 1]`.
 
@@ -290,6 +356,7 @@ def mha_extend(
         (q, k_cache, v_cache, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
          window_left, sinks, softcap, k_scale, v_scale, max_seq_len, backend),
         deterministic,
+        out,
     )  # fmt: skip
 
 
@@ -313,6 +380,7 @@ def mla_draft_decode(
     max_seq_len: int | None = None,
     backend: str = "auto",
     deterministic: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One draft step in absorbed MLA: keys are the whole cache row, values its first `kv_lora_rank` entries.
 
@@ -338,6 +406,7 @@ def mla_draft_decode(
         (q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
          window_left, sinks, softcap, kv_scale, max_seq_len, backend),
         deterministic,
+        out,
     )  # fmt: skip
 
 
@@ -361,6 +430,7 @@ def mla_target_verify(
     max_seq_len: int | None = None,
     backend: str = "auto",
     deterministic: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Target verification in absorbed MLA; arguments, result, errors and source as `mla_draft_decode`."""
     return _enter(
@@ -368,6 +438,7 @@ def mla_target_verify(
         (q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
          window_left, sinks, softcap, kv_scale, max_seq_len, backend),
         deterministic,
+        out,
     )  # fmt: skip
 
 
@@ -391,6 +462,7 @@ def mla_draft_extend(
     max_seq_len: int | None = None,
     backend: str = "auto",
     deterministic: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draft extend in absorbed MLA; arguments, result, errors and source as `mla_draft_decode`."""
     return _enter(
@@ -398,6 +470,7 @@ def mla_draft_extend(
         (q, kv_cache, kv_lora_rank, block_tables, seq_lens, tree_mask, mask_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
          window_left, sinks, softcap, kv_scale, max_seq_len, backend),
         deterministic,
+        out,
     )  # fmt: skip
 
 
@@ -421,6 +494,7 @@ def mla_extend(
     max_seq_len: int | None = None,
     backend: str = "auto",
     deterministic: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Ragged causal extend (prefill) in absorbed MLA: `q [total_q, num_heads, kv_lora_rank + rope_dim]`.
 
@@ -432,4 +506,5 @@ def mla_extend(
         (q, kv_cache, kv_lora_rank, block_tables, seq_lens, q_indptr, max_q_len, kv_indptr, kv_indices, seq_lens_cpu, scale,
          window_left, sinks, softcap, kv_scale, max_seq_len, backend),
         deterministic,
+        out,
     )  # fmt: skip

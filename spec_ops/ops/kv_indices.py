@@ -25,6 +25,13 @@ page_table_op = define_op(
     lambda req_to_token, req, lens, page_size, max_pages: _int32(lens, lens.shape[0], max_pages),
     cuda="spec_ops.backends.triton.cache.indices:page_table",
 )
+# An op of its own, and no overload, so that passes have one table to know: it is for callers outside of compiled functions.
+page_table_out_op = define_op(
+    f"page_table_out({_SOURCE}, int page_size, Tensor(a!) out) -> ()",
+    reference.page_table_out,
+    lambda *args: None,
+    cuda="spec_ops.backends.triton.cache.indices:page_table_out",
+)
 kv_indices_op = define_op(
     f"kv_indices({_SOURCE}, SymInt capacity) -> (Tensor, Tensor)",
     reference.kv_indices,
@@ -66,6 +73,8 @@ def page_table(
     seq_lens: torch.Tensor,
     page_size: int,
     max_pages: int | None = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Block table of each request: `table[b, p] = req_to_token[req_b, p * page_size] // page_size` for live pages, else 0.
 
@@ -74,7 +83,9 @@ def page_table(
         req_pool_indices: `[bs]` int32/int64, row of each request.
         seq_lens: `[bs]` int32/int64, KV tokens to cover.
         page_size: 1 to 128 tokens.
-        max_pages: width of the table; default `ceil(max_context / page_size)`.
+        max_pages: width of the table; default `ceil(max_context / page_size)`, or that of `out`.
+        out: `[at least bs, max_pages]` int32, rows of any stride: its first `bs` rows are written (an engine's static buffer),
+            and it is returned.
 
     Returns:
         `[bs, max_pages]` int32. Entries past the live prefix are 0, always a valid page id (kernels may prefetch them).
@@ -88,9 +99,20 @@ def page_table(
     _check_source(check, req_to_token, req_pool_indices, seq_lens)
     check.integer("page_size", page_size, 1, 128)
     width = -(-req_to_token.shape[1] // page_size)
-    max_pages = width if max_pages is None else max_pages
-    check.integer("max_pages", max_pages, 1, width)
-    return page_table_op(req_to_token, req_pool_indices, seq_lens, page_size, max_pages)
+    if out is None:
+        max_pages = width if max_pages is None else max_pages
+        check.integer("max_pages", max_pages, 1, width)
+        return page_table_op(req_to_token, req_pool_indices, seq_lens, page_size, max_pages)
+    check.tensor("out", out, shape=(None, max_pages), dtypes=(torch.int32,), device=req_to_token.device)
+    bs = seq_lens.shape[0]
+    if out.shape[0] < bs or not 1 <= out.shape[1] <= width or out.stride(1) != 1:
+        wanted = f"at least {bs} rows of 1 to {width} entries, each row contiguous"
+        check.fail("out", wanted, f"shape {tuple(out.shape)}, strides {out.stride()}")
+    if torch.compiler.is_compiling():  # the op that passes know; Inductor removes the copy where it can
+        out[:bs].copy_(page_table_op(req_to_token, req_pool_indices, seq_lens, page_size, out.shape[1]))
+    else:
+        page_table_out_op(req_to_token, req_pool_indices, seq_lens, page_size, out)
+    return out
 
 
 def kv_indices(

@@ -60,6 +60,14 @@ build_tree_op = define_op(
 )
 
 
+full_mask_words_op = define_op(
+    "full_mask_words(Tensor mask, Tensor prefix_lens, int num_tokens) -> Tensor",
+    reference.full_mask_words,
+    lambda mask, prefix_lens, num_tokens: prefix_lens.new_empty(prefix_lens.shape[0], num_tokens, dtype=torch.int64),
+    cuda="spec_ops.backends.triton.tree.full_mask:full_mask_words",
+)
+
+
 def select_draft_tokens(scores: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `num_tokens` best-scored candidates of a draft, in candidate order (parents before children).
 
@@ -149,10 +157,27 @@ def tree_mask_to_full_mask(tree_mask: torch.Tensor, prefix_lens: list[int]) -> t
     return torch.cat(rows) if rows else square.flatten()
 
 
-def full_mask_to_tree_mask(mask: torch.Tensor, prefix_lens: list[int], num_tokens: int) -> torch.Tensor:
-    """SGLang's FULL_MASK (flat bool) to `[bs, num_tokens]` int64 words; prefix columns must all be True."""
+def full_mask_to_tree_mask(mask: torch.Tensor, prefix_lens: list[int] | torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """SGLang's FULL_MASK (flat bool) to `[bs, num_tokens]` int64 words.
+
+    Args:
+        mask: flat bool, request `b` contributing `num_tokens` rows of `prefix_lens[b] + num_tokens` columns; with lengths on
+            the device it may be longer, as an engine's buffer is.
+        prefix_lens: host integers, or `[bs]` int32/int64 beside the mask: then one launch without a sync, which looks at no
+            column of the prefix. With host integers they must all be True.
+        num_tokens: 1 to 64.
+
+    Raises:
+        TypeError, ValueError: naming the argument. IndexError on CPU for a mask that is too short for the lengths.
+    """
     check = Checker("full_mask_to_tree_mask")
     check.integer("num_tokens", num_tokens, 1, MAX_TREE_TOKENS)
+    if isinstance(prefix_lens, torch.Tensor):
+        check.tensor("mask", mask, rank=1, dtypes=(torch.bool,))
+        if mask.numel() and mask.stride(0) != 1:
+            check.fail("mask", "contiguous", f"strides {mask.stride()}")
+        check.tensor("prefix_lens", prefix_lens, rank=1, dtypes=INDEX_DTYPES, device=mask.device)
+        return full_mask_words_op(mask, prefix_lens, num_tokens)
     _check_prefix_lens(check, prefix_lens, None)
     sizes = [num_tokens * (n + num_tokens) for n in prefix_lens]
     check.tensor("mask", mask, shape=(sum(sizes),), dtypes=(torch.bool,))

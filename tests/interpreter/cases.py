@@ -21,8 +21,15 @@ FP8 = torch.float8_e4m3fn
 # (module of the kernels, module of the references): ops.
 FAMILIES = {
     ("cache.append", "kv_cache"): ("append_kv", "append_mla_kv", "move_kv"),
-    ("cache.indices", "kv_indices"): ("page_table", "kv_indices", "draft_kv_indices", "draft_kv_indices_steps"),
+    ("cache.indices", "kv_indices"): (
+        "page_table",
+        "page_table_out",
+        "kv_indices",
+        "draft_kv_indices",
+        "draft_kv_indices_steps",
+    ),
     ("tree.build", "tree"): ("select_draft_tokens", "build_tree"),
+    ("tree.full_mask", "tree"): ("full_mask_words",),
     ("drafting.lookup", "lookup"): ("lookup_drafts",),
     ("sampling.accept", "accept"): ("accept_greedy", "accept_sampled"),
     ("sampling.accept", "sampling"): ("sample_tokens",),
@@ -196,6 +203,20 @@ def page_table(rng: Rng, exact_fp8: bool) -> Args:
     table, rows, bs = pool(rng, width)
     pages = rng.randint(1, -(-width // page_size))
     return table, rows, lengths(rng, bs, page_size, min(width, pages * page_size)), page_size, pages
+
+
+def page_table_out(rng: Rng, exact_fp8: bool) -> Args:
+    """Into the first rows of a buffer whose rows are longer."""
+    *source, page_size, pages = page_table(rng, exact_fp8)
+    out = torch.full((source[1].shape[0] + rng.choice([0, 3]), pages + 5), -1, dtype=torch.int32)
+    return *source, page_size, out[:, rng.choice([0, 5]) :][:, :pages]
+
+
+def full_mask_words(rng: Rng, exact_fp8: bool) -> Args:
+    nodes, bs = rng.choice([1, 2, 5, 8, 33, 64]), rng.choice([1, 2, 5])
+    lens = lengths(rng, bs, 64, 200)
+    total = int((nodes * (lens + nodes)).sum()) + rng.choice([0, 100])
+    return rng.ints(2, total) > 0, lens, nodes
 
 
 def kv_indices(rng: Rng, exact_fp8: bool) -> Args:

@@ -18,6 +18,7 @@ import triton.language as tl  # noqa: E402
 from spec_ops.backends.triton.attention import launcher as steps  # noqa: E402
 from spec_ops.backends.triton.attention import mask as visibility  # noqa: E402
 from spec_ops.backends.triton.attention import schedule  # noqa: E402
+from spec_ops.backends.triton.attention.deterministic import launcher as deterministic  # noqa: E402
 from spec_ops.backends.triton.attention.operands import kernel_keys  # noqa: E402
 from spec_ops.backends.triton.attention.tuning import Config  # noqa: E402
 from tests.helpers.pairs import pairwise  # noqa: E402
@@ -319,6 +320,27 @@ def test_windows_that_hide_nothing(kind, mode):
     case = made(kind, mode, lens=[0, 3, 30], q_lens=[0, 1, 3])
     for window_left in (2**31 - 1, 2**31 - 2, 200):
         check(case, run(case, "few ranges", window_left=window_left))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sinks_of_16_bits_are_read_as_they_are(dtype):
+    """Engines hold them in the model's dtype; numbers that both dtypes hold give the same bits."""
+    case = made("mha", "verify_chain", heads=4, sinks=True, lens=[3, 40])
+    case.arguments["sinks"] = case.arguments["sinks"].to(dtype).float()
+    assert torch.equal(run(case, "few ranges", sinks=case.arguments["sinks"].to(dtype)), run(case, "few ranges"))
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("mode", ["verify_chain", "extend"])
+@pytest.mark.parametrize("kernel", [steps.attention, deterministic.attention], ids=["split", "deterministic"])
+def test_writes_into_the_callers_memory(kind, mode, kernel):
+    """Every number of it, padding too."""
+    case = made(kind, mode, lens=[0, 3, 40])
+    call = case.call()
+    expected = kernel(call)
+    call.out = torch.full_like(expected, torch.nan)
+    assert kernel(call) is call.out
+    assert torch.equal(call.out, expected)
 
 
 def test_strided_sinks():

@@ -14,6 +14,7 @@ from spec_ops.backends.triton.cache import indices as kv_indices
 from spec_ops.backends.triton.drafting import lookup
 from spec_ops.backends.triton.runtime import launch
 from spec_ops.backends.triton.sampling import accept
+from spec_ops.backends.triton.tree import full_mask
 from tests.helpers.exact import ALMOST_ONE
 from tests.interpreter.cases import CASES, OPS, Rng, check, compare, kernel, reference, sampled
 
@@ -26,6 +27,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(lookup, "BLOCK", 32)
     monkeypatch.setattr(lookup, "PART", 64)
     monkeypatch.setattr(kv_indices, "LENS_BLOCK", 2)
+    monkeypatch.setattr(full_mask, "LENS_BLOCK", 2)
 
 
 @pytest.mark.parametrize("op", OPS)

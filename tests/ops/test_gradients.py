@@ -14,6 +14,8 @@ from tests.ops.test_opcheck import SAMPLES, flat_tensors, overload, sample
 # These take integers alone, which have no gradients.
 INTEGERS = (
     "page_table",
+    "page_table_out",
+    "full_mask_words",
     "kv_indices",
     "draft_kv_indices",
     "draft_kv_indices_steps",

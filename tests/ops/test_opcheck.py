@@ -24,6 +24,7 @@ from tests.ops.test_bad_input import CALLS
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 INDEX = (torch.int32, torch.int64)
+ATTENTION_STEPS = ("draft_decode", "target_verify", "draft_extend", "extend")
 
 
 class Source:
@@ -347,6 +348,25 @@ def build_tree_sample(s: Source) -> tuple[Any, ...]:
     return s.any_layout(parent_list), s.any_layout(selected), lens, topk
 
 
+def with_out(name: str, s: Source) -> tuple[Any, ...]:
+    kind, step = name.split("_", 1)
+    q, cache, second, *rest = attention_sample(kind, step, s)
+    v_dim = second.shape[-1] if kind == "mha" else second
+    return q, cache, second, *rest, q.new_full((*q.shape[:-1], v_dim), 7.0)
+
+
+def page_table_out_sample(s: Source) -> tuple[Any, ...]:
+    *source, page_size, pages = page_table_sample(s)
+    rows = source[1].shape[0] + s.integer(0, 2)
+    return *source, page_size, s.to(torch.full((rows, pages + 3), -1, dtype=torch.int32))[:, s.pick(0, 2) :][:, :pages]
+
+
+def full_mask_words_sample(s: Source) -> tuple[Any, ...]:
+    lens, nodes = s.ids(9, s.integer(0, 3), dtype=s.pick(*INDEX)), s.integer(1, 8)
+    total = int((nodes * (lens + nodes)).sum()) + s.integer(0, 5)
+    return s.to(s.ids(2, total) > 0), s.to(lens), nodes
+
+
 def lookup_drafts_sample(s: Source) -> tuple[Any, ...]:
     bs, width, max_ngram = s.integer(0, 3), s.integer(0, 12), s.integer(1, 4)
     tokens = s.any_layout(s.ids(2, bs, width, dtype=s.pick(*INDEX)))
@@ -358,9 +378,15 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     **{
         f"{kind}_{step}{plan}": (lambda s, kind=kind, step=step: attention_sample(kind, step, s))
         for kind in ("mha", "mla")
-        for step in ("draft_decode", "target_verify", "draft_extend", "extend")
+        for step in ATTENTION_STEPS
         for plan in ("", ".host_plan")
     },
+    **{
+        f"{name}_out": (lambda s, name=name: with_out(name, s))
+        for name in (f"{kind}_{step}" for kind in ("mha", "mla") for step in ATTENTION_STEPS)
+    },
+    "page_table_out": page_table_out_sample,
+    "full_mask_words": full_mask_words_sample,
     "append_kv": append_kv_sample,
     "append_mla_kv": append_mla_kv_sample,
     "append_kv_lowered": append_kv_sample,

@@ -245,6 +245,23 @@ def test_full_mask_layout_and_round_trip(device, prefix_lens, num_nodes, seed):
     assert torch.equal(spec_ops.tree_mask_to_full_mask(back, prefix_lens), full)
 
 
+@FUZZ
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 8) | st.just(64), st.integers(0, 2**32))
+def test_full_mask_by_lengths_on_the_device(device, prefix_lens, num_nodes, seed):
+    """The same words; a buffer that is too long, and what it holds for the prefix, is not looked at."""
+    words = _tree_words(seed, len(prefix_lens), num_nodes, device)
+    full = spec_ops.tree_mask_to_full_mask(words, prefix_lens)
+    lens = torch.tensor(prefix_lens, dtype=torch.int32 if seed % 2 else torch.int64, device=device)
+    assert torch.equal(spec_ops.full_mask_to_tree_mask(full, lens, num_nodes), words)
+    longer = torch.cat([full, torch.ones(7, dtype=torch.bool, device=device)])
+    start = 0
+    for length in prefix_lens:
+        rows = longer[start : start + num_nodes * (length + num_nodes)].view(num_nodes, -1)
+        rows[:, :length] = False
+        start += rows.numel()
+    assert torch.equal(spec_ops.full_mask_to_tree_mask(longer, lens, num_nodes), words)
+
+
 # Of prefix lengths 2, 3, 0 and 3 nodes: rows of 5, 6 and 3 columns, starting at 0, 15 and 33.
 @pytest.mark.parametrize("hidden", [0, 6, 11, 15, 23, 29])
 def test_hidden_prefix_column_raises(device, hidden):

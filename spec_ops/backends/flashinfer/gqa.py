@@ -29,7 +29,7 @@ def trtllm(
     assert call.tree_mask is None, "trtllm-gen ignores masks"
     q = call.q
     q_len, heads, dim = q.shape[1:]
-    out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
+    out = call.new_result(out_dtype)
     if out.numel() == 0:
         return out
     ready = prepare(call)
@@ -44,7 +44,7 @@ def trtllm(
         bmm2_scale=call.v_scale / out_scale,
         window_left=call.window_left,
         out=out.view(-1, heads, dim),
-        sinks=None if call.sinks is None else call.sinks.contiguous(),
+        sinks=None if call.sinks is None else call.sinks.float().contiguous(),
         kv_layout="NHD",
         backend="trtllm-gen",
         q_len_per_req=q_len,
@@ -73,7 +73,7 @@ def xqa(call: AttentionCall, *, out_dtype: torch.dtype | None = None, out_scale:
     if q_len > 1 and (fp8 or call.window_left >= 0) and not accepts(xqa_batch_decode_with_kv_cache, "q_cu_seq_lens"):
         what = "an fp8 cache" if fp8 else "`window_left`"
         raise RuntimeError(f"flashinfer-xqa: {what} with several queries per request needs flashinfer-python 0.7 or newer")
-    out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
+    out = call.new_result(out_dtype)
     if out.numel() == 0:
         return out
     span = q_len if call.tree_mask is None else call.mask_len
@@ -91,7 +91,7 @@ def xqa(call: AttentionCall, *, out_dtype: torch.dtype | None = None, out_scale:
         bmm2_scale=call.v_scale / out_scale,
         window_left=call.window_left,
         out=result.view(-1, heads, dim),
-        sinks=None if call.sinks is None else call.sinks.contiguous(),
+        sinks=None if call.sinks is None else call.sinks.float().contiguous(),
         kv_layout="NHD",
         backend="xqa",
         q_len_per_req=span,
@@ -137,7 +137,7 @@ def trtllm_extend(
         window_left=call.window_left,
         out=out,
         kv_layout="NHD",
-        sinks=None if call.sinks is None else call.sinks.contiguous(),
+        sinks=None if call.sinks is None else call.sinks.float().contiguous(),
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         **counters(trtllm_batch_context_with_kv_cache, q.device, bs, q.shape[1]),
     )

@@ -21,7 +21,7 @@ def _decode(kernel: str, call: AttentionCall, skip_factor: float | None = None) 
 
     assert call.tree_mask is None, f"{kernel} takes no mask"
     q, rank, page_size = call.q, call.v_head_dim, call.page_size
-    out = torch.empty(*q.shape[:-1], rank, dtype=q.dtype, device=q.device)
+    out = call.new_result()
     if out.numel() == 0:
         return out
     ready = prepare(call, width_multiple=KEY_TILE // page_size)

@@ -23,6 +23,10 @@ def page_table(req_to_token, req_pool_indices, seq_lens, page_size: int, max_pag
     return torch.where(first < seq_lens[:, None], pages, 0).to(torch.int32)
 
 
+def page_table_out(req_to_token, req_pool_indices, seq_lens, page_size: int, out) -> None:
+    out[: seq_lens.shape[0]] = page_table(req_to_token, req_pool_indices, seq_lens, page_size, out.shape[1])
+
+
 def _segments(lens: torch.Tensor, capacity: int):
     """CSR of segments with the given lengths: `(indptr, segment of each entry, offset in it, in use)`."""
     indptr = torch.zeros(lens.shape[0] + 1, dtype=torch.int64, device=lens.device)

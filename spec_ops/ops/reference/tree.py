@@ -11,6 +11,19 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     return (mask.long() << columns).sum(-1)
 
 
+def full_mask_words(mask, prefix_lens, num_tokens: int):
+    columns = prefix_lens.long() + num_tokens  # of each request
+    starts = torch.cumsum(num_tokens * columns, 0) - num_tokens * columns
+    node = torch.arange(num_tokens, device=mask.device)
+    at = (starts + prefix_lens)[:, None, None] + node[:, None] * columns[:, None, None] + node
+    if mask.device.type == "cpu" and at.numel() and not 0 <= int(at.min()) <= int(at.max()) < mask.numel():
+        raise IndexError(
+            f"full_mask_to_tree_mask: `mask` must hold {int(at.max()) + 1} entries for `prefix_lens` {prefix_lens.tolist()}, "
+            f"got {mask.numel()}"
+        )
+    return pack_bits(mask[at])
+
+
 def select_draft_tokens(scores, tokens, num_tokens: int):
     # A stable sort, not topk: on a tie (child probability 1) the parent, which has the lower index, must come first.
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_tokens]

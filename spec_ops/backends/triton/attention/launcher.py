@@ -62,7 +62,9 @@ def run(call: AttentionCall, policy: Policy, config: tuning.Config | None = None
     if config is None and not ragged and (served := policy.special(call)) is not None:
         return served
     zeros = ragged and not policy.clears_padding
-    out = (q.new_zeros if zeros else q.new_empty)(*q.shape[:-1], call.v_head_dim)
+    out = call.new_result()
+    if zeros:
+        out.zero_()
     if out.numel() == 0 or (zeros and bs == 0):
         return out
     o = operands(call, out, window, policy.choose_ragged if ragged else policy.choose, config)

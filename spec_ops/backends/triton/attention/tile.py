@@ -30,7 +30,7 @@ def times(index, stride, WIDE: tl.constexpr):
 def denominator(m, l, sinks, head, in_use, HAS_SINKS: tl.constexpr):
     """What to multiply an accumulator of maximum `m` and sum `l` with; zero for rows that saw nothing."""
     if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=in_use, other=0.0) * LOG2E
+        sink = tl.load(sinks + head, mask=in_use, other=0.0).to(tl.float32) * LOG2E
         top = tl.maximum(m, sink)
         top = tl.where(top == float("-inf"), 0.0, top)  # saw nothing, and a sink that takes nothing
         shrink = tl.exp2(m - top)

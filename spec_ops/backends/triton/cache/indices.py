@@ -15,10 +15,10 @@ BLOCK = 1024
 LENS_BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["max_pages"])
+@triton.jit(do_not_specialize=["max_pages", "table_stride"])
 def page_table_kernel(
-    req_to_token, req_pool_indices, seq_lens, table, row_stride, token_stride, req_stride, lens_stride, max_pages,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    req_to_token, req_pool_indices, seq_lens, table, row_stride, token_stride, req_stride, lens_stride, table_stride,
+    max_pages, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(request, block)`: `BLOCK` entries of the request's row."""
     await_predecessors(PDL)
@@ -28,22 +28,26 @@ def page_table_kernel(
     start = req_to_token + tl.load(req_pool_indices + request * req_stride).to(tl.int64) * row_stride
     first = page.to(tl.int64) * PAGE_SIZE
     slot = tl.load(start + first * token_stride, mask=first < length, other=0)
-    tl.store(table + request * max_pages + page, slot // PAGE_SIZE, mask=page < max_pages)
+    tl.store(table + request * table_stride + page, slot // PAGE_SIZE, mask=page < max_pages)
 
 
 def page_table(req_to_token, req_pool_indices, seq_lens, page_size: int, max_pages: int) -> torch.Tensor:
-    bs = seq_lens.shape[0]
-    table = seq_lens.new_empty(bs, max_pages, dtype=torch.int32)
+    table = seq_lens.new_empty(seq_lens.shape[0], max_pages, dtype=torch.int32)
+    page_table_out(req_to_token, req_pool_indices, seq_lens, page_size, table)
+    return table
+
+
+def page_table_out(req_to_token, req_pool_indices, seq_lens, page_size: int, out: torch.Tensor) -> None:
+    bs, max_pages = seq_lens.shape[0], out.shape[1]
     if bs:
         block = min(triton.next_power_of_2(max_pages), BLOCK)
-        with device_guard(table):
+        with device_guard(out):
             launch(
                 page_table_kernel, (bs, triton.cdiv(max_pages, block)),
-                req_to_token, req_pool_indices, seq_lens, table,
-                *req_to_token.stride(), req_pool_indices.stride(0), seq_lens.stride(0), max_pages,
+                req_to_token, req_pool_indices, seq_lens, out,
+                *req_to_token.stride(), req_pool_indices.stride(0), seq_lens.stride(0), out.stride(0), max_pages,
                 PAGE_SIZE=page_size, BLOCK=block, num_warps=4,
             )  # fmt: skip
-    return table
 
 
 @triton.jit(do_not_specialize=["bs", "capacity", "first_step", "num_steps"])
@@ -151,7 +155,7 @@ def ahead() -> Iterator[Variant]:
     yield Variant(
         "page_table, pages of 64",
         page_table_kernel,
-        inputs | {"table": "*i32:16", "max_pages": "i32"},
+        inputs | {"table": "*i32:16", "table_stride": "i32", "max_pages": "i32"},
         ones | {"PAGE_SIZE": 64, "BLOCK": BLOCK},
     )
     for topk, page_size in ((1, 1), (8, 64)):

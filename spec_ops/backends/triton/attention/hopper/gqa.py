@@ -414,7 +414,7 @@ def mha(call: AttentionCall, block_n: int = BLOCK_N, stages: int = 5, min_blocks
     block_tables, sinks = unit_rows(call.block_tables), packed(call.sinks)
     tree_mask, mask_stride, mask_len = tree_arguments(call)
     bs, q_len, heads, dim = q.shape
-    out = q.new_empty(bs, q_len, heads, dim)
+    out = call.new_result()
     if out.numel() == 0:
         return out
     if not is_token_rows(q):

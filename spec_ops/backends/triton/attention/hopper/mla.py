@@ -426,7 +426,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None) -> torch.Tensor:
     """mla_draft_decode, mla_target_verify, mla_draft_extend, where `supports` says so."""
     kv_cache, kv_scale, seq_lens = call.k_cache, call.k_scale, call.seq_lens.contiguous()
     bs, q_len, heads, dim = call.q.shape
-    out = call.q.new_empty(bs, q_len, heads, 512)
+    out = call.new_result()
     if out.numel() == 0:
         return out
     q, block_tables = query_rows(call.q), unit_rows(call.block_tables)

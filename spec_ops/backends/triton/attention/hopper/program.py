@@ -128,7 +128,7 @@ def exp_shift(m):
 def denominator(m, l, sinks, head, in_use, HAS_SINKS: gl.constexpr):
     """What to multiply a row's sums by; the sink takes its share."""
     if HAS_SINKS:
-        sink = gl.load(sinks + head, mask=in_use, other=0.0) * LOG2E
+        sink = gl.load(sinks + head, mask=in_use, other=0.0).to(gl.float32) * LOG2E
         top = exp_shift(gl.maximum(m, sink))  # -inf: saw nothing, and a sink that takes nothing
         shrink = gl.exp2(m - top)
         total = l * shrink + gl.exp2(sink - top)

@@ -203,11 +203,13 @@ class LogitsChanges(nn.Module):
         bs, nodes = logits.shape[:2]
         row = torch.arange(bs, device=logits.device)[:, None, None]
         node = torch.arange(nodes, device=logits.device)[None, :, None]
+        masked_early = features.bitmask and self.processor is None
         out = self._penalized(
             logits,
             self.bias[:, None] if features.bias else None,
             self.seen[:, None] if features.repetition else None,
             self.counts[:, None] if features.counts else None,
+            self._allowed(nodes) if masked_early else None,
         )
         if nodes > 1 and (features.repetition or features.counts):
             self._count_paths(logits, out, paths, (row, node))
@@ -222,9 +224,8 @@ class LogitsChanges(nn.Module):
         if self.processor is not None:
             lengths = state.committed_lens.long()[:, None] + 1 + paths.depth
             out = self._processed(out.flatten(0, 1), self._histories(paths).flatten(0, 1), lengths.flatten()).view_as(out)
-        if features.bitmask:
-            bits = self.bitmask[:, :nodes, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
-            out = torch.where((bits & 1).flatten(2)[:, :, : self.vocab_size] != 0, out, -math.inf)
+            if features.bitmask:
+                out = torch.where(self._allowed(nodes), out, -math.inf)
         return out
 
     def update(self, tokens: torch.Tensor, count: torch.Tensor) -> None:
@@ -251,8 +252,14 @@ class LogitsChanges(nn.Module):
         depth = drafted.positions.long() - state.committed_lens.long()[:, None]
         return _Paths(depth, drafted.candidates.clamp(min=0), on_path)
 
-    def _penalized(self, logits, bias, seen, counts) -> torch.Tensor:
-        """Bias and penalties on `logits [bs, D, n]`; the others are of this shape too, or broadcast to it. A new tensor."""
+    def _allowed(self, nodes: int) -> torch.Tensor:
+        """`[bs, nodes, V]` bool: the bitmask, a token each."""
+        bits = self.bitmask[:, :nodes, :, None] >> torch.arange(32, dtype=torch.int32, device=self.bitmask.device)
+        return (bits & 1).flatten(2)[:, :, : self.vocab_size] != 0
+
+    def _penalized(self, logits, bias, seen, counts, allowed) -> torch.Tensor:
+        """Bias, penalties and bitmask on `logits [bs, D, n]`; the others are of this shape too, or broadcast to it. A new
+        tensor."""
         out = logits.to(torch.float32, copy=True)
         if bias is not None:
             out = out + bias
@@ -262,7 +269,7 @@ class LogitsChanges(nn.Module):
         if counts is not None:
             out = out - self.frequency_penalty[:, None, None] * counts
             out = out - torch.where(counts > 0, self.presence_penalty[:, None, None], 0.0)
-        return out
+        return out if allowed is None else torch.where(allowed, out, -math.inf)
 
     def _count_paths(self, logits, out, paths: _Paths, places) -> None:
         """Penalize the tokens of each node's path in `out`, now that they have occurred once more."""
@@ -276,7 +283,11 @@ class LogitsChanges(nn.Module):
             counts = self.counts.gather(1, flat).view_as(tokens) + again.sum(-1, dtype=torch.int32)
         bias = self.bias.gather(1, flat).view_as(tokens) if self.features.bias else None
         seen = torch.ones_like(tokens, dtype=torch.bool) if self.features.repetition else None
-        out.index_put_((*places, tokens), self._penalized(logits.gather(2, tokens), bias, seen, counts))
+        allowed = None
+        if self.features.bitmask and self.processor is None:
+            words = self.bitmask[:, : tokens.shape[1]].gather(2, tokens // 32)
+            allowed = (words >> (tokens % 32).to(torch.int32)) & 1 != 0
+        out.index_put_((*places, tokens), self._penalized(logits.gather(2, tokens), bias, seen, counts, allowed))
 
     def _by_depth(self, paths: _Paths) -> torch.Tensor:
         """`[bs, D, C]` int64: the token at each depth of a node's path, 0 past its own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -200,6 +202,12 @@ def test_penalties_are_one_dense_pass_on_cuda():
     plain = launches(Tail(None, bs, nodes, vocab).cuda_code())
     features = LogitsFeatures(bias=True, repetition=True, counts=True, bitmask=True)
     code = Tail(features, bs, nodes, vocab).cuda_code()
-    assert len(launches(code)) <= len(plain) + 2  # the dense pass and the paths; the bitmask is part of the argmax
+    assert len(launches(code)) <= len(plain) + 2  # the dense pass, with the bitmask, and the paths
+    kernels = dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL))
+    dense = [name for name, source in kernels.items() if ">>" in source and f"xnumel = {bs * nodes * vocab}" in source]
+    assert len(dense) == 1
+    assert "_poi_" in dense[0]
+    # In the loop of the argmax the bits' arithmetic took six times as long as the reduction.
+    assert not [name for name, source in kernels.items() if "_red_" in name or "_per_" in name if ">> " in source]
     made = [line for line in code.splitlines() if "= empty_strided_cuda(" in line and f"{nodes}, {vocab})" in line]
     assert len(made) == 1

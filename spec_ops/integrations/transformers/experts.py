@@ -148,6 +148,11 @@ def implementations(model: PreTrainedModel) -> dict[str, str | None]:
     return {key: getattr(c, "_experts_implementation", None) for key, c in configs.items() if c is not None}
 
 
+def present(model: PreTrainedModel) -> bool:
+    """Whether `model` has experts: the first layers of a mixture may be dense, and a draft may have no others."""
+    return any(_is_experts(module) for module in model.modules())
+
+
 def supported(model: PreTrainedModel) -> bool:
     """Whether all experts of `model` can run on `moe_experts`, and there are any. Finds their forms."""
     modules = [module for module in model.modules() if _is_experts(module)]

@@ -280,7 +280,7 @@ def _switch_first(model: PreTrainedModel, switch_experts: bool, argument: Argume
 
 def _check_experts(model: PreTrainedModel, argument: Argument) -> None:
     """Refuse what no CUDA graph can capture: except in bfloat16, transformers' grouped experts read offsets on the host."""
-    if model.device.type != "cuda" or experts.supported(model):
+    if model.device.type != "cuda" or not experts.present(model) or experts.supported(model):
         return
     own = {getattr(c, "_experts_implementation", None) for c in (model.config, model.config.get_text_config())}
     syncs = "grouped_mm" in own and model.dtype != torch.bfloat16 and model._can_set_experts_implementation()

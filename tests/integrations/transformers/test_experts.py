@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_ops.decoding import SpeculationConfig
 from spec_ops.integrations.transformers import TransformersGenerator, TransformersModel, experts
+from spec_ops.integrations.transformers.model import _check_experts
+from spec_ops.integrations.transformers.probe import Argument
 from tests.helpers.tiny_transformers import MIXTURES, batch, eager_tokens, make_model
 
 NEW = {"max_new_tokens": 20, "eos_token_id": (), "return_dict_in_generate": True}
@@ -159,3 +161,19 @@ def test_other_ranks_experts_are_left_out():
         module._is_expert_parallel = True
         got = experts.experts_forward(module, x, ids, weights)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_draft_of_the_dense_first_layers_needs_no_experts(monkeypatch):
+    """A GPU refuses float32 experts of transformers' own; the first layer of DeepSeek-V3 has none."""
+    draft = make_model("deepseek_v3", "eager", layers=1)
+    monkeypatch.setattr(type(draft), "device", property(lambda _: torch.device("cuda")))
+    assert draft.config._experts_implementation == "grouped_mm"
+    _check_experts(draft, Argument("TransformersGenerator", "draft"))
+
+
+@pytest.mark.usefixtures("other_gate")
+def test_experts_that_sync_are_refused(monkeypatch):
+    model = make_model("mixtral", "eager")
+    monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
+    with pytest.raises(ValueError, match=r"must not have experts_implementation=.grouped_mm. in torch\.float32"):
+        _check_experts(model, Argument("TransformersModel", "model"))

@@ -4,7 +4,8 @@ Every program of a request walks by itself, which takes the logits of the drafte
 token may be drawn from over its chunk of the vocabulary: the residual of the draft that was rejected, the target without its
 rejected children, or the target. The last program to arrive knows all sums, so in which chunk the token lies, and finds it.
 
-Block verification chooses how many drafts are accepted by the residuals of all of them; the last program to arrive walks.
+Block verification chooses how many drafts are accepted by the residuals of all of them, unless all are; the last program to
+arrive walks.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def _tile_weights(
     value, ids, live = load_tile(target, stride, tile, size, ROWS, LANE)
     weights = tl.where(live, kept_weight(value, ids, top, scale, least, SHIFT), 0)
     if draft is not None:  # noqa: SIM102  decided while compiling, unlike what follows
-        if subtract:
+        # Where the target keeps nothing nothing is left, and the draft need not be read: most tiles, if top-p or top-k cut.
+        if subtract & (tl.max(tl.reshape(weights, [ROWS * LANE]), 0) > 0):
             draft_ids = ids.to(tl.int64)
             if target_to_draft is not None:
                 draft_ids = tl.load(target_to_draft + draft_ids * map_stride, mask=live, other=-1)
@@ -245,11 +247,17 @@ def accept_logits_chain_kernel(
         draft_logits, draft_node_stride, draft_stride, draft_top, draft_least, 1.0 / draft_mass,
     )  # fmt: skip
     if BLOCKS:
+        # Whether all drafts are accepted depends on no sum: then only the row after them is read, otherwise not that one. A
+        # residual with a factor of 0 is nothing.
+        whole = _pick(uniform, length - 1, NODE_BLOCK) < _pick(factors, length, NODE_BLOCK)
+        whole = whole | (length == 0)
         for row in range(0, length + 1):
-            weight = _chunk_weight(
-                first, tiles, scale, _chain_row(rows, row, NODE_BLOCK), target_to_draft, map_stride, row < length, None,
-                SHIFT, DRAFT_SHIFT, ROWS, LANE,
-            )  # fmt: skip
+            weight = tl.zeros([], tl.int64)
+            if tl.where(row == length, whole, (whole == 0) & (_pick(factors, row, NODE_BLOCK) > 0)):
+                weight = _chunk_weight(
+                    first, tiles, scale, _chain_row(rows, row, NODE_BLOCK), target_to_draft, map_stride, row < length, None,
+                    SHIFT, DRAFT_SHIFT, ROWS, LANE,
+                )  # fmt: skip
             tl.store(sums_at + row * CHUNKS + chunk, weight)
         last = length
         subtract = length < 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from spec_ops.backends.expert_format import expert_format
 from spec_ops.ops._library import define_op
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.reference import moe as reference
@@ -17,6 +18,7 @@ __all__ = ["moe_experts", "route_experts"]
 MAX_TOP_K = 32
 MAX_EXPERTS = 1024
 SCORINGS = ("softmax", "sigmoid")
+_STORED = (torch.float8_e4m3fn, torch.uint8)  # in 8 and 4 bits
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
@@ -34,10 +36,10 @@ route_experts_op = define_op(
 )
 moe_experts_op = define_op(
     "moe_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
-    "Tensor? down_bias, str activation, bool gated, bool interleaved, bool transposed, float? limit, float alpha, float beta) "
-    "-> Tensor",
+    "Tensor? down_bias, str activation, bool gated, bool interleaved, bool transposed, float? limit, float alpha, float beta, "
+    "Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor",
     reference.moe_experts,
-    lambda x, *_rest: x.new_empty(x.shape),
+    lambda x, *_rest, **_scales: x.new_empty(x.shape),
     cuda="spec_ops.backends.triton.moe.experts:moe_experts",
 )
 
@@ -121,6 +123,8 @@ def moe_experts(
     limit: float | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of what each token's experts make of it.
 
@@ -128,15 +132,21 @@ def moe_experts(
     gate `down[e] act(u) + down_bias[e]`. Sums are float32 and in the same order at every call; no copy of weights is made, and
     no sync with the host.
 
-    gpt-oss: `interleaved=True, transposed=True, alpha=1.702, beta=1.0, limit=7.0`, and both biases.
+    gpt-oss: `interleaved=True, transposed=True, alpha=1.702, beta=1.0, limit=7.0`, and both biases; as published, in MXFP4,
+    not `transposed`.
+
+    Weights of 8 and 4 bits are read as they are stored, and rows keep their dtype: float8_e4m3fn with a scale for each block of
+    128 x 128, each row or each expert, and MXFP4, two numbers in a uint8 with a power of 2 for every 32
+    (`backends/expert_format.py`). Gate and up projection are blocked each by itself unless they are interleaved.
 
     Args:
         x: `[T, H]` float32, bfloat16 or float16.
         topk_ids: `[T, k]` int32 or int64, each in [0, E); a negative one is no expert (padding, an expert of another rank).
         topk_weights: `[T, k]` float32, bfloat16 or float16.
         gate_up: `[E, 2 * I, H]`, dtype of `x`: the rows of the gate, then those of the up projection. Without a gate
-            `[E, I, H]`. Weights must be finite: rows of other experts are multiplied with zeros.
-        down: `[E, H, I]`, dtype of `x`.
+            `[E, I, H]`. Weights must be finite: rows of other experts are multiplied with zeros. Or float8_e4m3fn of that
+            shape, or uint8 `[E, 2 * I, H / 2]`.
+        down: `[E, H, I]`, dtype of `x`; float8_e4m3fn or uint8 `[E, H, I / 2]` if `gate_up` is.
         gate_up_bias: `[E, 2 * I]` (`[E, I]`), dtype of `x`, in the order of the rows of `gate_up`.
         down_bias: `[E, H]`, dtype of `x`.
         activation: `"silu"`, `"gelu"`, `"gelu_tanh"`, `"relu"`, or `"relu2"` (its square).
@@ -146,12 +156,16 @@ def moe_experts(
         limit: the gate is clamped to at most this, the up projection to its absolute value; None for no limit.
         alpha: SiLU is `g * sigmoid(alpha * g)`; only with `activation="silu"`.
         beta: added to the up projection.
+        gate_up_scale: of a `gate_up` of float8 `[E, 2 * ceil(I / 128), ceil(H / 128)]` (`[E, 2 * I, 1]`, `[E, 2, 1]`,
+            `[E, 1, 1]`), floating-point; of uint8 `[E, 2 * I, H / 32]`, uint8 (e8m0).
+        down_scale: alike, `[E, ceil(H / 128), ceil(I / 128)]` (`[E, H, 1]`, `[E, 1, 1]`) or `[E, H, I / 32]`.
 
     Returns:
         `[T, H]`, contiguous, dtype of `x`; zeros for a token without experts.
 
     Raises:
-        TypeError, ValueError: naming the argument. IndexError on CPU for an id of E or more; on CUDA it is no expert.
+        TypeError, ValueError: naming the argument; on CUDA float8 before sm_89. IndexError on CPU for an id of E or more; on
+            CUDA it is no expert.
 
     Source: transformers' `ExpertsInterface`; vLLM `fused_experts`; gpt-oss's clamped SwiGLU as FlashInfer's `swiglu_alpha`,
     `swiglu_beta` and `swiglu_limit`.
@@ -165,16 +179,24 @@ def moe_experts(
     device = x.device
     check.tensor("topk_ids", topk_ids, shape=(tokens, None), dtypes=INDEX_DTYPES, device=device)
     check.tensor("topk_weights", topk_weights, shape=tuple(topk_ids.shape), dtypes=FLOAT_DTYPES, device=device)
-    stack = (None, hidden, None) if transposed else (None, None, hidden)
-    check.tensor("gate_up", gate_up, shape=stack, dtypes=(x.dtype,), device=device)
+    kinds = (x.dtype, *_STORED)
+    check.tensor("gate_up", gate_up, rank=3, dtypes=kinds, device=device)
+    packed = 2 if gate_up.dtype == torch.uint8 else 1
+    check.tensor("gate_up", gate_up, shape=(None, hidden, None) if transposed else (None, None, hidden // packed))
     experts, rows = gate_up.shape[0], gate_up.shape[2 if transposed else 1]
     if not 1 <= experts <= MAX_EXPERTS:
         check.fail("gate_up", f"of 1 to {MAX_EXPERTS} experts", f"shape {tuple(gate_up.shape)}")
     if gated and rows % 2:
         check.fail("gate_up", "of an even number of rows, a gate's and an up projection's", f"shape {tuple(gate_up.shape)}")
     inner = rows // 2 if gated else rows
-    shape = (experts, inner, hidden) if transposed else (experts, hidden, inner)
-    check.tensor("down", down, shape=shape, dtypes=(x.dtype,), device=device)
+    shape = (experts, inner, hidden) if transposed else (experts, hidden, inner // packed)
+    check.tensor("down", down, shape=shape, dtypes=(gate_up.dtype,), device=device)
+    if transposed and gate_up.dtype in _STORED:
+        check.fail("transposed", f"False with a `gate_up` of {gate_up.dtype}", "True")
+    for name, scale in (("gate_up_scale", gate_up_scale), ("down_scale", down_scale)):
+        check.optional_tensor(name, scale, rank=3, device=device)
+    expert_format("moe_experts", "gate_up", gate_up, gate_up_scale, 2 if gated and not interleaved else 1)
+    expert_format("moe_experts", "down", down, down_scale)
     check.optional_tensor("gate_up_bias", gate_up_bias, shape=(experts, rows), dtypes=(x.dtype,), device=device)
     check.optional_tensor("down_bias", down_bias, shape=(experts, hidden), dtypes=(x.dtype,), device=device)
     if activation not in ACTIVATIONS:
@@ -193,5 +215,5 @@ def moe_experts(
         check.fail("beta", "0 without a gate", beta)
     return moe_experts_op(
         x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias, activation, gated, interleaved, transposed,
-        None if limit is None else float(limit), float(alpha), float(beta),
+        None if limit is None else float(limit), float(alpha), float(beta), gate_up_scale, down_scale,
     )  # fmt: skip

@@ -16,7 +16,7 @@ pytestmark = [
 
 from spec_ops.ops.moe import moe_experts_op, route_experts_op  # noqa: E402
 from spec_ops.ops.reference import moe as reference  # noqa: E402
-from tests.helpers.mixtures import FORMS, call, exact  # noqa: E402
+from tests.helpers.mixtures import FORMS, PUBLISHED, STORED, call, dequantized_call, exact, stored_call  # noqa: E402
 from tests.ops.test_opcheck import Source, route_experts_sample  # noqa: E402
 
 TOKENS = (1, 3, 8, 9, 16, 17, 40, 64, 65, 300)
@@ -55,6 +55,37 @@ def test_error_is_that_of_the_loop(name, dtype):
         args = call(FORMS[name], tokens, 4, 24, hidden, inner, dtype, routing="zipf", dropped=0.1)
         wanted = exact(args)
         assert error(moe_experts_op(*on_gpu(args)), wanted) <= 1.1 * error(eager(on_gpu(args)), wanted) + 1e-7
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("form", [FORMS["Qwen3-MoE"], PUBLISHED], ids=["gate and up", "published"])
+def test_error_with_stored_weights_is_that_of_dequantized_ones(form, kind, dtype):
+    """At most 1.05 times that of the same kernels on the dequantized weights in the rows' dtype."""
+    for tokens, (hidden, inner) in zip(TOKENS, [(256, 192), (320, 128)] * 5, strict=True):
+        args = stored_call(form, kind, tokens, 4, 24, hidden, inner, dtype, routing="zipf", dropped=0.1)
+        wide = dequantized_call(args)
+        wide = (*wide[:3], *(stack.to(dtype) for stack in wide[3:5]), *wide[5:])
+        wanted = exact(args)
+        ours, theirs = (error(moe_experts_op(*on_gpu(given)), wanted) for given in (args, wide))
+        assert ours <= 1.05 * theirs + 1e-7, (tokens, ours, theirs)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 40, 300])
+@pytest.mark.parametrize("kind", ["block", "MXFP4"])
+def test_stored_weights_repeat_and_fit_in_a_graph(kind, tokens):
+    """Sizes of gpt-oss's kind: no multiple of 128."""
+    given = on_gpu(stored_call(PUBLISHED, kind, tokens, 4, 32, 576, 320, BF16))
+    first = moe_experts_op(*given)
+    assert all(torch.equal(moe_experts_op(*given), first) for _ in range(50))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [moe_experts_op(*given) for _ in range(3)]
+    for _ in range(10):
+        for out in got:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, first) for out in got)
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "identical"])

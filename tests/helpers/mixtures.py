@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spec_ops.backends.expert_format import dequantized_expert, expert_format
 from spec_ops.ops.reference import moe as reference
 
 
@@ -63,9 +64,58 @@ def call(
     return normal(tokens, hidden).to(dtype), ids, weights, gate_up.to(dtype), down.to(dtype), *biases, *form[:-1]
 
 
+STORED = {"block": 8, "row": 8, "expert": 8, "MXFP4": 4}  # kinds of scales, and bits
+PUBLISHED = Form(interleaved=True, limit=1.5, alpha=1.702, beta=1.0, biases=True)  # gpt-oss's, as it lies in its files
+
+
+def stored_stack(stack: torch.Tensor, kind: str, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """`stack [E, n, k]` in 8 or 4 bits and its scales; each of the `parts` of n on its own."""
+    _, n, k = stack.shape
+    if kind == "MXFP4":
+        groups = stack.float().unflatten(2, (-1, 32))
+        power = (groups.abs().amax(3) / 6).log2().ceil().clamp(-127, 127)
+        scaled = groups / 2.0 ** power[..., None]
+        steps = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        code = (scaled.abs()[..., None] - steps).abs().argmin(-1) + 8 * (scaled < 0)
+        code = code.flatten(2).to(torch.uint8)
+        return code[..., ::2] | (code[..., 1::2] << 4), (power + 127).to(torch.uint8)
+    rows, columns = {"block": (128, 128), "row": (1, k), "expert": (n // parts, k)}[kind]
+    data, scales = [], []
+    for part in stack.float().chunk(parts, 1):
+        padded = torch.nn.functional.pad(part, (0, -k % columns, 0, -part.shape[1] % rows))
+        blocks = padded.unflatten(2, (-1, columns)).unflatten(1, (-1, rows))
+        scale = blocks.abs().amax((2, 4)) / 448
+        whole = (blocks / scale[:, :, None, :, None]).flatten(1, 2).flatten(2)
+        data.append(whole[:, : part.shape[1], :k].to(torch.float8_e4m3fn))
+        scales.append(scale)
+    return torch.cat(data, 1), torch.cat(scales, 1)
+
+
+def stored_call(form: Form, kind: str, *sizes: Any, **options: Any) -> tuple[Any, ...]:
+    """The arguments of `call`, with weights of 8 or 4 bits."""
+    args = call(form, *sizes, **options)
+    gate_up, gate_up_scale = stored_stack(args[3], kind, 2 if form.gated and not form.interleaved else 1)
+    down, down_scale = stored_stack(args[4], kind)
+    return *args[:3], gate_up, down, *args[5:], gate_up_scale, down_scale
+
+
+def dequantized_call(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The call whose weights are those of a `stored_call`, in float32."""
+    if len(args) == 14 or args[14] is None:
+        return args[:14]
+    stacks = []
+    for name, stack, scale, parts in (
+        ("gate_up", args[3], args[14], 2 if args[8] and not args[9] else 1),
+        ("down", args[4], args[15], 1),
+    ):
+        stored = expert_format("test", name, stack, scale, parts)
+        stacks.append(torch.stack([dequantized_expert(w, s, stored) for w, s in zip(stack, scale, strict=True)]))
+    return *args[:3], *stacks, *args[5:14]
+
+
 def exact(args: tuple[Any, ...]) -> torch.Tensor:
     """The result in float64; ids of no expert are dropped, as on CUDA."""
-    x, ids, weights, gate_up, down, *rest = args
+    x, ids, weights, gate_up, down, *rest = dequantized_call(args)
     ids = torch.where(ids < gate_up.shape[0], ids, -1)
     wide = [t.double() if isinstance(t, torch.Tensor) else t for t in (x, weights, gate_up, down, *rest)]
     return reference.moe_experts(wide[0], ids, *wide[1:])

@@ -479,6 +479,19 @@ for name in ("limit", "alpha", "beta"):
     for value in (-1.0, NAN, INF):
         wrong("moe_experts", name, value)
 
+eight = {"gate_up": torch.zeros(5, 12, 8).to(torch.float8_e4m3fn), "down": torch.zeros(5, 8, 6).to(torch.float8_e4m3fn)}
+eight_scales = {"gate_up_scale": torch.ones(5, 2, 1), "down_scale": torch.ones(5, 1, 1)}
+wrong("moe_experts", "gate_up_scale", "a tensor", gate_up_scale=torch.ones(5, 1, 1))
+wrong("moe_experts", "gate_up_scale", "None", **eight)
+wrong("moe_experts", "gate_up_scale", "int32", TypeError, **eight, gate_up_scale=torch.ones(5, 1, 1, dtype=torch.int32))
+wrong("moe_experts", "gate_up_scale", "shape (5, 3, 1)", **eight, gate_up_scale=torch.ones(5, 3, 1))
+wrong("moe_experts", "gate_up_scale", "shape (4, 2, 1)", **eight, gate_up_scale=torch.ones(4, 2, 1))
+wrong("moe_experts", "down_scale", "shape (5, 2, 1)", **eight, **{**eight_scales, "down_scale": torch.ones(5, 2, 1)})
+wrong("moe_experts", "down", "float32", TypeError, **{**eight, **eight_scales, "down": torch.zeros(5, 8, 6)})
+four = {"gate_up": torch.zeros(5, 12, 4, dtype=torch.uint8), "down": torch.zeros(5, 8, 3, dtype=torch.uint8)}
+wrong("moe_experts", "gate_up_scale", "shape (5, 12, 1)", **four, gate_up_scale=torch.zeros(5, 12, 1, dtype=torch.uint8))
+wrong("moe_experts", "gate_up_scale", "float32", TypeError, **four, gate_up_scale=torch.zeros(5, 12, 1))
+
 SAMPLING = ["sampling_support", "sample_logits", "sampling_probs"]
 bad_tensor(SAMPLING, "logits", dtype=torch.float64, device=False)
 bad_tensor(SAMPLING, "temperature", dtype=torch.float16)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import spec_ops
+from spec_ops.backends.expert_format import dequantized_expert, expert_format
+from tests.helpers.mixtures import FORMS, PUBLISHED, STORED, call, dequantized_call, stored_call
 
 EXPERTS, HIDDEN, INNER, TOKENS = 16, 24, 20, 9
 
@@ -185,3 +187,37 @@ def test_nothing_to_do(tokens, k):
     out = spec_ops.moe_experts(torch.ones(tokens, HIDDEN), *(r[:, :k] for r in routing(tokens=tokens)), gate_up, down)
     assert out.shape == (tokens, HIDDEN)
     assert (out == 0).all()
+
+
+def test_mxfp4_is_what_transformers_reads():
+    """All numbers and scales but NaN, as gpt-oss's files have them: blocks of 16 bytes."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    generator = rng(3)
+    blocks = torch.randint(256, (3, 8, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (3, 8, 2), generator=generator, dtype=torch.uint8)
+    wanted = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    stored = expert_format("test", "down", blocks.flatten(2), scales)
+    assert stored == (4, 1, 32, 1)
+    for block, scale, expert in zip(blocks.flatten(2), scales, wanted, strict=True):
+        assert torch.equal(dequantized_expert(block, scale, stored), expert)
+
+
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("form", [FORMS["Qwen3-MoE"], PUBLISHED], ids=["gate and up", "interleaved"])
+def test_stored_weights_are_the_dequantized_ones(form, kind):
+    args = stored_call(form, kind, 9, 3, 5, 160, 192)
+    wide = dequantized_call(args)
+    for mine, given in zip(wide[3:5], call(form, 9, 3, 5, 160, 192)[3:5], strict=True):
+        assert (mine - given).norm() < (0.2 if kind == "MXFP4" else 0.05) * given.norm()
+    names = ("gate_up_bias", "down_bias", "activation", "gated", "interleaved", "transposed", "limit", "alpha", "beta")
+    options = dict(zip(names, args[5:14], strict=True))
+    got = spec_ops.moe_experts(*args[:5], **options, gate_up_scale=args[14], down_scale=args[15])
+    assert torch.equal(got, spec_ops.moe_experts(*wide[:5], **options))
+
+
+def test_gate_and_up_projection_have_blocks_of_their_own():
+    """Halves of 192 rows: the second begins in the middle of a block of 128 of all rows."""
+    weight, scale = torch.ones(1, 384, 8).to(torch.float8_e4m3fn), torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 4, 1)
+    stored = expert_format("test", "gate_up", weight, scale, 2)
+    rows = dequantized_expert(weight[0], scale[0], stored)[:, 0].tolist()
+    assert rows == [1.0] * 128 + [2.0] * 64 + [3.0] * 128 + [4.0] * 64

@@ -19,6 +19,7 @@ from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import spec_ops
 from spec_ops.backends.squares import sums_of
+from tests.helpers.mixtures import stored_stack
 from tests.ops.test_bad_input import CALLS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -328,7 +329,21 @@ def moe_experts_sample(s: Source) -> tuple[Any, ...]:
     activation = s.pick("silu", "gelu", "gelu_tanh", "relu", "relu2")
     numbers = (s.pick(None, 0.5) if gated else None, 1.7 if activation == "silu" else 1.0, 1.0 if gated else 0.0)
     x = s.any_layout(s.normal(tokens, hidden, dtype=dtype))
-    return x, ids, weights, *stacks, *biases, activation, gated, gated and s.pick(False, True), transposed, *numbers
+    return x, ids, weights, *stacks, *biases, activation, gated, gated and s.pick(False, True), transposed, *numbers, None, None
+
+
+def stored_experts_sample(s: Source) -> tuple[Any, ...]:
+    """In 8 and 4 bits, with gate and up projection beside or between each other."""
+    tokens, k, experts, parts = s.integer(0, 4), s.integer(0, 3), s.integer(1, 4), s.pick(1, 2)
+    hidden, inner = 32 * s.integer(1, 5), 32 * s.integer(1, 5)
+    x, ids = s.any_layout(s.normal(tokens, hidden, dtype=s.pick(*FLOATS))), s.ids(experts, tokens, k, dtype=s.pick(*INDEX))
+    kind = s.pick("block", "row", "expert") if s.fp8 else "MXFP4" if s.fp8 is not None else s.pick("block", "MXFP4")
+    stacks = [0.1 * s.normal(experts, 2 * inner, hidden), 0.1 * s.normal(experts, hidden, inner)]
+    (gate_up, first), (down, second) = (stored_stack(w.cpu(), kind, n) for w, n in zip(stacks, (parts, 1), strict=True))
+    device = x.device
+    form = ("silu", True, parts == 1, False, None, 1.0, 0.0)
+    stored = [s.any_layout(t.to(device)) for t in (gate_up, down)]
+    return x, ids, s.normal(tokens, k), *stored, None, None, *form, first.to(device), second.to(device)
 
 
 def select_draft_tokens_sample(s: Source) -> tuple[Any, ...]:
@@ -396,7 +411,7 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "rope_append_kv": rope_append_kv_sample,
     "move_kv": move_kv_sample,
     "route_experts": route_experts_sample,
-    "moe_experts": moe_experts_sample,
+    "moe_experts": lambda s: (stored_experts_sample if s.fp8 else s.pick(moe_experts_sample, stored_experts_sample))(s),
     "skinny_mm": skinny_mm_sample,
     "add_skinny_mm": add_skinny_mm_sample,
     "scaled_skinny_mm": scaled_skinny_mm_sample,
@@ -432,7 +447,7 @@ def test_every_registered_op_has_samples():
 
 # Seeds rather than single cases: each draws other dtypes, layouts, optional inputs and sizes, empty ones among them.
 SEEDS = range(4)
-WITH_FP8 = [name for name in SAMPLES if name.startswith(("mha", "mla", "append", "move", "rope")) or "skinny" in name]
+WITH_FP8 = [name for name in SAMPLES if name.startswith(("mha", "mla", "append", "move", "rope", "moe")) or "skinny" in name]
 
 
 def sample(name: str, seed: int, device: str, fp8: bool) -> tuple[Any, ...]:

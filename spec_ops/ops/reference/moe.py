@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from spec_ops.backends.expert_format import ExpertFormat, dequantized_expert, expert_format
+
 
 def route_experts(
     logits: torch.Tensor, bias: torch.Tensor | None, k: int, scoring: str, groups: int, top_groups: int, renormalize: bool,
@@ -49,14 +51,24 @@ def _activated(values: torch.Tensor, activation: str, alpha: float) -> torch.Ten
 def moe_experts(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
-    transposed: bool, limit: float | None, alpha: float, beta: float,
+    transposed: bool, limit: float | None, alpha: float, beta: float, gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     _check_ids(topk_ids, gate_up.shape[0])
     dtype = torch.promote_types(x.dtype, torch.float32)
+    gate_up_format = expert_format("moe_experts", "gate_up", gate_up, gate_up_scale, 2 if gated and not interleaved else 1)
+    down_format = expert_format("moe_experts", "down", down, down_scale)
+
+    def weight(expert: int, stack: torch.Tensor, scale: torch.Tensor | None, stored: ExpertFormat) -> torch.Tensor:
+        if scale is not None:
+            return dequantized_expert(stack[expert], scale[expert], stored).to(dtype)
+        return stack[expert].to(dtype).t() if transposed else stack[expert].to(dtype)
+
     made = x.new_zeros(*topk_ids.shape, x.shape[1], dtype=dtype)
     for expert in topk_ids[topk_ids >= 0].unique().tolist():
         token, slot = (topk_ids == expert).nonzero(as_tuple=True)
-        first, second = (w[expert].to(dtype).t() if transposed else w[expert].to(dtype) for w in (gate_up, down))
+        first = weight(expert, gate_up, gate_up_scale, gate_up_format)
+        second = weight(expert, down, down_scale, down_format)
         rows = F.linear(x[token].to(dtype), first, None if gate_up_bias is None else gate_up_bias[expert].to(dtype))
         if gated:
             gate, up = (rows[:, ::2], rows[:, 1::2]) if interleaved else rows.chunk(2, -1)

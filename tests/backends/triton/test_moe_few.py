@@ -49,6 +49,13 @@ def test_what_the_notebook_counts_on():
     assert second == few.Config(8, 16, 16, 256, True, 3, 7, 3, True)
 
 
+STORED = [
+    "Qwen3-MoE in float8, 4 tokens on sm_90",
+    "DeepSeek-V3 in float8, 64 tokens on sm_90",
+    "gpt-oss in MXFP4, 4 tokens on sm_90",
+]
+
+
 def variants(*names: str) -> list[ahead.Variant]:
     found = [v for v in few.ahead() if 90 in v.archs and v.name.endswith(names)]
     assert len(found) == 2 * len(names)
@@ -70,6 +77,22 @@ def test_programs_are_resident_and_blocks_in_flight(variant):
     rows = given["BLOCK_N"] * (2 if "gate_up" in variant.name else 1)
     one = 2 * given["BLOCK_K"] * (rows + given["BLOCK_M"])
     assert used.shared_bytes >= (variant.num_stages - (not wide)) * one
+    ptx = kernel.asm["ptx"]
+    assert "cp.async.bulk.tensor" in ptx
+    assert ("wgmma" in ptx) == wide
+
+
+@pytest.mark.parametrize("variant", variants(*STORED), ids=lambda v: v.name)
+def test_stored_weights_are_resident_and_in_flight(variant):
+    kernel = ahead.compiled(variant, 90)
+    used = ahead.resources(kernel)
+    assert used.spill_bytes == 0
+    assert not used.serialized
+    assert ahead.resident_blocks(used, variant.num_warps, 90) >= variant.programs
+    given, wide = variant.constexprs, variant.constexprs["BLOCK_M"] > 8
+    rows = given["BLOCK_N"] * (2 if "gate_up" in variant.name else 1)
+    one = given["BLOCK_K"] * (rows * given["BITS"] // 8 + 2 * given["BLOCK_M"])
+    assert used.shared_bytes >= (variant.num_stages - 1) * one
     ptx = kernel.asm["ptx"]
     assert "cp.async.bulk.tensor" in ptx
     assert ("wgmma" in ptx) == wide

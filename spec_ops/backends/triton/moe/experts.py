@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from spec_ops.backends.expert_format import inner_of
+from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.moe.few import few_experts, supports
 from spec_ops.backends.triton.moe.grouped import grouped_experts
 
@@ -11,11 +13,19 @@ from spec_ops.backends.triton.moe.grouped import grouped_experts
 def moe_experts(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
-    transposed: bool, limit: float | None, alpha: float, beta: float,
+    transposed: bool, limit: float | None, alpha: float, beta: float, gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `spec_ops.ops.moe`; raises as `grouped_experts` does."""
-    run = few_experts if supports(x, topk_ids, gate_up, down, down.shape[1 if transposed else 2]) else grouped_experts
+    """See `spec_ops.ops.moe`; raises as `grouped_experts` does.
+
+    Raises:
+        ValueError: weights of float8 before sm_89, which cannot convert them.
+    """
+    if gate_up.dtype == torch.float8_e4m3fn and (arch := device_arch(x.device) or 90) < 89:
+        raise ValueError(f"moe_experts: `gate_up` of float8_e4m3fn needs sm_89 or newer, got sm_{arch}")
+    inner = down.shape[1] if transposed else inner_of(down)
+    run = few_experts if supports(x, topk_ids, gate_up, down, inner) else grouped_experts
     return run(
         x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias, activation, gated, interleaved, transposed, limit,
-        alpha, beta,
+        alpha, beta, gate_up_scale, down_scale,
     )  # fmt: skip

@@ -12,6 +12,8 @@ token gets does not depend on where the others go.
 
 Tiles are those of `linear/skinny_mm.py`: 16 columns of which each warp takes a chunk of k, or 64 columns for `wgmma` with more
 than 16 tokens, and where columns lie side by side in memory (`transposed`), whose 16 would be a quarter of a line.
+
+Weights of 8 and 4 bits are read as they lie, and become 16 bits wide in registers (`stored.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from spec_ops.backends.expert_format import inner_of
 from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.attention.tuning import SHARED
 from spec_ops.backends.triton.linear.skinny_mm import CHUNK, combined, store_transposed
 from spec_ops.backends.triton.moe.activation import activated, gated
-from spec_ops.backends.triton.moe.shapes import GPT_OSS, meta_call
+from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, MXFP4, meta_call
+from spec_ops.backends.triton.moe.stored import added, block_scales, formats, scale_arguments, scale_constants
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import Launch, await_predecessors, device_guard, launch, num_sms, recorded
@@ -49,6 +53,7 @@ class Config:
         splits: programs that share the inner dimension.
         num_stages: Triton's. programs: that a multiprocessor holds at once.
         full: it has no room for more of them, so that a launch may be early.
+        chunk: of k, what a warp has.
     """
 
     block_m: int
@@ -60,6 +65,7 @@ class Config:
     num_stages: int
     programs: int
     full: bool
+    chunk: int = CHUNK
 
 
 class Sizes(NamedTuple):
@@ -73,6 +79,7 @@ class Sizes(NamedTuple):
     gated: bool
     interleaved: bool
     transposed: bool
+    bits: int = 16
 
     @property
     def tiles(self) -> int:
@@ -82,20 +89,23 @@ class Sizes(NamedTuple):
 
 def choose(sizes: Sizes, sms: int, arch: int) -> tuple[Config, Config]:
     """For both kernels."""
-    tokens, k, experts, hidden, inner, gated, interleaved, transposed = sizes
-    few = tokens <= 16 and not transposed
+    tokens, k, experts, hidden, inner, gated, interleaved, transposed, bits = sizes
+    # With fewer bits the rows are more of what a program reads: it takes more columns sooner.
+    few = tokens <= (16 if bits == 16 else 8) and not transposed
     chunked = few and hidden % CHUNK == 0
     neighbours = gated and interleaved
     halves = neighbours and not chunked  # 64 rows of the weight are 32 columns of the result
-    first = _fitted(tokens, inner * (1 + halves), hidden, 1, sizes.tiles, chunked, sms, arch, 1 + (gated and not halves))
+    loads = 1 + (gated and not halves)
+    first = _fitted(tokens, inner * (1 + halves), hidden, 1, sizes.tiles, chunked, sms, arch, bits, loads)
     block_n = first.block_n // (1 + halves)
     first = replace(first, block_n=block_n, rows=block_n * (1 + neighbours))
-    return first, _fitted(tokens, hidden, inner, min(k, experts), 1, few and inner % CHUNK == 0, sms, arch)
+    return first, _fitted(tokens, hidden, inner, min(k, experts), 1, few and inner % CHUNK == 0, sms, arch, bits)
 
 
 def _fitted(
-    tokens: int, columns: int, inner: int, products: int, tiles: int, chunked: bool, sms: int, arch: int, loads: int = 1
-) -> Config:
+    tokens: int, columns: int, inner: int, products: int, tiles: int, chunked: bool, sms: int, arch: int, bits: int,
+    loads: int = 1,
+) -> Config:  # fmt: skip
     """For a product of `columns` columns over `inner`, of which a program adds up `products` at least.
 
     Args:
@@ -104,19 +114,29 @@ def _fitted(
     """
     block_m = next(m for m in (8, 16, 32, MAX_TOKENS) if tokens <= m)
     block_n, block_k, most = (16, 256, 3) if chunked else (64, 128 // loads, 2)
-    buffer = 2 * block_k * (loads * block_n + block_m)
+    chunk = CHUNK
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
+    if bits < 16:
+        # A row of shared memory holds 128 numbers of 8 bits, and no product has two scales.
+        chunk = 128 if inner % 128 == 0 else CHUNK
+        block_k = 512 if chunked else 128
+        most = 2 if bits == 4 else most  # by registers
+        block_n *= 1 + (chunked and bits == 4 and loads == 1)
+        if not chunked:
+            # Sums on their way to memory, and numbers that tcgen05 does not take from registers.
+            rest += 4 * loads * block_n * block_m + 2 * loads * block_n * block_k * (100 <= arch < 120)
+    buffer = block_k * (loads * block_n * bits // 8 + 2 * block_m)
     shared = SHARED.get(arch, 99) * 1024
     programs = max(1, min(most, shared // (2 * buffer + rest)))
     blocks, grid = products * triton.cdiv(inner, block_k), tiles * triton.cdiv(columns, block_n)
     splits = 1
     if tiles == 1:  # at least two blocks for each, and partial sums of at most a quarter of the weight's bytes
-        splits = max(1, min(sms * programs // grid, blocks // 2, products * inner // (8 * block_m)))
+        splits = max(1, min(sms * programs // grid, blocks // 2, products * inner * bits // (128 * block_m)))
     programs = min(programs, triton.cdiv(grid * splits, sms))
     buffers = max(2, min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits)))
-    asynchronous = not chunked and 90 <= arch < 120
+    asynchronous = not chunked and 90 <= arch < 120 and bits == 16
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
-    return Config(block_m, block_n, block_n, block_k, chunked, splits, buffers + (not asynchronous), programs, full)
+    return Config(block_m, block_n, block_n, block_k, chunked, splits, buffers + (not asynchronous), programs, full, chunk)
 
 
 @triton.jit
@@ -134,16 +154,17 @@ def _touched(ids, tile, pairs, experts, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl
 @triton.jit
 def _columns(
     weight, expert, first, block, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """A block of the weight with its inner dimension last: `[chunks, ROWS, CHUNK]`, or `[ROWS, BLOCK_K]`."""
+    """A block of the weight as stored, its inner dimension last: `[chunks, ROWS, CHUNK]`, or `[ROWS, BLOCK_K]`."""
+    PACKED: tl.constexpr = 2 if BITS == 4 else 1
     if CHUNKED:
         CHUNKS: tl.constexpr = BLOCK_K // CHUNK
-        return tl.reshape(weight.load([expert, block * CHUNKS, first, 0]), [CHUNKS, ROWS, CHUNK])
+        return tl.reshape(weight.load([expert, block * CHUNKS, first, 0]), [CHUNKS, ROWS, CHUNK // PACKED])
     elif TRANSPOSED:
         return tl.permute(tl.reshape(weight.load([expert, block * BLOCK_K, first]), [BLOCK_K, ROWS]), (1, 0))
     else:
-        return tl.reshape(weight.load([expert, first, block * BLOCK_K]), [ROWS, BLOCK_K])
+        return tl.reshape(weight.load([expert, first, block * (BLOCK_K // PACKED)]), [ROWS, BLOCK_K // PACKED])
 
 
 @triton.jit
@@ -165,14 +186,16 @@ def _zeros(ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHU
 
 @triton.jit(do_not_specialize=["tokens"])
 def few_gate_up_kernel(
-    x, weight, ids, weights, bias, h, table, tokens, experts, hidden, inner, limit, alpha, beta,
+    x, weight, scale, scale_expert, scale_row, scale_column, scale_up, ids, weights, bias, h, table, tokens, experts, hidden,
+    inner, limit, alpha, beta,
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    BITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program `tile * blocks of columns + block`. `x`, `weight`: tensor descriptors; `ids`, `weights [tokens, TOP_K]`
-    contiguous; `h [tiles, BLOCK_M, inner]`; `table [2 + tiles]`: how many experts are touched, and which."""
+    """Program `tile * blocks of columns + block`. `x`, `weight`: tensor descriptors; `scale` to `scale_up`: of
+    `scale_arguments`; `ids`, `weights [tokens, TOP_K]` contiguous; `h [tiles, BLOCK_M, inner]`; `table [2 + tiles]`: how many
+    experts are touched, and which."""
     await_predecessors(PDL)
     blocks_n = tl.cdiv(inner, BLOCK_N)
     tile = tl.program_id(0) // blocks_n
@@ -195,16 +218,42 @@ def few_gate_up_kernel(
         PAIR: tl.constexpr = GATED and not INTERLEAVED
         ROWS: tl.constexpr = 2 * BLOCK_N if GATED and INTERLEAVED else BLOCK_N
         first = block_n * ROWS
-        acc = _zeros(ROWS, BLOCK_M, BLOCK_K, CHUNK, CHUNKED)
+        acc = _zeros(ROWS, BLOCK_M, BLOCK_K, 32 if BITS == 4 else CHUNK, CHUNKED)
         other = acc
+        s = 0
+        t = 0
+        PARTS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
+        row = first + tl.arange(0, ROWS)
+        count = inner * (ROWS // BLOCK_N)
+        if BITS < 16:
+            # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
+            s = block_scales(
+                scale, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
+                PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+            )  # fmt: skip
+            if PAIR:
+                t = block_scales(
+                    scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
+                    PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+                )  # fmt: skip
         for block in tl.range(0, tl.cdiv(hidden, BLOCK_K), num_stages=STAGES):
-            columns = _columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED)
+            columns = _columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
             if PAIR:
-                ups = _columns(weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED)
+                ups = _columns(weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
             rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED)
-            acc = tl.dot(columns, rows, acc)
+            acc = added(acc, columns, rows, s, BITS)
             if PAIR:
-                other = tl.dot(ups, rows, other)
+                other = added(other, ups, rows, t, BITS)
+            if BITS < 16:
+                s = block_scales(
+                    scale, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
+                    PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+                )  # fmt: skip
+                if PAIR:
+                    t = block_scales(
+                        scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
+                        PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+                    )  # fmt: skip
         if CHUNKED:
             acc = tl.sum(acc, 0)
             other = tl.sum(other, 0)
@@ -229,29 +278,44 @@ def few_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def few_down_kernel(
-    h, weight, ids, weights, bias, table, partial, counters, out, tokens, experts, hidden,
+    h, weight, scale, scale_expert, scale_row, scale_column, ids, weights, bias, table, partial, counters, out, tokens, experts,
+    hidden, inner,
     TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    BITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program `block of columns * SPLITS + split`. `h`, `weight`: tensor descriptors; `table`: the first kernel's; `BLOCKS` of
-    an expert's inner dimension; `partial`, `counters`: as in `skinny_mm_kernel`; `out [tokens, hidden]`."""
+    """Program `block of columns * SPLITS + split`. `h`, `weight`: tensor descriptors; `scale` to `scale_column`: of
+    `scale_arguments`; `table`: the first kernel's; `BLOCKS` of an expert's inner dimension; `partial`, `counters`: as in
+    `skinny_mm_kernel`; `out [tokens, hidden]`."""
     await_predecessors(PDL)
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     total = tl.load(table) * BLOCKS
     begin = split * total // SPLITS
-    acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, CHUNK, CHUNKED)
+    acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, 32 if BITS == 4 else CHUNK, CHUNKED)
     expert = tl.load(table + 1 + begin // BLOCKS)
+    s = 0
+    if BITS < 16:
+        PARTS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
+        row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        s = block_scales(
+            scale, expert, scale_expert, scale_row, scale_column, row, hidden, begin % BLOCKS, inner, begin < total,
+            PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+        )  # fmt: skip
     for i in tl.range(begin, (split + 1) * total // SPLITS, num_stages=STAGES):
         block = i % BLOCKS
-        columns = _columns(weight, expert, tile * BLOCK_N, block, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED)
-        acc = tl.dot(columns, _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED), acc)
+        columns = _columns(weight, expert, tile * BLOCK_N, block, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
+        acc = added(acc, columns, _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED), s, BITS)
         # One iteration ahead: a load that another load's address depends on halves what Triton keeps in flight.
         expert = tl.load(table + 1 + (i + 1) // BLOCKS)
+        if BITS < 16:
+            s = block_scales(
+                scale, expert, scale_expert, scale_row, scale_column, row, hidden, (i + 1) % BLOCKS, inner, i + 1 < total,
+                PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+            )  # fmt: skip
     if CHUNKED:
         acc = tl.sum(acc, 0)
-    ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK_K * (BLOCK_N + BLOCK_M)) // (2 * BLOCK_N * BLOCK_M))
+    ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK_K * (BLOCK_N * BITS // 8 + 2 * BLOCK_M)) // (4 * BLOCK_N * BLOCK_M))
     acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, CHUNKED, ROOM)
     if complete:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -268,8 +332,8 @@ def few_down_kernel(
 
 def _tma_reads(weight: torch.Tensor) -> bool:
     """Whether a tensor descriptor can read `weight [E, rows, columns]`."""
-    expert, row, column = weight.stride()
-    return column == 1 and not (expert % ALIGNED or row % ALIGNED or weight.data_ptr() % 16) and min(expert, row) > 0
+    (expert, row, column), size = weight.stride(), weight.element_size()
+    return column == 1 and not (expert * size % 16 or row * size % 16 or weight.data_ptr() % 16) and min(expert, row) > 0
 
 
 def supports(
@@ -298,31 +362,35 @@ def _matrix(rows: torch.Tensor, config: Config) -> TensorDescriptor:
     """Of `rows [n, k]`, `block_m` at a time."""
     (n, k), stride = rows.shape, rows.stride(0)
     if config.chunked:
-        return TensorDescriptor(
-            rows, [k // CHUNK, n, CHUNK], [CHUNK, stride, 1], [config.block_k // CHUNK, config.block_m, CHUNK]
-        )
+        chunk = config.chunk
+        block = [config.block_k // chunk, config.block_m, chunk]
+        return TensorDescriptor(rows, [k // chunk, n, chunk], [chunk, stride, 1], block)
     return TensorDescriptor(rows, [n, k], [stride, 1], [config.block_m, config.block_k])
 
 
 def _stack(weight: torch.Tensor, config: Config, transposed: bool) -> TensorDescriptor:
     """Of `weight [E, n, k]`, `config.rows` of n at a time; `transposed`: `[E, k, n]`."""
     (experts, n, k), (expert, row, _), rows = weight.shape, weight.stride(), config.rows
+    packed = 2 if weight.dtype == torch.uint8 else 1
     if config.chunked:
-        block = [1, config.block_k // CHUNK, rows, CHUNK]
-        return TensorDescriptor(weight, [experts, k // CHUNK, n, CHUNK], [expert, CHUNK, row, 1], block)
-    block = [1, config.block_k, rows] if transposed else [1, rows, config.block_k]
+        chunk = config.chunk // packed
+        block = [1, config.block_k // config.chunk, rows, chunk]
+        return TensorDescriptor(weight, [experts, k // chunk, n, chunk], [expert, chunk, row, 1], block)
+    block = [1, config.block_k, rows] if transposed else [1, rows, config.block_k // packed]
     return TensorDescriptor(weight, [experts, n, k], [expert, row, 1], block)
 
 
 def few_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
-    transposed: bool, limit: float | None, alpha: float, beta: float, configs: tuple[Config, Config] | None = None,
+    transposed: bool, limit: float | None, alpha: float, beta: float, gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None, configs: tuple[Config, Config] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `spec_ops.ops.moe.moe_experts`; for calls that `supports` takes."""
     (tokens, k), (experts, hidden) = ids.shape, (gate_up.shape[0], x.shape[1])
-    inner = down.shape[1 if transposed else 2]
-    sizes = Sizes(tokens, k, experts, hidden, inner, gated, interleaved, transposed)
+    inner = down.shape[1] if transposed else inner_of(down)
+    stored = formats(gate_up, gate_up_scale, down, down_scale, gated, interleaved)
+    sizes = Sizes(tokens, k, experts, hidden, inner, gated, interleaved, transposed, stored[0].bits)
     first, second = configs or choose(sizes, num_sms(x.device), _arch(x.device))
     block_m = first.block_m
     if x.stride(1) != 1 or x.stride(0) % ALIGNED or x.stride(0) < hidden or x.data_ptr() % 16:
@@ -339,18 +407,19 @@ def few_experts(
     with device_guard(x):
         launch(
             few_gate_up_kernel, (sizes.tiles * triton.cdiv(inner, first.block_n),),
-            _matrix(x, first), _stack(gate_up, first, transposed), ids, weights, _contiguous(gate_up_bias), h, table,
-            tokens, experts, hidden, inner, limit, alpha, beta, TOP_K=k, TOP_K_PAD=triton.next_power_of_2(k), GATED=gated,
-            INTERLEAVED=interleaved, TRANSPOSED=transposed, ACTIVATION=activation,
+            _matrix(x, first), _stack(gate_up, first, transposed), *scale_arguments(gate_up_scale, stored[0]), ids, weights,
+            _contiguous(gate_up_bias), h, table, tokens, experts, hidden, inner, limit, alpha, beta, TOP_K=k,
+            TOP_K_PAD=triton.next_power_of_2(k), GATED=gated, INTERLEAVED=interleaved, TRANSPOSED=transposed,
+            ACTIVATION=activation,
             PAIRS_PAD=triton.next_power_of_2(block_m * k), EXPERTS_PAD=triton.next_power_of_2(experts),
-            **_constants(first), num_warps=4, early=first.full,
+            **_constants(first), **scale_constants(stored[0]), num_warps=4, early=first.full,
         )  # fmt: skip
         launch(
             few_down_kernel, (columns * second.splits,),
-            _matrix(h, second), _stack(down, second, transposed), ids, weights, _contiguous(down_bias), table,
-            partial, counters, out, tokens, experts, hidden, TOP_K=k, TRANSPOSED=transposed,
-            BLOCKS=triton.cdiv(inner, second.block_k), SPLITS=second.splits, **_constants(second),
-            num_warps=4, early=second.full,
+            _matrix(h, second), _stack(down, second, transposed), *scale_arguments(down_scale, stored[1])[:4], ids, weights,
+            _contiguous(down_bias), table, partial, counters, out, tokens, experts, hidden, inner, TOP_K=k,
+            TRANSPOSED=transposed, BLOCKS=triton.cdiv(inner, second.block_k), SPLITS=second.splits, **_constants(second),
+            **scale_constants(stored[1]), num_warps=4, early=second.full,
         )  # fmt: skip
     return out
 
@@ -361,7 +430,7 @@ def _contiguous(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 def _constants(config: Config) -> dict[str, Any]:
     return {
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": CHUNK,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": config.chunk,
         "CHUNKED": config.chunked, "STAGES": config.num_stages,
     }  # fmt: skip
 
@@ -371,6 +440,9 @@ MODELS: tuple[tuple[str, tuple[int, ...], tuple[int, int, int, int], dict[str, A
     ("Qwen3-MoE", (1, 16, 32, 64), (128, 8, 2048, 768), {}),
     ("DeepSeek-V3", (8, 64), (256, 8, 7168, 2048), {}),
     ("gpt-oss", (4, 16, 64), (32, 4, 2880, 2880), GPT_OSS),
+    ("Qwen3-MoE in float8", (4, 16, 64), (128, 8, 2048, 768), FLOAT8),
+    ("DeepSeek-V3 in float8", (8, 64), (256, 8, 7168, 2048), FLOAT8),
+    ("gpt-oss in MXFP4", (4, 16, 64), (32, 4, 2880, 2880), MXFP4),
 )
 
 
@@ -380,9 +452,11 @@ def ahead() -> Iterator[Variant]:
             found: dict[tuple[str, Config], list[tuple[Launch, int]]] = {}
             for arch in (a for a in ARCHS if a >= 90):
                 call = meta_call(tokens, *sizes, **form)
-                layout = (bool(form.get(flag)) for flag in ("interleaved", "transposed"))
+                interleaved, transposed = (bool(form.get(flag)) for flag in ("interleaved", "transposed"))
                 experts, k, hidden, inner = sizes
-                configs = choose(Sizes(tokens, k, experts, hidden, inner, True, *layout), 132, arch)
+                bits = int(form.get("bits", 16))
+                sizes_of = Sizes(tokens, k, experts, hidden, inner, True, interleaved, transposed, bits)
+                configs = choose(sizes_of, 132, arch)
                 with recorded() as launches:
                     few_experts(*call, configs=configs)  # type: ignore[misc]
                 for made, config in zip(launches, configs, strict=True):

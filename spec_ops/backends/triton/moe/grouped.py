@@ -2,7 +2,8 @@
 
 Pairs of a token and one of its experts are sorted by expert on the device. An expert's pairs are cut into tiles of rows; how
 many tiles there are is known to the device alone, so the grid has as many as there may be, and the rest returns at once. No
-weight is copied, and what the products leave between them is bounded (`TEMPORARY`).
+weight is copied, those of 8 and 4 bits are dequantized in registers, and what the products leave between them is bounded
+(`TEMPORARY`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from spec_ops.backends.expert_format import inner_of
+from spec_ops.backends.triton.linear.quantized import numbers
 from spec_ops.backends.triton.moe.activation import activated, gated
-from spec_ops.backends.triton.moe.shapes import GPT_OSS, meta_call
-from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
+from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, MXFP4, meta_call
+from spec_ops.backends.triton.moe.stored import block_scales, formats, scale_arguments, scale_constants, scaled_fp4
+from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, recorded
 
 TEMPORARY = 1 << 29  # bytes between the products: more tokens are worked on in turn
@@ -43,35 +47,77 @@ def _tile_rows(offsets, tile, experts, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.co
 
 
 @triton.jit
-def _products(
-    rows, row_mask, weight, first, second, column_mask, inner, inner_stride, PAIR: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _added(
+    acc, a, weight, expert, n, N, n_stride, k_stride, scale, scale_expert, scale_row, scale_column, row, rows, block, inner,
+    BLOCK_K: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`[BLOCK_M, BLOCK_N]` of `rows` and the weight's rows at offsets `first`, and if `PAIR` of those at `second`.
+    """`acc [m, n]` and the product of `a [m, BLOCK_K]`, a block of k, with that of the weight's rows `n` below `N`, which have
+    the scales of the rows `row` below `rows`."""
+    if BITS == 4:
+        k = block * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+        at = weight + (n * n_stride)[:, None] + (k * k_stride)[None, :]
+        stored = tl.load(at, mask=(n < N)[:, None] & (2 * k < inner)[None, :], other=0)
+        s = block_scales(
+            scale, expert, scale_expert, scale_row, scale_column, row, rows, block, inner, True, 1, BLOCK_K, BITS, ROWS, COLUMNS
+        )
+        return tl.dot(a, tl.trans(scaled_fp4(stored, s, a.dtype)), acc, input_precision="ieee")
+    else:
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        at = weight + (k * k_stride)[:, None] + (n * n_stride)[None, :]
+        stored = tl.load(at, mask=(n < N)[None, :] & (k < inner)[:, None], other=0.0)
+        if BITS == 16:
+            return tl.dot(a, stored, acc, input_precision="ieee")
+        else:
+            s = block_scales(
+                scale, expert, scale_expert, scale_row, scale_column, row, rows, block, inner, True, 1, BLOCK_K, BITS, ROWS,
+                COLUMNS,
+            )  # fmt: skip
+            made = tl.dot(a, numbers(stored, a.dtype, 8), input_precision="ieee")
+            return acc + made * tl.reshape(s, [1, n.shape[0]])
 
-    `rows` point to where each begins; their elements are contiguous.
+
+@triton.jit
+def _products(
+    rows, row_mask, weight, expert, scale, scale_expert, scale_row, scale_column, scale_up, first, second, wide, n, N, inner,
+    n_stride, k_stride, PAIR: tl.constexpr, SPREAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`[BLOCK_M, BLOCK_N]` of `rows` and the weight's rows `first`, and if `PAIR` of those at `second`; all below `wide`, and
+    of interest where `n < N`.
+
+    `rows` point to where each begins; their elements are contiguous. Scales are those of rows `n`, and with `PAIR` of rows `n`
+    from `scale_up` on; with `SPREAD` those of `first` and `second`.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     other = acc
-    for start in range(0, inner, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
+    first = tl.where(n < N, first, wide)
+    second = tl.where(n < N, second, wide)
+    for block in range(0, tl.cdiv(inner, BLOCK_K)):
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
         a = tl.load(rows[:, None] + k[None, :], mask=row_mask[:, None] & (k < inner)[None, :], other=0.0)
-        mask = column_mask[None, :] & (k < inner)[:, None]
-        at = weight + (k * inner_stride)[:, None]
-        acc = tl.dot(a, tl.load(at + first[None, :], mask=mask, other=0.0), acc, input_precision="ieee")
+        acc = _added(
+            acc, a, weight, expert, first, wide, n_stride, k_stride, scale, scale_expert, scale_row, scale_column,
+            first if SPREAD else n, wide if SPREAD else N, block, inner, BLOCK_K, BITS, ROWS, COLUMNS,
+        )  # fmt: skip
         if PAIR:
-            other = tl.dot(a, tl.load(at + second[None, :], mask=mask, other=0.0), other, input_precision="ieee")
+            ups = scale if BITS == 16 or SPREAD else scale + scale_up
+            other = _added(
+                other, a, weight, expert, second, wide, n_stride, k_stride, ups, scale_expert, scale_row, scale_column,
+                second if SPREAD else n, wide if SPREAD else N, block, inner, BLOCK_K, BITS, ROWS, COLUMNS,
+            )  # fmt: skip
     return acc, other
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def grouped_gate_up_kernel(
-    x, weight, bias, order, offsets, out, pairs, experts, hidden, inner, x_stride, expert_stride, n_stride, k_stride,
-    bias_expert, bias_stride, limit, alpha, beta,
+    x, weight, scale, scale_expert, scale_row, scale_column, scale_up, bias, order, offsets, out, pairs, experts, hidden, inner,
+    x_stride, expert_stride, n_stride, k_stride, bias_expert, bias_stride, limit, alpha, beta,
     TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program `(block of columns, tile)`: `out [pairs, inner]` in sorted order. `order [pairs]`: which pair comes where."""
+    """Program `(block of columns, tile)`: `out [pairs, inner]` in sorted order. `order [pairs]`: which pair comes where;
+    `scale` to `scale_up`: of `scale_arguments`."""
     await_predecessors(PDL)
     expert, begin, end = _tile_rows(offsets, tl.program_id(1), experts, EXPERTS_PAD, BLOCK_M)
     if expert >= 0:
@@ -86,8 +132,10 @@ def grouped_gate_up_kernel(
         if GATED:
             first, second = (2 * n, 2 * n + 1) if INTERLEAVED else (n, n + inner)
         values, ups = _products(
-            rows, live, weight, first * n_stride, second * n_stride, wanted, hidden, k_stride, GATED, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+            rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, scale_up, first, second,
+            2 * inner if GATED else inner, n, inner, hidden, n_stride, k_stride, GATED, GATED and INTERLEAVED,
+            BLOCK_M, BLOCK_N, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+        )  # fmt: skip
         if bias is not None:
             bias += expert.to(tl.int64) * bias_expert
             values += tl.load(bias + first * bias_stride, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -103,9 +151,10 @@ def grouped_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def grouped_down_kernel(
-    h, weight, bias, order, offsets, out, pairs, experts, hidden, inner, expert_stride, n_stride, k_stride,
-    bias_expert, bias_stride,
-    EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    h, weight, scale, scale_expert, scale_row, scale_column, bias, order, offsets, out, pairs, experts, hidden, inner,
+    expert_stride, n_stride, k_stride, bias_expert, bias_stride,
+    EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(block of columns, tile)`: `out [pairs, hidden]` in the order of the pairs."""
     await_predecessors(PDL)
@@ -118,8 +167,10 @@ def grouped_down_kernel(
         wanted = n < hidden
         rows = h + place.to(tl.int64) * inner
         weight += expert.to(tl.int64) * expert_stride
-        at = n * n_stride
-        values, _ = _products(rows, live, weight, at, at, wanted, inner, k_stride, False, BLOCK_M, BLOCK_N, BLOCK_K)
+        values, _ = _products(
+            rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, 0, n, n, hidden, n, hidden, inner,
+            n_stride, k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+        )  # fmt: skip
         if bias is not None:
             bias += expert.to(tl.int64) * bias_expert
             values += tl.load(bias + n * bias_stride, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -188,7 +239,8 @@ def chunk_tokens(k: int, hidden: int, inner: int, dtype: torch.dtype) -> int:
 def grouped_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
-    transposed: bool, limit: float | None, alpha: float, beta: float,
+    transposed: bool, limit: float | None, alpha: float, beta: float, gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `spec_ops.ops.moe.moe_experts`.
 
@@ -196,7 +248,7 @@ def grouped_experts(
         ValueError: an expert's weights span 2^31 elements or more.
     """
     out = x.new_empty(x.shape)
-    inner = down.shape[1 if transposed else 2]
+    inner = down.shape[1] if transposed else inner_of(down)
     for name, weight in (("gate_up", gate_up), ("down", down)):
         if sum((size - 1) * stride for size, stride in zip(weight.shape[1:], weight.stride()[1:], strict=True)) >= 2**31:
             raise ValueError(f"moe_experts: `{name}` must span less than 2^31 elements an expert, got {tuple(weight.shape)}")
@@ -207,6 +259,7 @@ def grouped_experts(
         _run(
             x[chunk], ids[chunk], weights[chunk], gate_up, down, gate_up_bias, down_bias, out[chunk],
             {"GATED": gated, "INTERLEAVED": interleaved, "ACTIVATION": activation}, transposed, (limit, alpha, beta),
+            gate_up_scale, down_scale,
         )  # fmt: skip
     return out
 
@@ -214,11 +267,13 @@ def grouped_experts(
 def _run(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, out: torch.Tensor, form: dict[str, Any],
-    transposed: bool, numbers: tuple[float | None, float, float],
+    transposed: bool, numbers: tuple[float | None, float, float], gate_up_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
 ) -> None:  # fmt: skip
     (tokens, k), experts, hidden = ids.shape, gate_up.shape[0], x.shape[1]
-    inner, pairs = down.shape[1 if transposed else 2], tokens * k
+    inner, pairs = down.shape[1] if transposed else inner_of(down), tokens * k
     blocks = choose(pairs, experts, x.dtype)
+    first, second = formats(gate_up, gate_up_scale, down, down_scale, form["GATED"], form["INTERLEAVED"])
     order, offsets = sorted_pairs(ids, experts)
     h = x.new_empty(pairs, inner)
     made = x.new_empty(pairs, hidden, dtype=torch.float32)
@@ -227,15 +282,16 @@ def _run(
         if pairs and inner:
             launch(
                 grouped_gate_up_kernel, (triton.cdiv(inner, blocks.block_n), tiles),
-                x, gate_up, gate_up_bias, order, offsets, h, pairs, experts, hidden, inner, x.stride(0),
-                *_strides(gate_up, transposed), *_bias_strides(gate_up_bias), *numbers, TOP_K=k, **form,
-                **_constants(experts, blocks),
+                x, gate_up, *scale_arguments(gate_up_scale, first), gate_up_bias, order, offsets, h, pairs, experts, hidden,
+                inner, x.stride(0), *_strides(gate_up, transposed), *_bias_strides(gate_up_bias), *numbers, TOP_K=k, **form,
+                **_constants(experts, blocks), **scale_constants(first),
             )  # fmt: skip
         if pairs:
             launch(
                 grouped_down_kernel, (triton.cdiv(hidden, blocks.block_n), tiles),
-                h, down, down_bias, order, offsets, made, pairs, experts, hidden, inner, *_strides(down, transposed),
-                *_bias_strides(down_bias), **_constants(experts, blocks),
+                h, down, *scale_arguments(down_scale, second)[:4], down_bias, order, offsets, made, pairs, experts, hidden,
+                inner, *_strides(down, transposed), *_bias_strides(down_bias), **_constants(experts, blocks),
+                **scale_constants(second),
             )  # fmt: skip
         launch(
             weighted_sum_kernel, (tokens, triton.cdiv(hidden, SUM_BLOCK)),
@@ -266,8 +322,11 @@ def ahead() -> Iterator[Variant]:
         ("Qwen3-MoE, 4096 tokens", 4096, (128, 8, 2048, 768), {}),
         ("gpt-oss, 1024 tokens", 1024, (32, 4, 2880, 2880), GPT_OSS),
         ("Qwen3-MoE, 8 tokens in float32", 8, (128, 8, 2048, 768), {"dtype": torch.float32}),
+        ("Qwen3-MoE in float8, 4096 tokens", 4096, (128, 8, 2048, 768), FLOAT8),
+        ("gpt-oss in MXFP4, 1024 tokens", 1024, (32, 4, 2880, 2880), MXFP4),
     ):
         with recorded() as launches:
             grouped_experts(*meta_call(tokens, *sizes, **form))
         for made in launches:
-            yield variant_of(f"{made.kernel.__name__}, {name}", made, hot=False)
+            archs = tuple(arch for arch in ARCHS if arch >= (89 if form is FLOAT8 else 80))
+            yield variant_of(f"{made.kernel.__name__}, {name}", made, archs=archs, hot=False)

@@ -1,0 +1,113 @@
+"""Experts' weights of 8 and 4 bits inside a kernel: their scales, their numbers, and products with them.
+
+A number of 8 bits is exact in 16, and its scale multiplies the sum of a block (`linear/quantized.py`). MXFP4 has a scale for
+every 32 numbers. Where warps take chunks of k a product is of so many; elsewhere numbers are scaled before the product, which
+is exact in bfloat16: scales are powers of 2.
+
+Formats: `backends/expert_format.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from spec_ops.backends.expert_format import ExpertFormat, expert_format
+from spec_ops.backends.triton.linear.quantized import numbers
+
+
+@triton.jit
+def e8m0(byte):
+    """2^(byte - 127), float32."""
+    return tl.maximum(byte.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp4_numbers(block, dtype: tl.constexpr):
+    """What bytes `[.., stored]` hold, as `[.., stored, 2]` of `dtype`.
+
+    Exponent and mantissa of e2m1 are put where those of a wider format meet, which is the number times a power of 2 also where
+    it is subnormal.
+    """
+    NARROW: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+    BITS: tl.constexpr = 6 if dtype == tl.bfloat16 else 9  # of the mantissa, less one
+    UNIT: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
+    bits = block.to(tl.int16)
+    low = ((bits & 7) << BITS) | ((bits & 8) << 12)
+    high = ((bits & 0x70) << (BITS - 4)) | ((bits & 0x80) << 8)
+    unit = tl.full([1] * len(block.shape), UNIT, NARROW)
+    return tl.join((low.to(NARROW, bitcast=True) * unit).to(dtype), (high.to(NARROW, bitcast=True) * unit).to(dtype))
+
+
+@triton.jit
+def scaled_fp4(block, scale, dtype: tl.constexpr):
+    """The weights `[rows, k]` of bytes `[rows, k / 2]` and scales `[1, rows, k / 32]`. float16 has no room for most scales: a
+    weight beyond its range is infinite or 0."""
+    GROUPS: tl.constexpr = block.numel // 16
+    wide = fp4_numbers(tl.reshape(block, [GROUPS, 16]), dtype) * tl.reshape(scale, [GROUPS, 1, 1]).to(dtype)
+    return tl.reshape(wide, [block.shape[0], 2 * block.shape[1]])
+
+
+@triton.jit
+def block_scales(
+    scale, expert, expert_stride, row_stride, column_stride, n, N, block, inner, live, PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The scales `[PARTS, n, each]` of an expert's rows `n` for block number `block` of k, of which a product takes `PARTS`
+    equal ones: one for each in 8 bits, one for every 32 numbers in 4. 0 beyond the weight, and everywhere unless `live`."""
+    EACH: tl.constexpr = BLOCK_K // PARTS // 32 if BITS == 4 else 1
+    k = block * BLOCK_K + tl.arange(0, PARTS * EACH) * (BLOCK_K // (PARTS * EACH))
+    k = tl.reshape(k, [PARTS, 1, EACH])
+    row = n[None, :, None]
+    at = scale + expert.to(tl.int64) * expert_stride + row // ROWS * row_stride + k // COLUMNS * column_stride
+    found = tl.load(at, mask=(row < N) & (k < inner) & live, other=0)
+    return e8m0(found) if BITS == 4 else found.to(tl.float32)
+
+
+@triton.jit
+def added(acc, columns, rows, scales, BITS: tl.constexpr):
+    """`acc` and the product of `columns [.., n, stored]` with `rows [.., k, m]`; `scales`: of `block_scales`."""
+    if BITS == 16:
+        return tl.dot(columns, rows, acc)
+    elif BITS == 8:
+        made = tl.dot(numbers(columns, rows.dtype, 8), rows)
+        return acc + made * (scales if len(acc.shape) == 3 else tl.reshape(scales, [acc.shape[0], 1]))
+    elif len(acc.shape) == 3:
+        # Products of the 32 numbers that share a scale: scaled numbers would change their layout through shared memory.
+        P: tl.constexpr = acc.shape[0]
+        N: tl.constexpr = acc.shape[1]
+        EACH: tl.constexpr = P // columns.shape[0]
+        bytes = tl.permute(tl.reshape(columns, [columns.shape[0], N, EACH, 16]), (0, 2, 1, 3))
+        wide = tl.reshape(fp4_numbers(tl.reshape(bytes, [P, N, 16]), rows.dtype), [P, N, 32])
+        made = tl.dot(wide, tl.reshape(rows, [P, 32, rows.shape[2]]))
+        return acc + made * tl.reshape(tl.permute(scales, (0, 2, 1)), [P, N, 1])
+    else:
+        return tl.dot(scaled_fp4(columns, scales, rows.dtype), rows, acc)
+
+
+def formats(
+    gate_up: torch.Tensor, gate_up_scale: torch.Tensor | None, down: torch.Tensor, down_scale: torch.Tensor | None, gated: bool,
+    interleaved: bool,
+) -> tuple[ExpertFormat, ExpertFormat]:  # fmt: skip
+    """Of both stacks of a call; raises as `expert_format` does."""
+    parts = 2 if gated and not interleaved else 1
+    first = expert_format("moe_experts", "gate_up", gate_up, gate_up_scale, parts)
+    return first, expert_format("moe_experts", "down", down, down_scale)
+
+
+def scale_arguments(scale: torch.Tensor | None, stored: ExpertFormat) -> tuple[Any, ...]:
+    """`scale`, its strides, and where those of the up projection begin, as kernels take them."""
+    if scale is None:
+        return None, None, None, None, None
+    expert, row, column = scale.stride()
+    row, column = 0 if scale.shape[1] == 1 else row, 0 if scale.shape[2] == 1 else column
+    return scale, expert, row, column, scale.shape[1] // 2 * row if stored.parts == 2 else 0
+
+
+def scale_constants(stored: ExpertFormat) -> dict[str, Any]:
+    if stored.bits == 16:
+        return {"BITS": 16, "SCALE_ROWS": 1, "SCALE_COLUMNS": 1}
+    return {"BITS": stored.bits, "SCALE_ROWS": stored.rows, "SCALE_COLUMNS": stored.columns}

@@ -1,0 +1,104 @@
+"""Experts of 8 and 4 bits in Triton's interpreter, against the dequantized weights in float64.
+
+float16, since the interpreter truncates to bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+
+import triton
+import triton.language as tl
+
+from spec_ops.backends.triton.moe import experts, few, grouped
+from spec_ops.backends.triton.moe.stored import e8m0, scaled_fp4
+from spec_ops.backends.triton.runtime.launch import recorded
+from tests.helpers.mixtures import FORMS, PUBLISHED, STORED, Form, exact, stored_call
+
+FP16 = torch.float16
+GATELESS = Form("relu2", gated=False, biases=True)
+LAYOUTS = {"gate and up": FORMS["Qwen3-MoE"], "interleaved": PUBLISHED, "no gate": GATELESS}
+
+
+def check_close(got: torch.Tensor, args: tuple, rounding: float) -> None:
+    assert got.dtype == args[0].dtype
+    torch.testing.assert_close(got.double(), exact(args), rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("tokens", [3, 13, 40])
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_tokens(layout, kind, tokens):
+    """Blocks of scales and of programs that sizes are no multiple of; experts that nobody goes to."""
+    hidden, inner = (160, 192) if tokens == 13 else (320, 128)
+    args = stored_call(LAYOUTS[layout], kind, tokens, 3, 6, hidden, inner, FP16, routing="zipf", dropped=0.2)
+    assert few.supports(args[0], args[1], args[3], args[4], inner)
+    check_close(few.few_experts(*args), args, 2e-3)
+
+
+@pytest.mark.parametrize("kind", ["block", "MXFP4"])
+def test_shares_of_the_inner_dimension(kind):
+    """Shares that begin in the middle of an expert, and empty ones."""
+    args = stored_call(FORMS["Qwen3-MoE"], kind, 5, 2, 3, 64, 640, FP16)
+    sizes = few.Sizes(5, 2, 3, 64, 640, True, False, False, STORED[kind])
+    first, second = few.choose(sizes, 4, 90)
+    for splits in (1, 2, 7):
+        check_close(few.few_experts(*args, configs=(first, replace(second, splits=splits))), args, 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [FP16, torch.float32])
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_tokens(layout, kind, dtype):
+    hidden, inner = (96, 160) if kind == "MXFP4" else (100, 150)
+    args = stored_call(LAYOUTS[layout], kind, 30, 2, 3, hidden, inner, dtype, dropped=0.2)
+    check_close(grouped.grouped_experts(*args), args, 2e-3 if dtype == FP16 else 1e-5)
+
+
+def test_tokens_without_experts():
+    args = stored_call(PUBLISHED, "MXFP4", 6, 2, 4, 64, 64, FP16)
+    ids = args[1].clone()
+    ids[::2] = -1
+    got = few.few_experts(args[0], ids, *args[2:])
+    assert (got[::2] == 0).all()
+    check_close(got, (args[0], ids, *args[2:]), 2e-3)
+    assert (few.few_experts(args[0], torch.full_like(ids, 99), *args[2:]) == 0).all()
+
+
+def test_which_kernels_take_a_call():
+    for tokens, kernel in ((3, "few_gate_up_kernel"), (65, "grouped_gate_up_kernel")):
+        args = stored_call(PUBLISHED, "MXFP4", tokens, 2, 4, 64, 64, FP16)
+        with recorded() as launches:
+            experts.moe_experts(*args)
+        assert launches[0].kernel.__name__ == kernel
+        assert (
+            launches[0].arguments["weight" if tokens == 65 else "scale"] is args[3 if tokens == 65 else 14]
+        )  # nothing is copied
+    args = stored_call(FORMS["Qwen3-MoE"], "block", 3, 2, 4, 72, 72, FP16)
+    assert not few.supports(args[0], args[1], args[3], args[4], 72)  # rows of 72 bytes
+    check_close(experts.moe_experts(*args), args, 2e-3)
+
+
+@triton.jit
+def fp4_kernel(block, scale, out, DTYPE: tl.constexpr):
+    row = tl.arange(0, 16)[:, None]
+    column = tl.arange(0, 16)[None, :]
+    made = scaled_fp4(tl.load(block + row * 16 + column), e8m0(tl.load(scale + row))[None, :, :], DTYPE)
+    tl.store(out + row * 32 + tl.arange(0, 32)[None, :], made)
+
+
+def test_every_number_of_mxfp4():
+    """All 16 numbers with scales from 2^-10 to 2^5, exactly."""
+    block = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    scale = torch.arange(117, 133, dtype=torch.uint8)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    wanted = values[torch.stack([block & 15, block >> 4], 2).long()] * 2.0 ** (scale.float() - 127)[:, None, None]
+    for dtype, name in ((FP16, tl.float16), (torch.float32, tl.float32)):
+        out = torch.empty(16, 16, 2, dtype=dtype)
+        fp4_kernel[(1,)](block, scale, out, DTYPE=name)
+        assert torch.equal(out.float(), wanted), dtype

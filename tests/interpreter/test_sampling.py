@@ -17,10 +17,10 @@ from tests.interpreter.resident import resident
 # exp2 of a product for exp of a quotient: both arguments, of up to 30.5, are rounded to float32.
 CLOSE = {"rtol": 1e-5, "atol": 0}
 
-ALONE = support.Shares(chunks=1, tiles=5, rows=16, lane=4, num_warps=1)
+ALONE = support.Shares(chunks=1, tiles=3, rows=64, lane=2, num_warps=1)
 MANY = support.Shares(chunks=5, tiles=1, rows=16, lane=4, num_warps=1)
 FEW = support.Shares(chunks=3, tiles=2, rows=8, lane=8, num_warps=1)
-VOCAB = 300  # 5 tiles of 64, the last one not full; of `FEW`'s chunks too
+VOCAB = 300  # `ALONE`: 3 tiles, two parts; `MANY` and `FEW`: 5 tiles of 64. The last one is not full
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +50,19 @@ def settings(rng: Rng, bs: int, vocab: int, which: str) -> tuple[torch.Tensor | 
     return top_k if "k" in which else None, top_p if "p" in which else None, min_p if "m" in which else None
 
 
-@pytest.mark.parametrize("listed", [1, 16, 128], ids="listed_{}".format)
-@pytest.mark.parametrize("share", [ALONE, MANY, FEW], ids="chunks_{0.chunks}".format)
-def test_random_rows(share, listed, monkeypatch):
-    """If fewer may be `listed`, the search goes on to one key, and its ties."""
+def little_room(monkeypatch, listed: int, candidates: int) -> None:
+    """For tokens at the boundary, and for the candidates of a program, each of `candidates // 2` groups (1 at least)."""
     monkeypatch.setattr(support, "LISTED", listed)
+    monkeypatch.setattr(support, "sizes", lambda _: {"CANDIDATES": candidates, "GROUPS": max(candidates // 2, 1)})
+    monkeypatch.setattr(support, "SLOTS", 2)
+
+
+@pytest.mark.parametrize("room", [(1, 1), (16, 8), (128, 64)], ids="listed_{0[0]}-candidates_{0[1]}".format)
+@pytest.mark.parametrize("share", [ALONE, MANY, FEW], ids="chunks_{0.chunks}".format)
+def test_random_rows(share, room, monkeypatch):
+    """If there is less room, the search goes on to one key, and its ties."""
+    little_room(monkeypatch, *room)
+    listed = room[0]
     rng = Rng(f"{share} {listed}")
     for which in rng.sample(["k", "p", "m", "kp", "kpm", "km", "pm"], 2):
         bs = 2
@@ -85,15 +93,39 @@ def test_any_number_of_programs_finds_the_same_bits():
     logits, uniforms = (rng.tensor(3, VOCAB) * 3).bfloat16(), torch.tensor([0.1, 0.4, 0.95])
     args = logits, uniforms, torch.tensor([1.0, 0.7, 5.0]), torch.tensor([0, 40, 290]), torch.full((3,), 0.95), None
     tokens, found = run(ALONE, *args)
-    for i, share in enumerate((MANY, FEW)):
-        others = run(share, *args, seed=i)
+    for i, (share, candidates) in enumerate(((MANY, 64), (FEW, 1))):
+        with pytest.MonkeyPatch.context() as patch:
+            little_room(patch, 128, candidates)
+            others = run(share, *args, seed=i)
         assert torch.equal(others[0], tokens)
         assert torch.equal(others[1], found)
 
 
-@pytest.mark.parametrize(("share", "listed"), [(ALONE, 128), (FEW, 2)], ids=["chunks_1-listed_128", "chunks_3-listed_2"])
-def test_ties_at_the_boundary_go_to_the_lower_ids(share, listed, monkeypatch):
-    monkeypatch.setattr(support, "LISTED", listed)
+@pytest.mark.parametrize("share", [ALONE, MANY], ids="chunks_{0.chunks}".format)
+def test_candidates_settle_what_few_tokens_decide(share, monkeypatch):
+    """No pass counts at pivots, and none weighs all that is kept; not even with ties at the boundary."""
+    for name in ("tally", "weigh_chunk"):
+        monkeypatch.setattr(support, name, lambda *_: pytest.fail("a further pass over the row"))
+    monkeypatch.setattr(
+        support, "sizes", lambda chunks: {"CANDIDATES": 64 if chunks == 1 else 16, "GROUPS": 16 if chunks == 1 else 4}
+    )
+    rank = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(i)) for i in range(3)])
+    logits = -3 * (rank // 2 * 2 + 1.0).log()  # pairs of equal ones
+    uniforms, hot = torch.tensor([0.05, 0.5, 0.999]), torch.tensor([0.7, 1.0, 1.0])
+    p, min_p = torch.tensor([0.9, 0.7, 0.95]), torch.tensor([0.0, 0.03, 0.9])
+    assert_same(share, logits, uniforms, hot, None, p, None)
+    assert_same(share, logits, uniforms, hot, torch.tensor([3, 5, 7]), None, min_p)
+    assert_same(share, logits, uniforms, hot, torch.tensor([5, 1, 0]), p, min_p)
+
+
+@pytest.mark.parametrize(
+    ("share", "room"),
+    [(FEW, (2, 1)), (ALONE, (128, 1)), (ALONE, (128, 512)), (FEW, (128, 512))],
+    ids=lambda x: f"chunks_{x.chunks}" if isinstance(x, support.Shares) else f"listed_{x[0]}-candidates_{x[1]}",
+)
+def test_ties_at_the_boundary_go_to_the_lower_ids(share, room, monkeypatch):
+    little_room(monkeypatch, *room)
+    monkeypatch.setattr(support, "SLOTS", 16)
     flat = torch.zeros(3, VOCAB).bfloat16()
     flat[1, 200:] = -1.0
     one, u = torch.ones(3), torch.tensor([0.999, 0.5, 0.0])

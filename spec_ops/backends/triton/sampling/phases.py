@@ -13,75 +13,87 @@ from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
     KEY_OUTSIDE,
     LOWEST,
+    NOTHING_CUT,
     fixed_weight,
     key_logit,
     logit_key,
     token_place,
+    weight_parts,
+    whole_weight,
 )
+
+WARP = tl.constexpr(32)  # rows of a tile that have neighbouring ids in all steps
+COUNT_BIT = tl.constexpr(26)  # above the high parts of 16 weights
+COUNTED = tl.constexpr(1 << 26)
 
 
 @triton.jit
 def load_tile(logits, stride, tile, vocab, ROWS: tl.constexpr, LANE: tl.constexpr):
     """`[ROWS, LANE]` float32 logits of neighbouring ids, their ids, and which of them are tokens."""
-    ids = tile * (ROWS * LANE) + tl.arange(0, ROWS)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    return load_span(logits, stride, tile * (ROWS * LANE), vocab, ROWS, LANE)
+
+
+@triton.jit
+def load_span(logits, stride, start, stop, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """As `load_tile`, from an id on and before another."""
+    ids = start + tl.arange(0, ROWS)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    live = ids < stop
+    return tl.load(logits + ids.to(tl.int64) * stride, mask=live, other=float("-inf")).to(tl.float32), ids, live
+
+
+@triton.jit
+def step_ids(start, step, steps, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """`[ROWS, LANE]` ids of one of the `steps` that a chunk takes: each `WARP` rows have a part of the chunk to themselves."""
+    PART: tl.constexpr = min(WARP, ROWS)
+    row = tl.arange(0, ROWS)[:, None]
+    at = (row // PART) * (PART * LANE)
+    return start + at * steps + step * (PART * LANE) + (row % PART) * LANE + tl.arange(0, LANE)[None, :]
+
+
+@triton.jit
+def load_step(logits, stride, start, step, steps, vocab, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """As `load_tile`, of a step of a chunk."""
+    ids = step_ids(start, step, steps, ROWS, LANE)
     live = ids < vocab
     return tl.load(logits + ids.to(tl.int64) * stride, mask=live, other=float("-inf")).to(tl.float32), ids, live
 
 
 @triton.jit
-def most_likely(logits, stride, first, tiles, vocab, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr):
-    """Place of the most likely token of the tiles from `first` on, a NaN above all; and the highest key of every lane."""
-    value, ids, live = load_tile(logits, stride, first, vocab, ROWS, LANE)
-    best = tl.full([ROWS, LANE], KEY_OUTSIDE, tl.int32)
-    at = ids
-    for tile in range(first, first + tiles):
-        # The next tile is on its way while this one is looked at.
-        coming, coming_ids, coming_live = load_tile(
-            logits, stride, tile + 1, tl.where(tile + 1 < first + tiles, vocab, 0), ROWS, LANE
+def part_sums(values, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """Sums of `[ROWS, LANE]` for each part of the chunk, in the order of ids."""
+    PART: tl.constexpr = min(WARP, ROWS)
+    return tl.sum(tl.reshape(tl.sum(values, 1), [ROWS // PART, PART]), 1)
+
+
+@triton.jit
+def most_likely(logits, stride, start, steps, vocab, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """Place of the most likely token of a chunk, NaN as infinity; and the largest value of every lane, `[ROWS, LANE]`."""
+    value, _, _ = load_step(logits, stride, start, 0, steps, vocab, ROWS, LANE)
+    best = tl.full([ROWS, LANE], float("-inf"), tl.float32)
+    at = tl.zeros([ROWS, LANE], tl.int32)
+    for step in range(0, steps):
+        # The next step's are on their way while these are looked at.
+        coming, _, _ = load_step(
+            logits, stride, start, step + 1, steps, tl.where(step + 1 < steps, vocab, 0), ROWS, LANE
         )  # fmt: skip
-        key = tl.where(value != value, 0x7FFFFFFF, logit_key(value, SHIFT))
-        better = live & (key > best)
-        best = tl.where(better, key, best)
-        at = tl.where(better, ids, at)
-        value, ids, live = coming, coming_ids, coming_live
-    return tl.max(tl.reshape(token_place(best, at), [ROWS * LANE]), 0), best
+        value = tl.where(value != value, float("inf"), value)
+        better = value > best
+        best = tl.where(better, value, best)
+        at = tl.where(better, step, at)
+        value = coming
+    ids = step_ids(start, at, steps, ROWS, LANE)
+    place = tl.where(ids < vocab, token_place(logit_key(best, SHIFT), ids), NOTHING_CUT)
+    return tl.max(tl.reshape(place, [ROWS * LANE]), 0), best
 
 
 @triton.jit
-def lane_bound(
-    keys, low, high, k, limit, top, scale, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr
-):  # fmt: skip
-    """The largest key in `[low, high)` that `k` tokens, or where there is a `limit` tokens of its weight, reach for sure: the
-    most likely ones of every lane alone do. `low` if there is none above."""
-    keys = tl.reshape(keys, [ROWS * LANE])
-    weights = fixed_weight(key_logit(keys, SHIFT), top, scale)
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        above = keys >= middle
-        if limit > 0:  # noqa: SIM108  only one of them is summed
-            enough = tl.sum(tl.where(above, weights, 0), 0) >= limit
-        else:
-            enough = tl.sum(above.to(tl.int32), 0) >= k
-        if enough:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def weigh_above(
-    logits, stride, first, tiles, vocab, key, top, scale, back, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr
-):  # fmt: skip
-    """As `tally`, for one key."""
-    counts = tl.zeros([ROWS, LANE], tl.int32)
-    weights = tl.zeros([ROWS, LANE], tl.int64)
-    for i in range(0, tiles):
-        value, _, live = load_tile(logits, stride, first + tl.where(back, tiles - 1 - i, i), vocab, ROWS, LANE)
-        above = live & (logit_key(value, SHIFT) >= key)
-        counts += above.to(tl.int32)
-        weights += tl.where(above, fixed_weight(value, top, scale), 0)
-    return tl.sum(tl.reshape(counts, [ROWS * LANE]), 0), tl.sum(tl.reshape(weights, [ROWS * LANE]), 0)
+def first_nan(logits, stride, vocab, none, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """Id of a row's first NaN, `none` if there is none."""
+    found = tl.zeros([], tl.int64) + vocab
+    for tile in range(0, tl.cdiv(vocab, ROWS * LANE)):
+        value, ids, _ = load_tile(logits, stride, tile, vocab, ROWS, LANE)
+        found = tl.minimum(found, tl.min(tl.reshape(tl.where(value != value, ids, vocab), [ROWS * LANE]), 0))
+    return tl.where(found < vocab, found, none)
 
 
 @triton.jit
@@ -98,39 +110,39 @@ def _stacked(parts, COUNT: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def tally(
-    logits, stride, first, tiles, vocab, pivots, top, scale, back, SHIFT: tl.constexpr, PIVOTS: tl.constexpr,
+    logits, stride, start, steps, vocab, pivots, top, scale, back, SHIFT: tl.constexpr, PIVOTS: tl.constexpr,
     ROWS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens at or above each pivot: how many, and their weight; from the last tile to the first if `back`."""
+    """Of the tokens at or above each pivot: how many, and their weight; from the last step to the first if `back`."""
     bounds, counts, weights = (), (), ()
     for j in tl.static_range(PIVOTS):
         bounds = bounds + (tl.sum(tl.where(tl.arange(0, PIVOTS) == j, pivots, 0), 0).to(tl.int32),)
         counts = counts + (tl.zeros([ROWS], tl.int32),)
         weights = weights + (tl.zeros([ROWS], tl.int64),)
-    for i in range(0, tiles):
-        tile = first + tl.where(back, tiles - 1 - i, i)
-        value, _, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
+    for i in range(0, steps):
+        value, _, live = load_step(logits, stride, start, tl.where(back, steps - 1 - i, i), steps, vocab, ROWS, LANE)
         key = tl.where(live, logit_key(value, SHIFT), KEY_OUTSIDE)
-        weight = fixed_weight(value, top, scale)
+        high, low = weight_parts(value, top, scale)
+        high += COUNTED
         # Sums over a thread's own tokens; those between threads come once, at the end.
         more, heavier = (), ()
         for j in tl.static_range(PIVOTS):
             reached = key >= bounds[j]
-            more = more + (counts[j] + tl.sum(reached.to(tl.int32), 1),)
-            heavier = heavier + (weights[j] + tl.sum(tl.where(reached, weight, 0), 1),)
+            both = tl.sum(tl.where(reached, high, 0), 1)
+            heavy = whole_weight(both & (COUNTED - 1), tl.sum(tl.where(reached, low, 0), 1))
+            more = more + (counts[j] + (both >> COUNT_BIT),)
+            heavier = heavier + (weights[j] + heavy,)
         counts, weights = more, heavier
     return tl.sum(_stacked(counts, PIVOTS, ROWS), 0), tl.sum(_stacked(weights, PIVOTS, ROWS), 0)
 
 
 @triton.jit
 def share_tally(
-    records, counts, weights, counters, turn, chunk, first, tiles, vocab, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr,
-    ROWS: tl.constexpr, LANE: tl.constexpr,
+    records, counts, weights, counters, turn, chunk, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr
 ):  # fmt: skip
     """The row's counts and weights, and the counts of the chunks before this one."""
     if CHUNKS == 1:
-        before = tl.zeros([PIVOTS], tl.int64)
-        counts = counts.to(tl.int64)
+        before = tl.zeros([PIVOTS], tl.int32)
     else:
         CHUNK_BLOCK: tl.constexpr = triton.next_power_of_2(CHUNKS)
         pivot = tl.arange(0, PIVOTS)
@@ -142,9 +154,9 @@ def share_tally(
         at = records + other[:, None] * (2 * PIVOTS) + pivot[None, :]
         all_counts = tl.load(at, mask=(other < CHUNKS)[:, None], other=0, cache_modifier=".cg")
         all_weights = tl.load(at + PIVOTS, mask=(other < CHUNKS)[:, None], other=0, cache_modifier=".cg")
-        counts = tl.sum(all_counts, 0)
+        counts = tl.sum(all_counts, 0).to(tl.int32)
         weights = tl.sum(all_weights, 0)
-        before = tl.sum(tl.where((other < chunk)[:, None], all_counts, 0), 0)
+        before = tl.sum(tl.where((other < chunk)[:, None], all_counts, 0), 0).to(tl.int32)
     return counts, weights, before
 
 
@@ -152,13 +164,13 @@ def share_tally(
 def next_pivots(step, low, high, floor, top, temperature, SHIFT: tl.constexpr, PIVOTS: tl.constexpr, VALUES: tl.constexpr):
     """int64 keys to count at, all but the first pass's between `low` and `high`.
 
-    The first ones lie where weights are, closer towards the top, and at the two ends: of all tokens, and of min-p.
+    The first ones lie where weights are, closer towards the top, and at the end that min-p has.
     """
     j = tl.arange(0, PIVOTS)
     if step == 0:
-        part = (j - 1).to(tl.float32) / (PIVOTS - 2)
+        part = (j + 1).to(tl.float32) / PIVOTS
         below = top - tl.minimum(32.0 * tl.maximum(temperature, 1.0) * part * part, 3.0e38)
-        key = tl.where(j == 0, low, tl.where(j == 1, floor, logit_key(below, SHIFT).to(tl.int64)))
+        key = tl.where((j == 0) & (floor > low), floor, logit_key(below, SHIFT).to(tl.int64))
     else:
         key = low + (high - low) * (j + 1) // (PIVOTS + 1)
         bottom = key_logit(low.to(tl.int32), SHIFT)
@@ -207,9 +219,35 @@ def how_many(weight, each):
 
 
 @triton.jit
+def weigh_all(logits, stride, start, steps, vocab, top, scale, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """Weights of the parts of a chunk."""
+    high = tl.zeros([ROWS, LANE], tl.int32)
+    low = tl.zeros([ROWS, LANE], tl.int32)
+    for i in range(0, steps):
+        value, _, _ = load_step(logits, stride, start, steps - 1 - i, steps, vocab, ROWS, LANE)
+        more_high, more_low = weight_parts(value, top, scale)  # 0 of what is no token
+        high += more_high
+        low += more_low
+    return part_sums(whole_weight(high, low), ROWS, LANE)
+
+
+@triton.jit
+def weigh_kept(
+    logits, stride, start, steps, vocab, least, top, scale, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr
+):  # fmt: skip
+    """As `weigh_all`, of the tokens whose place is at least `least`."""
+    weights = tl.zeros([ROWS, LANE], tl.int64)
+    for i in range(0, steps):
+        value, ids, live = load_step(logits, stride, start, i, steps, vocab, ROWS, LANE)
+        kept = live & (token_place(logit_key(value, SHIFT), ids) >= least)
+        weights += tl.where(kept, fixed_weight(value, top, scale), 0)
+    return part_sums(weights, ROWS, LANE)
+
+
+@triton.jit
 def weigh_chunk(
-    logits, stride, first, tiles, vocab, base, low, high, floor, listed, list_at, before, top, scale, back,
-    SHIFT: tl.constexpr, FILTERED: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr,
+    logits, stride, start, steps, vocab, base, low, high, floor, listed, list_at, before, top, scale, back,
+    SHIFT: tl.constexpr, TOPS: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """Weight of the tokens whose key is at least `base`; how many lie in `[low, high)`; the lowest place at or above `floor`.
 
@@ -218,24 +256,21 @@ def weigh_chunk(
     weights = tl.zeros([ROWS, LANE], tl.int64)
     lowest = tl.full([ROWS, LANE], BEYOND, tl.int64)
     found = tl.zeros([], tl.int32)
-    for i in range(0, tiles):
-        tile = first + tl.where(back, tiles - 1 - i, i)
-        value, ids, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
-        weight = fixed_weight(value, top, scale)  # 0 of what is no token
-        if FILTERED:
-            key = tl.where(live, logit_key(value, SHIFT), KEY_OUTSIDE)
-            weights += tl.where(key >= base, weight, 0)
-            place = token_place(key, ids)
-            if FLOOR:
-                lowest = tl.minimum(lowest, tl.where(live & (key >= floor), place, BEYOND))
+    for i in range(0, steps):
+        value, ids, live = load_step(logits, stride, start, tl.where(back, steps - 1 - i, i), steps, vocab, ROWS, LANE)
+        weight = fixed_weight(value, top, scale)
+        key = tl.where(live, logit_key(value, SHIFT), KEY_OUTSIDE)
+        weights += tl.where(key >= base, weight, 0)
+        place = token_place(key, ids)
+        if FLOOR:
+            lowest = tl.minimum(lowest, tl.where(live & (key >= floor), place, BEYOND))
+        if TOPS:
             inside = tl.reshape((key >= low) & (key < high), [ROWS * LANE]).to(tl.int32)
             count = tl.sum(inside, 0)
             if listed & (count > 0):
                 to = list_at + before + found + tl.cumsum(inside, 0) - 1
                 tl.store(to, tl.reshape(place, [ROWS * LANE]), mask=inside > 0)
             found += count
-        else:
-            weights += weight
     return tl.sum(tl.reshape(weights, [ROWS * LANE]), 0), found, tl.min(tl.reshape(lowest, [ROWS * LANE]), 0)
 
 
@@ -279,38 +314,43 @@ def listed_token(ids, weights, level):
 
 
 @triton.jit
-def nth_of_key(logits, stride, first, tiles, vocab, key, n, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr):
-    """Id of the `n`-th token with a key, from 1 on."""
-    seen = tl.zeros([], tl.int64)
-    found = tl.zeros([], tl.int32)
-    tile = first
-    while (seen < n) & (tile < first + tiles):
-        value, _, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
-        tie = tl.reshape(live & (logit_key(value, SHIFT) == key), [ROWS * LANE]).to(tl.int32)
-        count = tl.sum(tie, 0)
-        if n <= seen + count:
-            before = tl.sum((seen + tl.cumsum(tie, 0) < n).to(tl.int32), 0)
-            found = tile * (ROWS * LANE) + before
-        seen += count
-        tile += 1
-    return found
+def count_key(logits, stride, start, steps, vocab, key, SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr):
+    """How many tokens have a key, in each part of a chunk."""
+    counts = tl.zeros([ROWS, LANE], tl.int32)
+    for i in range(0, steps):
+        value, _, live = load_step(logits, stride, start, i, steps, vocab, ROWS, LANE)
+        counts += (live & (logit_key(value, SHIFT) == key)).to(tl.int32)
+    return part_sums(counts, ROWS, LANE).to(tl.int64)
 
 
 @triton.jit
-def drawn(
-    logits, stride, first, tiles, vocab, running, level, least, top, scale, SHIFT: tl.constexpr, ROWS: tl.constexpr,
-    LANE: tl.constexpr,
+def reached_in_part(
+    logits, stride, start, steps, vocab, parts, running, level, least, top, scale, TIES: tl.constexpr, SHIFT: tl.constexpr,
+    ROWS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Id of the first kept token whose running weight exceeds `level`; `running`: the weight before the chunk."""
+    """Id of the first token of a chunk whose running weight exceeds `level`, of those whose place is at least `least`.
+
+    With `TIES`: of those whose key is `least`, which weigh 1. `parts`: what the parts of the chunk weigh; `running`: what lies
+    before it.
+    """
+    PART: tl.constexpr = min(WARP, ROWS) * LANE
+    part = tl.arange(0, ROWS * LANE // PART)
+    chosen = tl.sum((running + tl.cumsum(parts, 0) <= level).to(tl.int32), 0)
+    running += tl.sum(tl.where(part < chosen, parts, 0), 0)
+    at = start + chosen * (steps * PART)
+    stop = tl.minimum(at + steps * PART, vocab)
     found = tl.full([], -1, tl.int32)
-    tile = first
-    while (running <= level) & (tile < first + tiles):
-        value, ids, live = load_tile(logits, stride, tile, vocab, ROWS, LANE)
-        kept = live & (token_place(logit_key(value, SHIFT), ids) >= least)
-        weights = tl.reshape(tl.where(kept, fixed_weight(value, top, scale), 0), [ROWS * LANE])
+    while (running <= level) & (at < stop):
+        value, ids, live = load_span(logits, stride, at, stop, ROWS, LANE)
+        key = logit_key(value, SHIFT)
+        if TIES:
+            weights = (live & (key == least)).to(tl.int64)
+        else:
+            weights = tl.where(live & (token_place(key, ids) >= least), fixed_weight(value, top, scale), 0)
+        weights = tl.reshape(weights, [ROWS * LANE])
         weight = tl.sum(weights, 0)
         if level < running + weight:
-            found = tile * (ROWS * LANE) + tl.sum((running + tl.cumsum(weights, 0) <= level).to(tl.int32), 0)
+            found = at + tl.sum((running + tl.cumsum(weights, 0) <= level).to(tl.int32), 0)
         running += weight
-        tile += 1
+        at += ROWS * LANE
     return found

@@ -3,12 +3,13 @@
 A program has a chunk of a row's ids. A row's programs go through phases together, and then know one another's numbers:
 
 1. The most likely token, and NaN.
-2. Only where something is cut: where top-k and top-p cut. Every pass counts and weighs, exactly, what lies at or above each of
-   `PIVOTS` keys, so that the boundary lies between two of them from then on; until they are neighbours, or few tokens lie
-   between them. A program that has a row to itself begins with a bound from the most likely tokens of its lanes.
-3. Weights of the chunks. If few tokens lie at the boundary, every program has all of them, and settles top-k, top-p and min-p
+2. Where top-k or top-p cuts: a list of the most likely tokens (`candidates.py`), and all weights where top-p needs them. If the
+   list decides what is kept, the first program settles everything, and the row is done.
+3. Otherwise where they cut. Every pass counts and weighs, exactly, what lies at or above each of `PIVOTS` keys, so that the
+   boundary lies between two of them from then on; until they are neighbours, or few tokens lie between them.
+4. Weights of the chunks. If few tokens lie at the boundary, every program has all of them, and settles top-k, top-p and min-p
    among them; otherwise they are ties, and the first so many ids are kept.
-4. The chunk that holds the drawn token finds it; or it is in the list.
+5. The chunk that holds the drawn token finds it; or it is in the list.
 
 min-p takes no pass: it is a key, since a token's weight depends on its logit alone. Between phases a chunk is read again, back
 and forth: if a row has several programs it is in the L1 cache, otherwise most of it. A copy in registers would be spilled.
@@ -28,21 +29,32 @@ from spec_ops.backends.triton.runtime.arrival import rendezvous
 from spec_ops.backends.triton.runtime.cooperative import resident_or_none
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
+from spec_ops.backends.triton.sampling.candidates import (
+    SLOTS,
+    common_bound,
+    group_bound,
+    id_at,
+    list_candidates,
+    load_candidates,
+    settle_candidates,
+    sizes,
+)
 from spec_ops.backends.triton.sampling.phases import (
-    drawn,
+    count_key,
+    first_nan,
     floor_key,
     how_many,
-    lane_bound,
     limit_of,
     listed_token,
     most_likely,
     next_pivots,
-    nth_of_key,
+    reached_in_part,
     settle_list,
     share_tally,
     tally,
-    weigh_above,
+    weigh_all,
     weigh_chunk,
+    weigh_kept,
 )
 from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
@@ -53,6 +65,7 @@ from spec_ops.backends.triton.sampling.weights import (
     fixed_weight,
     infinite_keys,
     key_logit,
+    logit_key,
     place_id,
     token_place,
     weight_scale,
@@ -63,24 +76,26 @@ PIVOTS = 8  # keys that a pass counts at: more would narrow faster, with more in
 LISTED = 128  # tokens that are few enough to compare each with each
 VALUE_PASSES = 3  # whose pivots divide values evenly; those of later ones divide keys, which ends in any case
 MAX_PASSES = 32  # 11 with 8 pivots each narrow 2**32 keys to one; as many for top-k as for top-p, and those above
-NO_LIMIT = tl.constexpr(1 << 40)  # more than there are tokens
+NO_LIMIT = tl.constexpr(1 << 30)  # more than there are tokens
 
 
 @triton.jit(do_not_specialize=["uniform_row_stride", "uniform_stride"])  # a batch of one has any stride
 def sampling_support_kernel(
     logits, uniforms, temperatures, top_k, top_p, min_p, support, tokens, workspace, counters,
     row_stride, inner_stride, stride, uniform_row_stride, uniform_stride, temperature_stride, k_stride, p_stride, min_stride,
-    inner, vocab, tiles, workspace_stride,
+    inner, vocab, steps, workspace_stride, list_words,
     CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr, LISTED: tl.constexpr,
-    VALUE_PASSES: tl.constexpr, SHIFT: tl.constexpr, ANY_TOP: tl.constexpr, PDL: tl.constexpr,
+    VALUE_PASSES: tl.constexpr, MAX_PASSES: tl.constexpr, CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr,
+    SHIFT: tl.constexpr, ANY_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program `(row, chunk)`, with `tiles` tiles of `ROWS * LANE` ids. With `CHUNKS > 1` all programs are resident at once.
+    """Program `(row, chunk)`, with `steps` tiles of `ROWS * LANE` ids. With `CHUNKS > 1` all programs are resident at once.
 
-    `workspace`, of a row: the list, what its programs tell one another, and `MAX_PASSES` tallies of each. `tokens` is None
-    where nothing is drawn. `ANY_TOP`: `top` also of rows that are no distribution, their first NaN if they have one.
+    `workspace`, of a row: the list, what its programs tell one another, `MAX_PASSES` tallies of each, and their slots. `tokens`
+    is None where nothing is drawn. `ANY_TOP`: `top` also of rows that are no distribution, their first NaN if they have one.
     """
     await_predecessors(PDL)
-    FILTERED: tl.constexpr = (top_k is not None) or (top_p is not None) or (min_p is not None)
+    TOPS: tl.constexpr = (top_k is not None) or (top_p is not None)
+    FILTERED: tl.constexpr = TOPS or (min_p is not None)
     CHUNK_BLOCK: tl.constexpr = triton.next_power_of_2(CHUNKS)
     row = (tl.program_id(0) // CHUNKS).to(tl.int64)
     chunk = tl.program_id(0) % CHUNKS
@@ -90,21 +105,29 @@ def sampling_support_kernel(
     list_at, told, tallies = workspace, workspace, workspace
     if workspace is not None:
         list_at = workspace + row * workspace_stride
-        told = list_at + (LISTED if FILTERED else 0)
-        tallies = told + 4 * CHUNKS
+        told = list_at + list_words
+        tallies = told + 8 * CHUNKS
     if CHUNKS > 1:
         counters += row * 2
     other = tl.arange(0, CHUNK_BLOCK)
-    first = chunk * tiles
+    start = chunk * steps * (ROWS * LANE)
+    stop = start + steps * (ROWS * LANE)
     turn = tl.zeros([], tl.int32)
     temperature = tl.load(temperatures + request * temperature_stride)
 
-    best, lanes = most_likely(logits, stride, first, tiles, vocab, SHIFT, ROWS, LANE)
+    best, lanes = most_likely(logits, stride, start, steps, vocab, SHIFT, ROWS, LANE)
+    if TOPS:
+        bound = logit_key(group_bound(lanes, GROUPS, ROWS), SHIFT).to(tl.int64)
     if CHUNKS > 1:
         tl.store(told + chunk, best)
+        if TOPS:
+            tl.store(told + CHUNKS + chunk, bound)
         rendezvous(counters, turn, CHUNKS)
         turn += 1
         best = tl.max(tl.load(told + other, mask=other < CHUNKS, other=NOTHING_CUT, cache_modifier=".cg"), 0)
+        if TOPS:
+            bounds = tl.load(told + CHUNKS + other, mask=other < CHUNKS, other=NOTHING_CUT, cache_modifier=".cg")
+            bound = common_bound(bounds, CHUNKS)
     lowest_key, infinite_key = infinite_keys(SHIFT)
     top_key = best >> 32
     top_id = place_id(best)
@@ -117,8 +140,8 @@ def sampling_support_kernel(
     if real & (only_top == 0):
         top = key_logit(top_key.to(tl.int32), SHIFT)
         scale = weight_scale(temperature)
-        start = chunk * tiles * (ROWS * LANE)
-        stop = start + tiles * (ROWS * LANE)
+        if tokens is not None:
+            uniform = tl.load(uniforms + request * uniform_row_stride + (row % inner) * uniform_stride)
 
         # The boundary of top-k and top-p is a key in [low, high): the largest one that enough tokens, or enough weight, reach.
         low = lowest_key.to(tl.int64)
@@ -129,19 +152,19 @@ def sampling_support_kernel(
         cut = tl.zeros([], tl.int32)
         listed = tl.zeros([], tl.int32)
         ties = tl.zeros([], tl.int32)
-        count_low = tl.zeros([], tl.int64) + vocab
-        count_high = tl.zeros([], tl.int64)
-        before_low = tl.minimum(start, vocab).to(tl.int64)
-        before_high = tl.zeros([], tl.int64)
-        k = tl.zeros([], tl.int64) + NO_LIMIT
+        count_low = tl.zeros([], tl.int32) + vocab
+        count_high = tl.zeros([], tl.int32)
+        before_low = tl.minimum(start, vocab)
+        before_high = tl.zeros([], tl.int32)
+        k = tl.full([], NO_LIMIT, tl.int32)
         p = tl.full([], 1.0, tl.float32)
         limit = tl.zeros([], tl.int64)
-        taken = tl.zeros([], tl.int32)  # passes
+        settled = tl.zeros([], tl.int32)
         if FILTERED:
             if top_k is not None:
                 given_k = tl.load(top_k + request * k_stride).to(tl.int64)
                 if (given_k >= 1) & (given_k < vocab):
-                    k = given_k
+                    k = given_k.to(tl.int32)
                     searching = searching * 0 + 1
             if top_p is not None:
                 p = tl.load(top_p + request * p_stride)
@@ -154,24 +177,51 @@ def sampling_support_kernel(
                     floor = floor_key(least_weight, floor, top_key, top, scale, temperature, SHIFT)
                     cut = cut * 0 + 1
                     base = floor
+        if TOPS:
+            if searching > 0:
+                mine = list_at + chunk * CANDIDATES
+                count, heavy, every = list_candidates(
+                    logits, stride, start, steps, vocab, key_logit(bound.to(tl.int32), SHIFT), top, scale, searching == 2,
+                    tallies + 2 * PIVOTS * MAX_PASSES * CHUNKS + chunk * (ROWS * SLOTS), mine, SHIFT, SLOTS, CANDIDATES, ROWS,
+                    LANE,
+                )  # fmt: skip
+                most = count
+                listed_count = count
+                if CHUNKS == 1:
+                    tl.debug_barrier()  # the list is written
+                else:
+                    tl.store(told + 2 * CHUNKS + chunk, count.to(tl.int64))
+                    tl.store(told + 3 * CHUNKS + chunk, heavy)
+                    tl.store(told + 4 * CHUNKS + chunk, every)
+                    rendezvous(counters, turn, CHUNKS)
+                    turn += 1
+                    at = told + 2 * CHUNKS + other
+                    in_lists = tl.load(at, mask=other < CHUNKS, other=0, cache_modifier=".cg")
+                    heavy = tl.sum(tl.load(at + CHUNKS, mask=other < CHUNKS, other=0, cache_modifier=".cg"), 0)
+                    every = tl.sum(tl.load(at + 2 * CHUNKS, mask=other < CHUNKS, other=0, cache_modifier=".cg"), 0)
+                    most = tl.max(in_lists, 0).to(tl.int32)
+                    listed_count = tl.sum(in_lists, 0).to(tl.int32)
+                enough = listed_count >= k
+                if searching == 2:
+                    limit = limit_of(p, every)
+                    enough = heavy >= limit
+                if enough & (most <= CANDIDATES):
+                    settled = settled + 1
+                    searching = searching * 0
+                    if chunk == 0:
+                        candidates = load_candidates(list_at, told + 2 * CHUNKS, count, CHUNKS, CANDIDATES)
+                        candidate_ids, kept_weights, last_kept = settle_candidates(
+                            candidates, bound, k, p, limit, floor, best, top, scale, vocab, SHIFT
+                        )  # fmt: skip
+                        all_kept = tl.sum(kept_weights, 0)
+                        tl.store(support, top_id)
+                        tl.store(support + 1, place_id(last_kept))
+                        tl.store(support + 2, all_kept)
+                        if tokens is not None:
+                            drawn = id_at(candidate_ids, kept_weights, draw_level(uniform, all_kept), vocab)
+                            tl.store(tokens + row, drawn.to(tl.int64))
             step = tl.zeros([], tl.int32)
             weight_high = tl.zeros([], tl.int64)
-            if CHUNKS == 1:  # noqa: SIM102  decided while compiling, unlike what follows
-                # A pass over a row takes a program long, and many lanes hold nearly all that is likely.
-                if (searching > 0) & (vocab > LISTED):
-                    if searching == 2:
-                        _, weight = weigh_above(
-                            logits, stride, first, tiles, vocab, low, top, scale, taken % 2 == 0, SHIFT, ROWS, LANE
-                        )  # fmt: skip
-                        limit = limit_of(p, weight)
-                        taken += 1
-                    low = lane_bound(lanes, low, high, k, limit, top, scale, SHIFT, ROWS, LANE)
-                    if low > lowest_key:
-                        count, _ = weigh_above(
-                            logits, stride, first, tiles, vocab, low, top, scale, taken % 2 == 0, SHIFT, ROWS, LANE
-                        )  # fmt: skip
-                        count_low = count.to(tl.int64)
-                        taken += 1
             while searching > 0:
                 if (searching == 1) & (p < 1):
                     if count_low <= LISTED:  # all that top-k may keep, so top-p can be settled there too
@@ -200,17 +250,13 @@ def sampling_support_kernel(
                 if searching > 0:
                     pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
                     counts, weights = tally(
-                        logits, stride, first, tiles, vocab, pivots, top, scale, taken % 2 == 0, SHIFT, PIVOTS, ROWS, LANE
+                        logits, stride, start, steps, vocab, pivots, top, scale, turn % 2 == 0, SHIFT, PIVOTS, ROWS, LANE
                     )  # fmt: skip
                     counts, weights, before = share_tally(
-                        tallies + taken * (2 * PIVOTS * CHUNKS), counts, weights, counters, turn, chunk, first, tiles, vocab,
-                        CHUNKS, PIVOTS, ROWS, LANE,
+                        tallies + (turn - 2) * (2 * PIVOTS * CHUNKS), counts, weights, counters, turn, chunk, CHUNKS, PIVOTS
                     )  # fmt: skip
                     turn += 1
-                    taken += 1
                     step += 1
-                    if (searching == 2) & (limit == 0):
-                        limit = limit_of(p, tl.max(weights, 0))  # the first pivot counts all tokens
                     reached = tl.where(searching == 1, counts >= k, weights >= limit)
                     low = tl.maximum(low, tl.max(tl.where(reached, pivots, low), 0))
                     high = tl.minimum(high, tl.min(tl.where(reached, high, pivots), 0))
@@ -223,84 +269,99 @@ def sampling_support_kernel(
             if (listed + ties) > 0:
                 base = high
 
-        own, found, lowest = weigh_chunk(
-            logits, stride, first, tiles, vocab, base, low, high, floor, (listed > 0), list_at, before_low - before_high,
-            top, scale, taken % 2 == 0, SHIFT, FILTERED, min_p is not None, ROWS, LANE,
-        )  # fmt: skip
-        if CHUNKS == 1:
-            weights = tl.zeros([CHUNK_BLOCK], tl.int64) + own
-            counts = tl.zeros([CHUNK_BLOCK], tl.int64) + found
+        if settled == 0:
             if FILTERED:
-                tl.debug_barrier()  # the list is written
-        else:
-            tl.store(told + CHUNKS + chunk, own)
-            tl.store(told + 2 * CHUNKS + chunk, found.to(tl.int64))
-            tl.store(told + 3 * CHUNKS + chunk, lowest)
-            rendezvous(counters, turn, CHUNKS)
-            weights = tl.load(told + CHUNKS + other, mask=other < CHUNKS, other=0, cache_modifier=".cg")
-            counts = tl.load(told + 2 * CHUNKS + other, mask=other < CHUNKS, other=0, cache_modifier=".cg")
-            lows = tl.load(told + 3 * CHUNKS + other, mask=other < CHUNKS, other=BEYOND, cache_modifier=".cg")
-            lowest = tl.min(lows, 0)
+                own, found, lowest = weigh_chunk(
+                    logits, stride, start, steps, vocab, base, low, high, floor, listed > 0, list_at, before_low - before_high,
+                    top, scale, turn % 2 == 0, SHIFT, TOPS, min_p is not None, ROWS, LANE,
+                )  # fmt: skip
+            else:
+                parts = weigh_all(logits, stride, start, steps, vocab, top, scale, ROWS, LANE)
+                own = tl.sum(parts, 0)
+                found = tl.zeros([], tl.int32)
+                lowest = tl.full([], BEYOND, tl.int64)
+            if CHUNKS == 1:
+                weights = tl.zeros([CHUNK_BLOCK], tl.int64) + own
+                counts = tl.zeros([CHUNK_BLOCK], tl.int64) + found
+                if FILTERED:
+                    tl.debug_barrier()  # the list is written
+            else:
+                tl.store(told + 5 * CHUNKS + chunk, own)
+                tl.store(told + 6 * CHUNKS + chunk, found.to(tl.int64))
+                tl.store(told + 7 * CHUNKS + chunk, lowest)
+                rendezvous(counters, turn, CHUNKS)
+                weights = tl.load(told + 5 * CHUNKS + other, mask=other < CHUNKS, other=0, cache_modifier=".cg")
+                counts = tl.load(told + 6 * CHUNKS + other, mask=other < CHUNKS, other=0, cache_modifier=".cg")
+                lows = tl.load(told + 7 * CHUNKS + other, mask=other < CHUNKS, other=BEYOND, cache_modifier=".cg")
+                lowest = tl.min(lows, 0)
 
-        if tokens is not None:
-            uniform = tl.load(uniforms + request * uniform_row_stride + (row % inner) * uniform_stride)
-        total = tl.sum(weights, 0)
-        earlier = tl.sum(tl.where(other < chunk, weights, 0), 0)
-        least = tl.full([], NOTHING_CUT, tl.int64)
-        writes_last = chunk == 0
-        if FILTERED:
-            if listed > 0:
-                place, weight, kept = settle_list(
-                    list_at, (count_low - count_high).to(tl.int32), total, count_high, k, p, limit, floor, best, top, scale,
-                    SHIFT, LISTED,
-                )  # fmt: skip
-                ids = place_id(place)
-                weight = tl.where(kept, weight, 0)
-                everything = total == 0  # all that is kept is in the list
-                total += tl.sum(weight, 0)
-                earlier += tl.sum(tl.where(ids < start, weight, 0), 0)
-                own += tl.sum(tl.where((ids >= start) & (ids < stop), weight, 0), 0)
-                least = tl.min(tl.where(kept, place, BEYOND), 0)
-                if tokens is not None:  # noqa: SIM102  decided while compiling, unlike what follows
-                    if everything:
-                        own = own * 0  # so that nobody looks for the token
-                        if chunk == 0:
-                            tl.store(tokens + row, listed_token(ids, weight, draw_level(uniform, total)))
-            elif ties > 0:
-                each = fixed_weight(key_logit(low.to(tl.int32), SHIFT), top, scale)
-                kept_ties = k - count_high
-                if limit > 0:
-                    kept_ties = how_many(limit - total, each)
-                ties_before = tl.sum(tl.where(other < chunk, counts, 0), 0)
-                own_ties = tl.minimum(tl.maximum(kept_ties - ties_before, 0), found)
-                total += kept_ties * each
-                earlier += tl.minimum(ties_before, kept_ties) * each
-                own += own_ties * each
-                # In chunks before the last tie all of them are kept, in those after it none.
-                writes_last = (ties_before < kept_ties) & (kept_ties <= ties_before + found)
-                least = (low + (ties_before >= kept_ties).to(tl.int64)) << 32
-                if writes_last:
-                    last_id = nth_of_key(
-                        logits, stride, first, tiles, vocab, low, kept_ties - ties_before, SHIFT, ROWS, LANE
+            total = tl.sum(weights, 0)
+            earlier = tl.sum(tl.where(other < chunk, weights, 0), 0)
+            least = tl.full([], NOTHING_CUT, tl.int64)
+            writes_last = chunk == 0
+            if TOPS:
+                if listed > 0:
+                    place, weight, kept = settle_list(
+                        list_at, count_low - count_high, total, count_high, k, p, limit, floor, best, top, scale,
+                        SHIFT, LISTED,
                     )  # fmt: skip
-                    least = token_place(low, last_id)
-            elif cut > 0:
-                least = lowest
-        if writes_last:
-            tl.store(support + 1, tl.where(least == NOTHING_CUT, -1, place_id(least)))
-        if chunk == 0:
-            tl.store(support, top_id)
-            tl.store(support + 2, total)
-        if tokens is not None:
-            level = draw_level(uniform, total)
-            if (earlier <= level) & (level < earlier + own):
-                token = drawn(
-                    logits, stride, first, tiles, vocab, earlier, level, least, top, scale, SHIFT, ROWS, LANE
-                )  # fmt: skip
-                tl.store(tokens + row, token.to(tl.int64))
+                    ids = place_id(place)
+                    weight = tl.where(kept, weight, 0)
+                    everything = total == 0  # all that is kept is in the list
+                    total += tl.sum(weight, 0)
+                    earlier += tl.sum(tl.where(ids < start, weight, 0), 0)
+                    own += tl.sum(tl.where((ids >= start) & (ids < stop), weight, 0), 0)
+                    least = tl.min(tl.where(kept, place, BEYOND), 0)
+                    if tokens is not None:  # noqa: SIM102  decided while compiling, unlike what follows
+                        if everything:
+                            own = own * 0  # so that nobody looks for the token
+                            if chunk == 0:
+                                tl.store(tokens + row, listed_token(ids, weight, draw_level(uniform, total)))
+                elif ties > 0:
+                    each = fixed_weight(key_logit(low.to(tl.int32), SHIFT), top, scale)
+                    kept_ties = (k - count_high).to(tl.int64)
+                    if limit > 0:
+                        kept_ties = how_many(limit - total, each)
+                    ties_before = tl.sum(tl.where(other < chunk, counts, 0), 0)
+                    own_ties = tl.minimum(tl.maximum(kept_ties - ties_before, 0), found)
+                    total += kept_ties * each
+                    earlier += tl.minimum(ties_before, kept_ties) * each
+                    own += own_ties * each
+                    # In chunks before the last tie all of them are kept, in those after it none.
+                    writes_last = (ties_before < kept_ties) & (kept_ties <= ties_before + found)
+                    least = (low + (ties_before >= kept_ties).to(tl.int64)) << 32
+                    if writes_last:
+                        parts_found = count_key(logits, stride, start, steps, vocab, low, SHIFT, ROWS, LANE)
+                        last_id = reached_in_part(
+                            logits, stride, start, steps, vocab, parts_found, ties_before, kept_ties - 1, low, top, scale, True,
+                            SHIFT, ROWS, LANE,
+                        )  # fmt: skip
+                        least = token_place(low, last_id)
+            if min_p is not None:  # noqa: SIM102  decided while compiling, unlike what follows
+                if (cut > 0) & (listed + ties == 0):
+                    least = lowest
+            if writes_last:
+                tl.store(support + 1, tl.where(least == NOTHING_CUT, -1, place_id(least)))
+            if chunk == 0:
+                tl.store(support, top_id)
+                tl.store(support + 2, total)
+            if tokens is not None:
+                level = draw_level(uniform, total)
+                if (earlier <= level) & (level < earlier + own):
+                    if FILTERED:
+                        parts = weigh_kept(logits, stride, start, steps, vocab, least, top, scale, SHIFT, ROWS, LANE)
+                    token = reached_in_part(
+                        logits, stride, start, steps, vocab, parts, earlier, level, least, top, scale, False, SHIFT, ROWS, LANE
+                    )  # fmt: skip
+                    tl.store(tokens + row, token.to(tl.int64))
     elif chunk == 0:
         none = tl.full([], -1, tl.int64)
-        tl.store(support, top_id if ANY_TOP else tl.where(only_top, top_id, 0))
+        if ANY_TOP:
+            if top_key == infinite_key:
+                top_id = first_nan(logits, stride, vocab, top_id, ROWS, LANE)
+            tl.store(support, top_id)
+        else:
+            tl.store(support, tl.where(only_top, top_id, 0))
         tl.store(support + 1, tl.where(only_top, top_id, none))
         tl.store(support + 2, tl.where(only_top, ONE, 0).to(tl.int64))
         if tokens is not None:
@@ -324,11 +385,14 @@ class Shares(NamedTuple):
     def constants(self) -> dict[str, Any]:
         return {
             "CHUNKS": self.chunks,
-            "PIVOTS": PIVOTS if self.chunks > 1 else min(PIVOTS, 4),  # fewer registers, and a bound to begin with
+            "PIVOTS": PIVOTS if self.chunks > 1 else min(PIVOTS, 2),  # fewer registers, and a bound to begin with
             "ROWS": self.rows,
             "LANE": self.lane,
             "LISTED": LISTED,
             "VALUE_PASSES": VALUE_PASSES,
+            "MAX_PASSES": MAX_PASSES,
+            "SLOTS": SLOTS,
+            **sizes(self.chunks),
             "num_warps": self.num_warps,
             "maxnreg": min(65536 // (32 * self.num_warps), 255),  # ptxas saves some at the price of spills
         }
@@ -361,7 +425,10 @@ def support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p, any_top:
     filtered = not (top_k is None and top_p is None and min_p is None)
 
     def start(share: Shares) -> bool:
-        words = LISTED * filtered + 4 * share.chunks + 2 * PIVOTS * share.chunks * MAX_PASSES * filtered
+        constants = share.constants
+        list_words = max(LISTED, triton.next_power_of_2(share.chunks) * constants["CANDIDATES"]) * filtered
+        tallies = 2 * constants["PIVOTS"] * MAX_PASSES + share.rows * SLOTS  # and slots
+        words = list_words + (8 + tallies * filtered) * share.chunks
         workspace = (
             torch.empty(bs * inner * words, dtype=torch.int64, device=logits.device) if filtered or share.chunks > 1 else None
         )
@@ -370,8 +437,8 @@ def support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p, any_top:
         launch(
             sampling_support_kernel, (bs * inner * share.chunks,),
             given, uniforms, temperature, top_k, top_p, min_p, support, tokens, workspace, counters,
-            *given.stride(), *coins, *settings, inner, vocab, share.tiles, words,
-            SHIFT=KEY_SHIFT[logits.dtype], ANY_TOP=any_top, **share.constants,
+            *given.stride(), *coins, *settings, inner, vocab, share.tiles, words, list_words,
+            SHIFT=KEY_SHIFT[logits.dtype], ANY_TOP=any_top, **constants,
             launch_cooperative_grid=cooperative,
         )  # fmt: skip
         return True
@@ -403,7 +470,10 @@ def ahead() -> Iterator[Variant]:
         (4, 128_256, "bf16", ("top_k", "top_p", "min_p")),
         (4, 128_256, "fp32", ("top_k", "top_p")),
         (4, 128_256, "bf16", ()),
+        *((4, 128_256, "bf16", (name,)) for name in settings),
         (512, 128_256, "bf16", ("top_k", "top_p")),
+        (512, 128_256, "bf16", ("top_p",)),
+        (512, 128_256, "bf16", ("min_p",)),
         (512, 128_256, "bf16", ()),
     ):
         constants = shares(rows, vocab, 132, bool(given), LANE // 2 if dtype == "fp32" else LANE).constants
@@ -416,7 +486,7 @@ def ahead() -> Iterator[Variant]:
             sampling_support_kernel,
             {"logits": f"*{dtype}:16", "uniforms": "*fp32:16", "temperatures": "*fp32:16", "row_stride": "i32:16"}
             | {"inner_stride": "i32:16", "uniform_row_stride": "i32", "uniform_stride": "i32", "vocab": "i32:16"}
-            | {"tiles": "i32", "workspace_stride": "i32"}
+            | {"steps": "i32", "workspace_stride": "i32", "list_words": "i32"}
             | outputs
             | kept
             | {name: settings[name] for name in given}

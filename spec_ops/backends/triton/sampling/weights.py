@@ -52,7 +52,7 @@ def token_place(key, ids):
 
 @triton.jit
 def place_id(place):
-    return LOWEST - (place & 0x7FFFFFFF)
+    return (place & LOWEST) ^ LOWEST
 
 
 @triton.jit
@@ -68,8 +68,29 @@ def relative(logits, top, scale):
 
 
 @triton.jit
+def weight_parts(logits, top, scale):
+    """A weight as `high * 2**22 + low`, both int32: `0 <= high <= 2**22`, `-2**21 <= low <= 2**21`. Sums of 511 fit.
+
+    Sums of float32 that round to integers stand for conversions, which take a GPU as long as four of them, to int64 eight.
+    """
+    scaled = relative(logits, top, scale) * 4194304.0
+    rounded = scaled + 8388608.0  # 2**23: the last bit is worth 1, and the low bits are the integer's
+    rest = (scaled - (rounded - 8388608.0)) * 4194304.0  # exact
+    nearest = rest + 12582912.0  # 1.5 * 2**23, also of negative ones
+    low = nearest.to(tl.int32, bitcast=True) - 0x4B400000 - (nearest - 12582912.0 > rest).to(tl.int32)
+    return rounded.to(tl.int32, bitcast=True) - 0x4B000000, low
+
+
+@triton.jit
+def whole_weight(high, low):
+    """int64 of the two parts of weights, or of sums of them."""
+    return (high.to(tl.int64) << 22) + low
+
+
+@triton.jit
 def fixed_weight(logits, top, scale):
-    return (relative(logits, top, scale) * 17592186044416.0).to(tl.int64)
+    high, low = weight_parts(logits, top, scale)
+    return whole_weight(high, low)
 
 
 @triton.jit

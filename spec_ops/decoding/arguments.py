@@ -11,12 +11,15 @@ import numpy as np
 import torch
 
 from spec_ops._numbers import integer, is_integer, shown
+from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.grammar import Grammars
 from spec_ops.decoding.logits import LogitsFeatures, LogitsProcessor
+from spec_ops.decoding.lookup import PromptLookup
 from spec_ops.decoding.pages import PagePool
 from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.state import MAX_STOP_TOKENS
-from spec_ops.models.target import PositionLimit
+from spec_ops.models.drafts import Draft
+from spec_ops.models.target import PositionLimit, Target
 
 
 @dataclass(frozen=True)
@@ -207,3 +210,26 @@ def _entries(name: str, values: Any, wanted: str) -> list[Any]:
     elif isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping)):
         return list(values)
     raise ValueError(f"generate: `{name}` must be {wanted}, got {shown(values)}")
+
+
+def check_kinds(target: Any, draft: Any, config: Any) -> None:
+    """Refuse models of another kind, swapped ones, and another kind of configuration."""
+    if config is not None and not isinstance(config, SpeculationConfig):
+        raise ValueError(f"Generator: `config` must be a SpeculationConfig, got {type(config).__name__}")
+    for name, model, kind in (("target", target, Target), ("draft", draft, Draft)):
+        if isinstance(model, kind) or (name == "draft" and (model is None or isinstance(model, PromptLookup))):
+            continue
+        hint = ""
+        if hasattr(model, "generation_config"):
+            hint = ": models of transformers need `spec_ops.integrations.transformers.TransformersGenerator`"
+        elif isinstance(target, Draft):
+            hint = ": are `target` and `draft` swapped?"
+        elif isinstance(model, (list, tuple)):
+            hint = ": prompts come after it, `generate(target, draft, prompts)`, where None is no draft"
+        elif isinstance(model, Target):
+            hint = ": a language model drafts as `StandaloneDraft(model)`"
+        elif model is PromptLookup or isinstance(model, str):
+            hint = ": drafts without a model are `PromptLookup()`"
+        raise ValueError(
+            f"Generator: `{name}` must be a {kind.__module__}.{kind.__qualname__}, got {type(model).__name__}{hint}"
+        )

@@ -28,6 +28,22 @@ class Admitted(NamedTuple):
     pages: list[int]
 
 
+class Gained(NamedTuple):
+    """What a round brought a request.
+
+    Attributes:
+        request: its index.
+        tokens: how many, at least one.
+        ended: whether the round ended it.
+        draft_was_right: of a plain round between others: whether the draft that it did not verify was the token.
+    """
+
+    request: int
+    tokens: int
+    ended: bool
+    draft_was_right: bool
+
+
 class Batch:
     """Requests in order: a row whose request has ended takes the next one that waits.
 
@@ -79,22 +95,32 @@ class Batch:
             admitted.append(member)
         return admitted
 
-    def emit(self, output: torch.Tensor) -> None:
-        """Hand out the tokens of a round: `output [bs, P + 2]`, on the host, as in `RoundState.output`."""
-        self.result.stats.rounds += 1
-        self._emit_rows(output, list(self.members.values()), of_round=True)
+    def emit(self, output: torch.Tensor, length: int | None = None) -> list[Gained]:
+        """Hand out the tokens of a round: `output [bs, P + 2]`, on the host, as in `RoundState.output`. `length` is that of its
+        chain, if rounds differ in it."""
+        stats = self.result.stats
+        stats.rounds += 1
+        if length is not None:
+            stats.lengths[length] = stats.lengths.get(length, 0) + 1
+        return self._emit_rows(output, list(self.members.values()), of_round=True, length=length)
 
     def emit_first(self, output: torch.Tensor, admitted: Sequence[Admitted]) -> None:
         """Hand out the tokens of a prefill."""
         self._emit_rows(output, admitted, of_round=False)
 
-    def _emit_rows(self, output: torch.Tensor, members: Sequence[Admitted], of_round: bool) -> None:
-        rows = output.tolist()
+    def _emit_rows(
+        self, output: torch.Tensor, members: Sequence[Admitted], of_round: bool, length: int | None = None
+    ) -> list[Gained]:
+        rows, gained = output.tolist(), []
         for member in members:
             *given, count, status = rows[member.row]
-            self._emit(member, given[:count], status, of_round)
+            kept, ended = self._emit(member, given[:count], status, of_round, length)
+            if kept:
+                gained.append(Gained(member.request, kept, ended, length == 0 and given[1] == given[0]))
+        return gained
 
-    def _emit(self, member: Admitted, new: list[int], status: int, of_round: bool) -> None:
+    def _emit(self, member: Admitted, new: list[int], status: int, of_round: bool, length: int | None) -> tuple[int, bool]:
+        """Returns how many tokens were kept, and whether the request has ended."""
         request = member.request
         tokens = self.result.tokens[request]
         if status == BROKEN:
@@ -131,7 +157,8 @@ class Batch:
             tokens.extend(new)
             self.result.stats.new_tokens += len(new)
             if of_round:
-                self.result.stats.add_round(request, len(new), ended)
+                self.result.stats.add_round(request, len(new), ended, length)
             self.bar.update(len(new))
             if self.on_tokens is not None:
                 self.on_tokens(request, new)
+        return len(new), ended

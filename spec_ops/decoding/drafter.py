@@ -43,6 +43,10 @@ class Drafter(nn.Module):
         """The tokens to verify."""
         raise NotImplementedError
 
+    def first(self) -> torch.Tensor:
+        """The first token that `forward` would draft, `[bs]` int64; -1 for none. Cheap: no forward of a model."""
+        raise NotImplementedError
+
     def extend(self, output: TargetOutput, accepted: ops.Accepted, committed, count, active) -> None:
         """Read what a round has verified.
 
@@ -96,10 +100,13 @@ class ModelDrafter(Drafter):
             return draft_chain(self.draft, self.cache, self.state, self.config, self.sampled, self.backend)
         return draft_tree(self.draft, self.cache, self.state, self.config, self.backend)
 
+    def first(self) -> torch.Tensor:
+        return self.state.draft_tokens[:, 0]
+
     def extend(self, output, accepted, committed, count, active) -> None:
         """Run the draft over the accepted path with the target's features. The row of the last accepted token drafts the first
         tokens of the next round. Rows past the accepted length write slots that later steps overwrite before they are read."""
-        state, length = self.state, self.config.path_len
+        state, length = self.state, accepted.path.shape[1]
         encoded = self.draft.encode(output)
         node = accepted.path.clamp(min=0)
         features = encoded.gather(1, node[:, :, None].expand(-1, -1, encoded.shape[-1]))
@@ -148,6 +155,11 @@ class LookupDrafter(Drafter):
             return drafted._replace(candidates=torch.where(candidates >= 0, candidates, drafted.candidates))
         positions = state.committed_lens[:, None] + torch.arange(self.config.num_tokens, device=candidates.device)
         return Drafted(candidates, positions)
+
+    def first(self) -> torch.Tensor:
+        state, lookup = self.state, self.lookup
+        found = ops.lookup_drafts(state.tokens, state.committed_lens + 1, 1, lookup.max_ngram, lookup.min_ngram)[:, 0]
+        return found if self.otherwise is None else torch.where(found >= 0, found, self.otherwise.first())
 
     def extend(self, output, accepted, committed, count, active) -> None:
         if self.otherwise is not None:

@@ -15,16 +15,18 @@ from tqdm.auto import tqdm
 
 from spec_ops._numbers import integer
 from spec_ops.backends.registry import available_backends
-from spec_ops.decoding.arguments import Requests, TokenChoice, check_requests, check_sampling
+from spec_ops.decoding.arguments import Requests, TokenChoice, check_kinds, check_requests, check_sampling
 from spec_ops.decoding.batch import Admitted, Batch, OnTokens, StopWhen
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.draft import HeldDrafts
 from spec_ops.decoding.drafter import draft_model, make_drafter
 from spec_ops.decoding.grammar import Grammars, Matcher, check_matchers
+from spec_ops.decoding.lengths import LengthChooser
 from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures, LogitsProcessor, check_processor, identity
 from spec_ops.decoding.lookup import PromptLookup
 from spec_ops.decoding.output import OutputReader
 from spec_ops.decoding.pages import PagePool
+from spec_ops.decoding.plan import RoundPlan
 from spec_ops.decoding.prefill import pieces
 from spec_ops.decoding.random import row_seeds
 from spec_ops.decoding.round import PlainRound, SpeculativeRound, commit_next
@@ -48,7 +50,9 @@ class Generator:
         target: the model whose output is wanted, on any device.
         draft: the model that drafts, on the target's device and in its dtype; a `PromptLookup`, which drafts without a model;
             None for plain decoding.
-        config: shape of a round; default `SpeculationConfig()`.
+        config: shape of a round; default `SpeculationConfig()`. With `SpeculationConfig.auto()`, or `lengths` of its own, each
+            round's length is chosen from what recent rounds accepted and how long they took (`LengthChooser`); each length is
+            compiled when it is first chosen. With `matchers`, rounds have the longest.
         max_batch_size: most requests decoded at once; of a longer list of prompts, the next one takes the row of one that has
             ended. Buckets are the powers of two up to it.
         max_seq_len: most tokens of a request, prompt and new ones.
@@ -87,7 +91,7 @@ class Generator:
         if num_pages is not None:
             num_pages = integer("Generator", "num_pages", num_pages, 1)
         self.prefill_chunk_size = integer("Generator", "prefill_chunk_size", prefill_chunk_size, 1)
-        _check_kinds(target, draft, config)
+        check_kinds(target, draft, config)
         for name, value in (("backend", backend), ("prefill_backend", prefill_backend)):
             if value not in ("auto", *available_backends()) and not (value is None and name == "prefill_backend"):
                 raise ValueError(f"Generator: `{name}` must be 'auto' or one of {list(available_backends())}, got {value!r}")
@@ -112,7 +116,8 @@ class Generator:
             self.target_cache = PagedKVCache(target.config, self.num_pages, page_size, **pool)
             self.draft_cache = None if model is None else PagedKVCache(model.config, self.num_pages, page_size, **pool)
         self._states: dict[int, RoundState] = {}
-        self._rounds: dict[tuple[int, bool, LogitsFeatures | None], Callable[[], None]] = {}
+        self._rounds: dict[tuple[Any, ...], Callable[[], None]] = {}
+        self._choosers: dict[tuple[Any, ...], LengthChooser] = {}
         self._changes: dict[tuple[int, LogitsFeatures], LogitsChanges] = {}
         self._processors: list[LogitsProcessor] = []
         self._drafts: dict[tuple[int, bool], HeldDrafts] = {}
@@ -262,7 +267,8 @@ class Generator:
         state, stats = batch.state, batch.result.stats
         changes = None if choice.features is None else self._logits_changes(state.batch_size, choice.features)
         state.clear()
-        reader = OutputReader(state, at_once=choice.grammars is not None)
+        plan = self._plan(state.batch_size, choice)
+        reader = OutputReader(state, at_once=choice.grammars is not None, timed=plan.chooser is not None)
         step: Callable[[], None] | None = None
         prefill_seconds, start = 0.0, time.perf_counter()
         while True:
@@ -270,24 +276,36 @@ class Generator:
                 last = reader.drain()
                 began = time.perf_counter()
                 if last is not None:  # rows in it may have ended
-                    batch.emit(last)
+                    plan.read(batch, last, reader.seconds)
                 self._begin(batch, choice, changes)
                 prefill_seconds += time.perf_counter() - began
                 continue
             if not batch.members:
                 break
-            if step is None:
-                step = self._round(state.batch_size, choice, batch.bar)
+            length = plan.next(batch)
+            if step is None or length is not None:
+                step = self._round(state.batch_size, choice, batch.bar, length)
             if choice.grammars is not None and changes is not None:
                 rows = [(member.row, member.request) for member in batch.members.values()]
                 choice.grammars.fill(changes.bitmask, rows, self._drafts_of(state.batch_size, choice))
+            reader.begin()
             step()
             # The last round may find every request finished; it emits nothing.
             output = reader.read()
             if output is not None:
-                batch.emit(output)
+                plan.read(batch, output, reader.seconds)
         reader.drain()
         stats.decode_seconds += time.perf_counter() - start - prefill_seconds
+
+    def _plan(self, bucket: int, choice: TokenChoice) -> RoundPlan:
+        """How long the chains of a call's rounds are."""
+        config, key = self.config, (bucket, choice.sampled, choice.features)
+        if config.lengths is None or self.draft is None or choice.grammars is not None:
+            return RoundPlan(None)
+        if key not in self._choosers:
+            sees_first = not choice.sampled or isinstance(self.draft, PromptLookup)
+            self._choosers[key] = LengthChooser(config.lengths, config.draft_cost, sees_first=sees_first)
+        return RoundPlan(self._choosers[key])
 
     def _begin(self, batch: Batch, choice: TokenChoice, changes: LogitsChanges | None = None) -> None:
         """Run the prompts of those that wait and have room through the models, as many as make one forward."""
@@ -349,6 +367,7 @@ class Generator:
 
         self._changes = {key: made for key, made in self._changes.items() if keep(key[-1])}
         self._rounds = {key: made for key, made in self._rounds.items() if keep(key[-1])}
+        self._choosers = {key: made for key, made in self._choosers.items() if keep(key[-1])}
 
     def round(
         self,
@@ -357,10 +376,12 @@ class Generator:
         sampled: bool = False,
         features: LogitsFeatures | None = None,
         drafts: HeldDrafts | None = None,
+        length: int | None = None,
     ) -> SpeculativeRound | PlainRound:
         """A new, uncompiled round over the state and caches of the bucket for `batch_size` requests. It is called without
         arguments; `sampled` makes it sample instead of decoding greedily, `features` are the changes to the target's logits.
-        With `drafts` it verifies what they hold, and drafts at its end, for the next round."""
+        With `drafts` it verifies what they hold, and drafts at its end, for the next round. `length` is that of its chain, in
+        the place of `config.num_steps`; rounds of several lengths may follow each other."""
         bucket = self.bucket(batch_size)
         options: dict[str, Any] = {"sampled": sampled, "backend": self.backend}
         if features is not None:
@@ -369,19 +390,24 @@ class Generator:
         if self.draft is None:
             return PlainRound(self.target, self.target_cache, state, **options)
         caches = self.target_cache, self.draft_cache
-        return SpeculativeRound(self.target, self.draft, *caches, state, self.config, drafts=drafts, **options)
+        if length == 0:
+            drafter = make_drafter(self.draft, self.draft_cache, state, self.config, sampled=sampled, backend=self.backend)
+            return PlainRound(self.target, self.target_cache, state, drafter=drafter, **options)
+        config = self.config if length is None else self.config.of_length(length)
+        return SpeculativeRound(self.target, self.draft, *caches, state, config, drafts=drafts, **options)
 
-    def _round(self, bucket: int, choice: TokenChoice, bar: tqdm) -> Callable[[], None]:
-        """The round of a bucket, built and compiled when it is first used."""
-        key = (bucket, choice.sampled, choice.features)
+    def _round(self, bucket: int, choice: TokenChoice, bar: tqdm, length: int | None = None) -> Callable[[], None]:
+        """The round of a bucket, and of a chain length if rounds differ in it, built and compiled when it is first used."""
+        key = (bucket, choice.sampled, *(() if length is None else (length,)), choice.features)
         if key not in self._rounds:
             drafts = self._drafts_of(bucket, choice)
-            module = self.round(bucket, sampled=choice.sampled, features=choice.features, drafts=drafts)
+            module = self.round(bucket, sampled=choice.sampled, features=choice.features, drafts=drafts, length=length)
             if self.compile:
                 from spec_ops.passes import compile as compile_with_passes
 
                 if not bar.disable:
-                    message = f"compiling the round for batch size {bucket} (once; later calls reuse it)"
+                    of_length = "" if length is None else f" and {length} draft steps"
+                    message = f"compiling the round for batch size {bucket}{of_length} (once; later calls reuse it)"
                     bar.write(message, file=sys.stderr)
                 self._rounds[key] = compile_with_passes(module)
             else:
@@ -443,29 +469,6 @@ class Generator:
             drafts.hold(drafter())  # of all rows: those that had drafts get the same ones again
 
 
-def _check_kinds(target: Any, draft: Any, config: Any) -> None:
-    """Refuse models of another kind, swapped ones, and another kind of configuration."""
-    if config is not None and not isinstance(config, SpeculationConfig):
-        raise ValueError(f"Generator: `config` must be a SpeculationConfig, got {type(config).__name__}")
-    for name, model, kind in (("target", target, Target), ("draft", draft, Draft)):
-        if isinstance(model, kind) or (name == "draft" and (model is None or isinstance(model, PromptLookup))):
-            continue
-        hint = ""
-        if hasattr(model, "generation_config"):
-            hint = ": models of transformers need `spec_ops.integrations.transformers.TransformersGenerator`"
-        elif isinstance(target, Draft):
-            hint = ": are `target` and `draft` swapped?"
-        elif isinstance(model, (list, tuple)):
-            hint = ": prompts come after it, `generate(target, draft, prompts)`, where None is no draft"
-        elif isinstance(model, Target):
-            hint = ": a language model drafts as `StandaloneDraft(model)`"
-        elif model is PromptLookup or isinstance(model, str):
-            hint = ": drafts without a model are `PromptLookup()`"
-        raise ValueError(
-            f"Generator: `{name}` must be a {kind.__module__}.{kind.__qualname__}, got {type(model).__name__}{hint}"
-        )
-
-
 def _padded(values: Sequence[int], length: int, padding: int) -> list[int]:
     return [*values, *[padding] * (length - len(values))]
 
@@ -498,7 +501,7 @@ def generate(
         ValueError: naming the argument.
         RuntimeError: see `Generator.generate`.
     """
-    _check_kinds(target, draft, config)
+    check_kinds(target, draft, config)
     vocab = target.config.vocab_size
     bound = integer("generate", "max_seq_len", options["max_seq_len"], 1) if "max_seq_len" in options else sys.maxsize
     requests = check_requests(prompts, max_new_tokens, stop_tokens, vocab, bound)

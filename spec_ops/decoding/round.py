@@ -6,6 +6,8 @@ All state lives in static buffers and nothing is read back to the host, so that
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -18,7 +20,7 @@ from spec_ops.decoding.draft import (
     Drafted,
     HeldDrafts,
 )
-from spec_ops.decoding.drafter import make_drafter
+from spec_ops.decoding.drafter import Drafter, make_drafter
 from spec_ops.decoding.logits import LogitsChanges, masked_end, masked_tokens
 from spec_ops.decoding.lookup import PromptLookup
 from spec_ops.decoding.random import uniforms
@@ -154,6 +156,8 @@ class PlainRound(nn.Module):
         state: buffers of the batch bucket; after a call `state.output` holds what it emitted.
         sampled, changes: as for `SpeculativeRound`.
         backend: of every attention op.
+        drafter: what drafts in other rounds of this state. It reads the new tokens, and its first draft, which nobody verifies,
+            goes to `state.output`: whether it was right says if drafts would pay. None: there are no other rounds.
     """
 
     def __init__(
@@ -165,10 +169,12 @@ class PlainRound(nn.Module):
         sampled: bool = False,
         changes: LogitsChanges | None = None,
         backend: str = "auto",
+        drafter: Drafter | None = None,
     ) -> None:
         super().__init__()
         self.target, self.target_cache, self.state = target, cache, state
         self.sampled, self.changes, self.backend = sampled, changes, backend
+        self.drafter = drafter
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -184,11 +190,25 @@ class PlainRound(nn.Module):
             state.slots(position, self.target_cache.page_size, active[:, None]),
             backend=self.backend,
         )
-        logits = self.target.logits(self.target(state.last_token[:, None], position, attention).hidden[:, 0])
-        commit_next(logits, state, self.sampled, self.changes)
+        drafted = None if self.drafter is None else self.drafter.first().clone()
+        output = self.target(state.last_token[:, None], position, attention)
+        committed = state.committed_lens.clone()
+        emitted = commit_next(self.target.logits(output.hidden[:, 0]), state, self.sampled, self.changes)
+        if self.drafter is not None and drafted is not None:
+            state.output[:, 1].copy_(drafted)
+            one = torch.ones_like(committed)
+            accepted = ops.Accepted(emitted.tokens, torch.zeros_like(emitted.tokens), one)
+            self.drafter.extend(output, accepted, committed, emitted.lens, active)
 
 
-def commit_next(logits: torch.Tensor, state: RoundState, sampled: bool, changes: LogitsChanges | None) -> None:
+class Emitted(NamedTuple):
+    """The tokens `[bs, 1]` int64 that a plain round chose, and how many of them each request gained, `[bs]` int32."""
+
+    tokens: torch.Tensor
+    lens: torch.Tensor
+
+
+def commit_next(logits: torch.Tensor, state: RoundState, sampled: bool, changes: LogitsChanges | None) -> Emitted:
     """Emit the target's own next tokens for `logits [bs, V]`."""
     if changes is not None:
         logits = changes(logits[:, None])[:, 0]
@@ -204,3 +224,4 @@ def commit_next(logits: torch.Tensor, state: RoundState, sampled: bool, changes:
     count = state.commit(tokens[:, None], torch.ones_like(state.committed_lens))
     if changes is not None:
         changes.update(tokens[:, None], count)
+    return Emitted(tokens[:, None], count)

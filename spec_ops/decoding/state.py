@@ -48,8 +48,8 @@ class RoundState(nn.Module):
         min_p: `[bs]` float32; 0 keeps all tokens.
         seeds: `[bs]` int64.
         output: `[bs, P + 2]` int64, packed so that the host reads one tensor: the tokens that the last round emitted (-1 past
-            their count), their count, and the request's status: 0 goes on, 1 finished, `BROKEN` no token could be drawn,
-            `MASKED` every token was masked.
+            their count, but for the draft that a plain round between others leaves in place 1), their count, and the request's
+            status: 0 goes on, 1 finished, `BROKEN` no token could be drawn, `MASKED` every token was masked.
     """
 
     block_tables: torch.Tensor

@@ -25,6 +25,9 @@ class GenerationStats:
             plain decoding): `histograms[i][n - 1]` rounds brought request `i` `n` tokens.
         last_lengths: per prompt the tokens of the round that ended the request; 0 if the prefill's token did, or if nothing of
             the last round was kept.
+        lengths: how many rounds drafted how many tokens, where a generator chooses that (`SpeculationConfig.lengths`).
+        complete: `P` counts for such rounds: `complete[n - 1]` times all `n - 1` drafts of a chain were accepted that was not
+            the longest. Nothing is known of what a longer one would have brought.
     """
 
     rounds: int = 0
@@ -35,18 +38,24 @@ class GenerationStats:
     decode_seconds: float = 0.0
     histograms: list[list[int]] = field(default_factory=list)
     last_lengths: list[int] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)
+    complete: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, requests: int, path_len: int) -> GenerationStats:
         """Nothing counted yet, for rounds of at most `path_len` tokens."""
-        return cls(requests=requests, histograms=[[0] * path_len for _ in range(requests)], last_lengths=[0] * requests)
+        histograms = [[0] * path_len for _ in range(requests)]
+        return cls(requests=requests, histograms=histograms, last_lengths=[0] * requests, complete=[0] * path_len)
 
-    def add_round(self, request: int, tokens: int, ended: bool) -> None:
-        """Count a round in which `request` gained `tokens`, at least one, and perhaps `ended`."""
+    def add_round(self, request: int, tokens: int, ended: bool, length: int | None = None) -> None:
+        """Count a round in which `request` gained `tokens`, at least one, and perhaps `ended`. `length` is that of its chain,
+        if rounds differ in it."""
         self.request_rounds += 1
         self.histograms[request][tokens - 1] += 1
         if ended:
             self.last_lengths[request] = tokens
+        elif length is not None and tokens == length + 1 < len(self.complete):
+            self.complete[tokens - 1] += 1
 
     @property
     def accept_length(self) -> float:
@@ -70,13 +79,14 @@ class GenerationStats:
         that nothing cut add up to `accept_length - 1`.
 
         A round that ended its request with `n` tokens shows that its first `n - 1` drafts were accepted, and nothing of the
-        others; dropping it, or taking the others for rejected, would bias the rates of short texts. So the rates are Kaplan and
-        Meier's product-limit estimate (J. Am. Stat. Assoc. 53, 1958). NaN for positions that no round tells anything about.
+        others; dropping it, or taking the others for rejected, would bias the rates of short texts. The same holds for a chain
+        shorter than the longest whose drafts were all accepted. So the rates are Kaplan and Meier's product-limit estimate
+        (J. Am. Stat. Assoc. 53, 1958). NaN for positions that no round tells anything about.
         """
         histogram, rates, rate = self.histogram, [], 1.0
         reached = list(itertools.accumulate(reversed(histogram)))[::-1]  # rounds of at least n tokens
         for n in range(1, len(histogram)):
-            tried = reached[n - 1] - self.last_lengths.count(n)
+            tried = reached[n - 1] - self.last_lengths.count(n) - (self.complete[n - 1] if self.complete else 0)
             if rate:
                 rate *= reached[n] / tried if tried else math.nan
             rates.append(rate)

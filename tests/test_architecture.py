@@ -20,7 +20,7 @@ from tests.helpers.paths import ROOT
 PACKAGE = "spec_ops"
 # The layers, lowest first. A module sees its own layer and those below, of several layers in a row only its own.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("backends",), ("ops",), ("models", "passes"), ("decoding",), ("integrations",), ("cli",),
+    ("backends",), ("ops",), ("models", "passes"), ("parallel",), ("decoding",), ("integrations",), ("cli",),
 )  # fmt: skip
 # Who computes: none knows another. What they share lies in the modules beside them.
 PROVIDERS = ("flashinfer", "reference", "tokenspeed", "triton")

@@ -19,7 +19,7 @@ from spec_ops.decoding.pages import PagePool
 from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.state import MAX_STOP_TOKENS
 from spec_ops.models.drafts import Draft
-from spec_ops.models.target import PositionLimit, Target
+from spec_ops.models.target import PositionLimit, Ranks, Target
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,10 @@ def check_sampling(
     vocab: int,
     logits_processor: LogitsProcessor | None = None,
     grammars: Grammars | None = None,
+    ranks: Ranks | None = None,
 ) -> TokenChoice:
-    """`sampling` and `logits_processor` of `Generator.generate` as one entry per prompt. Draws the seed that is missing.
+    """`sampling` and `logits_processor` of `Generator.generate` as one entry per prompt. Draws the seed that is missing; of
+    `ranks` that share the target, rank 0 does.
 
     Raises:
         ValueError: naming the argument.
@@ -171,6 +173,7 @@ def check_sampling(
         entry.check_ids(vocab, name)
     given = {p.seed for p in params if p.temperature > 0}
     drawn = SamplingParams().drawn_seed() if None in given else None
+    drawn = drawn if ranks is None or drawn is None else ranks.first(drawn)
     seeds = [0 if p.temperature == 0 else drawn if p.seed is None else p.seed for p in params]
     shared = drawn if drawn is not None else next(iter(given)) if len(given) == 1 else None
     features = LogitsFeatures.of(params, requests.stop_tokens, logits_processor)

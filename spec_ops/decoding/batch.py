@@ -15,6 +15,7 @@ from spec_ops.decoding.grammar import Grammars
 from spec_ops.decoding.pages import PagePool
 from spec_ops.decoding.state import BROKEN, MASKED, RoundState
 from spec_ops.decoding.stats import GenerationResult
+from spec_ops.models.target import Ranks
 
 OnTokens = Callable[[int, list[int]], None]
 StopWhen = Callable[[int, list[int], int], int | None]
@@ -42,6 +43,15 @@ class Gained(NamedTuple):
     tokens: int
     ended: bool
     draft_was_right: bool
+
+
+def on_first(ranks: Ranks, stop_when: StopWhen) -> StopWhen:
+    """Rank 0 decides, since a clock may."""
+
+    def decided(request: int, tokens: list[int], count: int) -> int | None:
+        return ranks.first(stop_when(request, tokens, count) if ranks.rank == 0 else None)
+
+    return decided
 
 
 class Batch:

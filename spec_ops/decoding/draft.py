@@ -60,13 +60,12 @@ class HeldDrafts(nn.Module):
 def first_drafts(draft: Draft, state: RoundState, hidden: torch.Tensor, topk: int, sampled: bool) -> None:
     """Store the first drafts of the next round. `hidden [bs, hidden]` is the draft's for the newest token."""
     state.draft_hidden.copy_(hidden)
-    logits = draft.logits(hidden)
     if topk > 1:
-        scores, tokens = torch.log_softmax(logits.float(), -1).topk(topk)
+        scores, tokens = torch.log_softmax(draft.logits(hidden).float(), -1).topk(topk)
         state.draft_scores.copy_(scores)
         state.draft_tokens.copy_(draft.to_target(tokens))
     else:
-        first = _next_draft(draft, state, logits, 0, sampled)
+        first = _next_draft(draft, state, hidden, 0, sampled)
         state.draft_tokens.copy_(first.tokens[:, None])
         if first.logits is not None and first.support is not None:
             state.draft_logits.copy_(first.logits)
@@ -82,11 +81,11 @@ class _Next(NamedTuple):
     support: torch.Tensor | None = None
 
 
-def _next_draft(draft: Draft, state: RoundState, logits: torch.Tensor, step: int, sampled: bool) -> _Next:
+def _next_draft(draft: Draft, state: RoundState, hidden: torch.Tensor, step: int, sampled: bool) -> _Next:
     if not sampled:
-        return _Next(draft.to_target(logits.argmax(-1)))
+        return _Next(draft.to_target(draft.argmax(hidden)))
     coins = uniforms(state.seeds, state.committed_lens.long() * COUNTERS + DRAFT_COUNTER + step)
-    logits = logits.to(state.draft_logits.dtype)
+    logits = draft.logits(hidden).to(state.draft_logits.dtype)
     tokens, support = ops.sample_logits(logits, coins, state.temperature, state.top_k, state.top_p, state.min_p)
     # -1 where nothing can be drawn. Any token will do there: to acceptance, a draft of such a support is none.
     return _Next(draft.to_target(tokens.clamp(min=0)), logits, support)
@@ -110,7 +109,7 @@ def draft_chain(
             backend=backend,
         )
         hidden = draft(drafts[-1].tokens[:, None], hidden[:, None], position[:, None], attention)[:, 0]
-        drafts.append(_next_draft(draft, state, draft.logits(hidden), step + 1, sampled))
+        drafts.append(_next_draft(draft, state, hidden, step + 1, sampled))
     tokens, logits, supports = zip(*drafts, strict=True)
     candidates = torch.stack([state.last_token, *tokens], 1)
     positions = state.committed_lens[:, None] + torch.arange(config.num_tokens, device=candidates.device)

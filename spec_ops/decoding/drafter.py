@@ -13,7 +13,7 @@ from spec_ops.decoding.prefill import PromptPiece
 from spec_ops.decoding.state import RoundState
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
-from spec_ops.models.target import TargetOutput
+from spec_ops.models.target import Target, TargetOutput
 
 
 class Drafter(nn.Module):
@@ -22,9 +22,12 @@ class Drafter(nn.Module):
     Attributes:
         target_to_draft: `[V]` int64: the place of each of the target's tokens in a reduced vocabulary that `Drafted.logits` is
             about, -1 for none; None for a whole one.
+        same_on_ranks: whether ranks that share a target draft the same tokens without asking one another: what they decide by
+            was exchanged, or is integers.
     """
 
     target_to_draft: torch.Tensor | None
+    same_on_ranks = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,6 +81,7 @@ class ModelDrafter(Drafter):
         self.draft, self.cache, self.state, self.config = draft, cache, state, config
         self.sampled, self.backend = sampled, backend
         self.target_to_draft = draft.target_to_draft()
+        self.same_on_ranks = draft.ranks is not None and config.topk == 1 and not sampled
 
     def prefill(self, piece, output) -> None:
         offset, state = self.draft.token_offset, self.state
@@ -140,6 +144,7 @@ class LookupDrafter(Drafter):
     ) -> None:
         super().__init__()
         self.lookup, self.state, self.config, self.otherwise = lookup, state, config, otherwise
+        self.same_on_ranks = otherwise is None or otherwise.same_on_ranks
 
     def prefill(self, piece, output) -> None:
         if self.otherwise is not None:
@@ -164,6 +169,22 @@ class LookupDrafter(Drafter):
     def extend(self, output, accepted, committed, count, active) -> None:
         if self.otherwise is not None:
             self.otherwise.extend(output, accepted, committed, count, active)
+
+
+def agreed(target: Target, drafter: Drafter) -> Drafted:
+    """The tokens to verify, the same ones on all ranks that share the target."""
+    drafted = drafter()
+    if target.ranks is None or drafter.same_on_ranks:
+        return drafted
+    decided = {name: getattr(drafted, name) for name in ("candidates", "positions", "tree_mask", "parents")}
+    decided = {name: value for name, value in decided.items() if value is not None}
+    return drafted._replace(**dict(zip(decided, target.ranks.agree(*decided.values()), strict=True)))
+
+
+def agreed_first(target: Target, drafter: Drafter) -> torch.Tensor:
+    """The first token to verify, `[bs]` int64, the same one on all ranks that share the target."""
+    first = drafter.first()
+    return first if target.ranks is None or drafter.same_on_ranks else target.ranks.agree(first)[0]
 
 
 def draft_model(draft: Draft | PromptLookup | None) -> Draft | None:

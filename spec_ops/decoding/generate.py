@@ -14,12 +14,13 @@ import torch
 from tqdm.auto import tqdm
 
 from spec_ops._numbers import integer
+from spec_ops._version import __version__
 from spec_ops.backends.registry import available_backends
 from spec_ops.decoding.arguments import Requests, TokenChoice, check_kinds, check_requests, check_sampling
-from spec_ops.decoding.batch import Admitted, Batch, OnTokens, StopWhen
+from spec_ops.decoding.batch import Admitted, Batch, OnTokens, StopWhen, on_first
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.draft import HeldDrafts
-from spec_ops.decoding.drafter import draft_model, make_drafter
+from spec_ops.decoding.drafter import agreed, draft_model, make_drafter
 from spec_ops.decoding.grammar import Grammars, Matcher, check_matchers
 from spec_ops.decoding.lengths import LengthChooser
 from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures, LogitsProcessor, check_processor, identity
@@ -122,6 +123,8 @@ class Generator:
         self._processors: list[LogitsProcessor] = []
         self._drafts: dict[tuple[int, bool], HeldDrafts] = {}
         self._running = threading.Lock()
+        self.ranks = target.ranks
+        self._check_ranks(model)
 
     def _pool(self, count: int) -> PagePool:
         return PagePool(count, self.page_size, self.config.reserve if self.draft is not None else 1)
@@ -157,6 +160,24 @@ class Generator:
         for dtype, _ in sizes.most_common(1):
             if dtype != self.dtype:
                 raise ValueError(f"Generator: `draft` must be {self.dtype}, as the target is, got {dtype}")
+
+    def _check_ranks(self, draft: Draft | None) -> None:
+        """Refuse a draft of other ranks than the target's, and ranks that are about to do different things."""
+        if draft is not None and draft.ranks not in (None, self.ranks):
+            raise ValueError("Generator: `draft` must be shared by the ranks of the target, or be whole on each of them")
+        if self.ranks is None:
+            return
+        same: dict[str, Any] = {
+            "package versions": (__version__, torch.__version__),
+            "target": (type(self.target).__name__, self.target.config, self.dtype),
+            "draft": self.draft if draft is None else (type(draft).__name__, draft.config, draft.ranks is None),
+            "config": self.config,
+            "compile": self.compile,
+        }
+        for name in ("max_batch_size", "max_seq_len", "page_size", "num_pages", "prefill_chunk_size"):
+            same[name] = getattr(self, name)
+        same |= {"backend": (self.backend, self.prefill_backend), "cache_dtype": self.target_cache.layer(0)[0].dtype}
+        self.ranks.check_same("Generator", same)
 
     def bucket(self, batch_size: int) -> int:
         """The padded batch size for `batch_size` requests. Raises a ValueError if they are too many."""
@@ -206,7 +227,8 @@ class Generator:
         Raises:
             ValueError: naming the argument, before anything runs; naming `stop_when`, when it returns something else.
             RuntimeError: another call is running, in another thread or around a callback; autocast is enabled; nothing can be
-                sampled, because the target's logits hold a NaN; or every token is masked.
+                sampled, because the target's logits hold a NaN; or every token is masked. With a target that ranks share, a
+                `RankError` if their arguments differ, or one of them is gone.
         """
         requests = check_requests(prompts, max_new_tokens, stop_tokens, self.target.config.vocab_size, self.max_seq_len)
         for name, hook in (("on_tokens", on_tokens), ("stop_when", stop_when)):
@@ -229,7 +251,12 @@ class Generator:
         """`generate`, its prompts, limits and hooks checked. `prepare` is called once no other call can be running."""
         requests.check_positions(self.target.position_limit)
         requests.check_pages(self._pool(self.num_pages))
-        choice = check_sampling(sampling, requests, self.target.config.vocab_size, logits_processor, grammars)
+        if self.ranks is not None:
+            same = {"prompts": requests.prompts, "max_new_tokens": requests.limits, "stop_tokens": requests.stop_tokens}
+            same |= {"sampling": sampling, "logits_processor": logits_processor is None, "matchers": grammars is None}
+            self.ranks.check_same("generate", {**same, "stop_when": stop_when is None})
+            stop_when = None if stop_when is None else on_first(self.ranks, stop_when)
+        choice = check_sampling(sampling, requests, self.target.config.vocab_size, logits_processor, grammars, self.ranks)
         with self._exclusive(), tqdm(total=sum(requests.limits), unit="tok", disable=not progress, desc="generate") as bar:
             if prepare is not None:
                 prepare()
@@ -256,8 +283,9 @@ class Generator:
             )
         try:
             current = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+            peers = contextlib.nullcontext() if self.ranks is None else self.ranks.guard("generate")
             # Not in inference mode, because the state's tensors outlive this call. Leaving the mode switches gradients on.
-            with current, torch.inference_mode(False), torch.no_grad():
+            with peers, current, torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
             self._running.release()
@@ -293,6 +321,8 @@ class Generator:
             # The last round may find every request finished; it emits nothing.
             output = reader.read()
             if output is not None:
+                if self.ranks is not None and self.ranks.check_rounds:
+                    self.ranks.check_same("generate", {"output of a round": output})
                 plan.read(batch, output, reader.seconds)
         reader.drain()
         stats.decode_seconds += time.perf_counter() - start - prefill_seconds
@@ -305,7 +335,7 @@ class Generator:
         if key not in self._choosers:
             sees_first = not choice.sampled or isinstance(self.draft, PromptLookup)
             self._choosers[key] = LengthChooser(config.lengths, config.draft_cost, sees_first=sees_first)
-        return RoundPlan(self._choosers[key])
+        return RoundPlan(self._choosers[key], self.ranks)
 
     def _begin(self, batch: Batch, choice: TokenChoice, changes: LogitsChanges | None = None) -> None:
         """Run the prompts of those that wait and have room through the models, as many as make one forward."""
@@ -459,14 +489,14 @@ class Generator:
                 positions, attention, last = piece.extend(self.target_cache)
                 output = self.target(piece.tokens(), positions, attention)
                 if piece.last:
-                    logits = output.hidden.new_zeros(state.batch_size, self.target.config.vocab_size)
-                    logits[rows] = self.target.logits(output.hidden[last])
-                    commit_next(logits, state, sampled, changes)
+                    hidden = output.hidden.new_zeros(state.batch_size, output.hidden.shape[-1])
+                    hidden[rows] = output.hidden[last]
+                    commit_next(self.target, hidden, state, sampled, changes)
                 if drafter is not None:
                     drafter.prefill(piece, output)
         drafts = self._drafts_of(state.batch_size, choice)
         if drafts is not None and drafter is not None:
-            drafts.hold(drafter())  # of all rows: those that had drafts get the same ones again
+            drafts.hold(agreed(self.target, drafter))  # of all rows: those that had drafts get the same ones again
 
 
 def _padded(values: Sequence[int], length: int, padding: int) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 
 from spec_ops.decoding.batch import Batch
 from spec_ops.decoding.lengths import LengthChooser, Planned
+from spec_ops.models.target import Ranks
 
 
 class RoundPlan:
@@ -15,10 +16,11 @@ class RoundPlan:
 
     Args:
         chooser: what chooses, and learns from what is read; None if all rounds have the same length.
+        ranks: the processes that share the target; rank 0 chooses, since their clocks differ.
     """
 
-    def __init__(self, chooser: LengthChooser | None) -> None:
-        self.chooser = chooser
+    def __init__(self, chooser: LengthChooser | None, ranks: Ranks | None = None) -> None:
+        self.chooser, self.ranks = chooser, ranks
         self._under_way: deque[Planned] = deque()
         if chooser is not None:
             chooser.begin()
@@ -27,7 +29,8 @@ class RoundPlan:
         """The length of the round that comes now; None if it is always the same."""
         if self.chooser is None:
             return None
-        self._under_way.append(self.chooser.plan([member.request for member in batch.members.values()]))
+        planned = self.chooser.plan([member.request for member in batch.members.values()])
+        self._under_way.append(planned if self.ranks is None else self.ranks.first(planned))
         return self._under_way[-1].length
 
     def read(self, batch: Batch, output: torch.Tensor, seconds: float | None) -> None:

@@ -20,7 +20,7 @@ from spec_ops.decoding.draft import (
     Drafted,
     HeldDrafts,
 )
-from spec_ops.decoding.drafter import Drafter, make_drafter
+from spec_ops.decoding.drafter import Drafter, agreed, agreed_first, make_drafter
 from spec_ops.decoding.logits import LogitsChanges, masked_end, masked_tokens
 from spec_ops.decoding.lookup import PromptLookup
 from spec_ops.decoding.random import uniforms
@@ -77,10 +77,9 @@ class SpeculativeRound(nn.Module):
     def forward(self) -> None:
         """Run the round: read and advance `state`, write both caches."""
         config, state = self.config, self.state
-        drafted = self.drafter() if self.drafts is None else self.drafts.read()
+        drafted = agreed(self.target, self.drafter) if self.drafts is None else self.drafts.read()
         output = self.verify(drafted)
-        logits = self.target.logits(output.hidden)
-        accepted = self.accept(drafted, logits if self.changes is None else self.changes(logits, drafted))
+        accepted = self.accept(drafted, output.hidden)
         if config.topk > 1:
             self.compact(accepted)
         committed, active = state.committed_lens.clone(), ~state.finished
@@ -89,7 +88,7 @@ class SpeculativeRound(nn.Module):
             self.changes.update(accepted.tokens, count)
         self.drafter.extend(output, accepted, committed, count, active)
         if self.drafts is not None:
-            self.drafts.hold(self.drafter())
+            self.drafts.hold(agreed(self.target, self.drafter))
 
     def verify(self, drafted: Drafted) -> TargetOutput:
         """Run the target over all drafted tokens, whose KV goes to slots `[committed, committed + D)`."""
@@ -107,13 +106,25 @@ class SpeculativeRound(nn.Module):
         )
         return self.target(drafted.candidates.clamp(min=0), drafted.positions, attention)  # -1: nothing was drafted
 
-    def accept(self, drafted: Drafted, logits: torch.Tensor) -> ops.Accepted:
-        """The path through the `drafted` tokens that the target's `logits [bs, D, V]` accept."""
+    def accept(self, drafted: Drafted, hidden: torch.Tensor) -> ops.Accepted:
+        """The path through the `drafted` tokens that the target's logits for `hidden [bs, D, hidden]` accept."""
+        if self.changes is None and not self.sampled:
+            # Ranks that share a target exchange these tokens; the rest is arithmetic of integers.
+            return self._accept_greedy(drafted, self.target.argmax(hidden))
+        logits = self.target.logits(hidden)
+        if self.changes is not None:
+            logits = self.changes(logits, drafted)
+        if self.sampled:
+            accepted = self._accept_sampled(drafted, logits)
+        else:
+            accepted = self._accept_greedy(drafted, masked_tokens(logits, logits.argmax(-1)))
+        return ops.Accepted(*self.target.ranks.agree(*accepted)) if self.target.ranks is not None else accepted
+
+    def _accept_greedy(self, drafted: Drafted, tokens: torch.Tensor) -> ops.Accepted:
+        return ops.accept_greedy(drafted.candidates, tokens, drafted.parents, self.config.path_len)
+
+    def _accept_sampled(self, drafted: Drafted, logits: torch.Tensor) -> ops.Accepted:
         config, state = self.config, self.state
-        if not self.sampled:
-            tokens = logits.argmax(-1)
-            tokens = tokens if self.changes is None else masked_tokens(logits, tokens)
-            return ops.accept_greedy(drafted.candidates, tokens, drafted.parents, config.path_len)
         support = ops.sampling_support(logits, state.temperature, state.top_k, state.top_p, state.min_p)
         node = torch.arange(config.num_tokens, device=logits.device)
         counters = (state.committed_lens.long() * COUNTERS + ACCEPT_COUNTER)[:, None] + node
@@ -190,10 +201,10 @@ class PlainRound(nn.Module):
             state.slots(position, self.target_cache.page_size, active[:, None]),
             backend=self.backend,
         )
-        drafted = None if self.drafter is None else self.drafter.first().clone()
+        drafted = None if self.drafter is None else agreed_first(self.target, self.drafter).clone()
         output = self.target(state.last_token[:, None], position, attention)
         committed = state.committed_lens.clone()
-        emitted = commit_next(self.target.logits(output.hidden[:, 0]), state, self.sampled, self.changes)
+        emitted = commit_next(self.target, output.hidden[:, 0], state, self.sampled, self.changes)
         if self.drafter is not None and drafted is not None:
             state.output[:, 1].copy_(drafted)
             one = torch.ones_like(committed)
@@ -208,19 +219,26 @@ class Emitted(NamedTuple):
     lens: torch.Tensor
 
 
-def commit_next(logits: torch.Tensor, state: RoundState, sampled: bool, changes: LogitsChanges | None) -> Emitted:
-    """Emit the target's own next tokens for `logits [bs, V]`."""
-    if changes is not None:
-        logits = changes(logits[:, None])[:, 0]
-    if not sampled:
-        tokens = logits.argmax(-1)
-        tokens = tokens if changes is None else masked_tokens(logits, tokens)
+def commit_next(
+    target: Target, hidden: torch.Tensor, state: RoundState, sampled: bool, changes: LogitsChanges | None
+) -> Emitted:
+    """Emit the target's own next tokens for `hidden [bs, hidden]`."""
+    if changes is None and not sampled:
+        tokens = target.argmax(hidden)
     else:
-        coins = final_uniforms(state)
-        tokens = ops.sample_logits(logits, coins, state.temperature, state.top_k, state.top_p, state.min_p).tokens
+        logits = target.logits(hidden)
         if changes is not None:
-            masked = logits.amax(-1) == -torch.inf
-            tokens = torch.where(masked, ALL_MASKED, tokens)
+            logits = changes(logits[:, None])[:, 0]
+        if not sampled:
+            tokens = masked_tokens(logits, logits.argmax(-1))
+        else:
+            coins = final_uniforms(state)
+            tokens = ops.sample_logits(logits, coins, state.temperature, state.top_k, state.top_p, state.min_p).tokens
+            if changes is not None:
+                masked = logits.amax(-1) == -torch.inf
+                tokens = torch.where(masked, ALL_MASKED, tokens)
+        if target.ranks is not None:
+            (tokens,) = target.ranks.agree(tokens)
     count = state.commit(tokens[:, None], torch.ones_like(state.committed_lens))
     if changes is not None:
         changes.update(tokens[:, None], count)

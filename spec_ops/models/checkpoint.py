@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from spec_ops.models.fields import Fields
@@ -71,6 +72,35 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(path, f"must be a tensor, got a {type(value).__name__}", str(name))
     return dict(state)
+
+
+class _Slices(Mapping[str, Any]):
+    def __init__(self, file: Any) -> None:
+        self.file, self.names = file, frozenset(file.keys())
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.file.get_slice(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def open_tensors(path: str | Path) -> Mapping[str, Any]:
+    """The tensors by name in the safetensors file at `path`, as its slices: what is indexed is read, and nothing else.
+
+    Raises:
+        CheckpointError: the file is damaged; a missing one is a FileNotFoundError as well.
+    """
+    path = _existing(Path(path))
+    try:
+        return _Slices(safe_open(path, "pt"))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(path, f"must be a safetensors file, got {first_line(error)}") from error
 
 
 def check_tensors(

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from spec_ops.models.config import ModelConfig, ModelSizes
-from spec_ops.models.layers import GQA, MLP, DecoderLayer, rope_tables
-from spec_ops.models.target import Target, TargetOutput
+from spec_ops.models.layers import GQA, MLP, DecoderLayer, likeliest, rope_tables
+from spec_ops.models.target import Ranks, Target, TargetOutput
 
 
 class Draft(nn.Module):
@@ -24,10 +24,12 @@ class Draft(nn.Module):
         config: sizes of the draft's own layers and KV cache.
         token_offset: see the module docstring.
         draft_to_target: `[draft_vocab]` int64 map of a reduced vocabulary to target ids, or None.
+        ranks: the processes that share the draft; None where each runs a whole one.
     """
 
     config: ModelSizes
     token_offset = 0
+    ranks: Ranks | None = None
     draft_to_target: torch.Tensor | None
 
     def __init__(self) -> None:
@@ -60,6 +62,10 @@ class Draft(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[..., draft_vocab]` for the result of `forward`."""
         raise NotImplementedError
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The likeliest draft ids `[...]` int64 for the result of `forward`."""
+        return self.logits(hidden).argmax(-1)
 
     def to_target(self, tokens: torch.Tensor) -> torch.Tensor:
         """The target ids of the draft ids `tokens`."""
@@ -186,6 +192,9 @@ class Eagle3Draft(Draft):
     def logits(self, hidden):
         return self.lm_head(hidden if self.norm_output else self.norm(hidden))
 
+    def argmax(self, hidden):
+        return likeliest(self.lm_head, hidden if self.norm_output else self.norm(hidden))
+
     def own_state_dict(self):
         return {name: value for name, value in self.state_dict().items() if not name.startswith("embed.")}
 
@@ -231,6 +240,9 @@ class MTPDraft(Draft):
     def logits(self, hidden):
         return self.lm_head(hidden)
 
+    def argmax(self, hidden):
+        return likeliest(self.lm_head, hidden)
+
     def own_state_dict(self):
         shared = ("embed.", "lm_head.")
         return {name: value for name, value in self.state_dict().items() if not name.startswith(shared)}
@@ -259,3 +271,6 @@ class StandaloneDraft(Draft):
 
     def logits(self, hidden):
         return self.model.logits(hidden)
+
+    def argmax(self, hidden):
+        return self.model.argmax(hidden)

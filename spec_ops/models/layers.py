@@ -67,6 +67,19 @@ def _window_left(config: ModelConfig, layer: int) -> int:
     return -1 if window is None else window - 1
 
 
+class DividedHead(nn.Linear):
+    """An LM head whose vocabulary is divided among processes. A call gives all logits; `argmax` needs less of the others."""
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The likeliest tokens `[...]` int64 for `hidden [..., in_features]`, the lowest id among equal ones."""
+        raise NotImplementedError
+
+
+def likeliest(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """The likeliest tokens `[...]` int64 of an LM head for `hidden [..., in_features]`."""
+    return head.argmax(hidden) if isinstance(head, DividedHead) else head(hidden).argmax(-1)
+
+
 class GQA(nn.Module):
     """Grouped-query attention.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from spec_ops.models.checkpoint import CheckpointError, check_tensors, read_fields, read_tensors
+from spec_ops.models.checkpoint import CheckpointError, check_tensors, open_tensors, read_fields, read_tensors
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.corpus import ByteTokenizer
 from spec_ops.models.drafts import Eagle3Draft, vocabulary_problem
@@ -67,6 +67,24 @@ def load_pair(
         CheckpointError: a file is damaged, of another format version, or does not fit the configuration; a missing one is a
             FileNotFoundError as well.
     """
+    target, draft, (target_file, draft_file) = pair_on_meta(path)
+    target_state, draft_state = read_tensors(target_file, device), read_tensors(draft_file, device)
+    check_tensors(target_file, target.state_dict(), target_state)
+    check_tensors(draft_file, draft.own_state_dict(), draft_state)
+    target.load_state_dict(_converted(target_state, dtype), assign=True)
+    # Not strict, because the embedding is the target's.
+    draft.load_state_dict(_converted(draft_state, dtype), strict=False, assign=True)
+    return target.eval().requires_grad_(False), draft.eval().requires_grad_(False), ByteTokenizer()
+
+
+def pair_on_meta(path: str | Path | None = None) -> tuple[CausalLM, Eagle3Draft, tuple[Path, Path]]:
+    """The pair of a folder as its configuration says, on the meta device, and the files of its weights.
+
+    Nothing is initialized there: memory is not taken twice, and the random state is not touched.
+
+    Raises:
+        CheckpointError: see `load_pair`.
+    """
     directory = PRETRAINED if path is None else Path(path)
     config = read_fields(directory / _CONFIG)
     if (version := config.integer("format_version", 0)) != FORMAT_VERSION:
@@ -75,26 +93,18 @@ def load_pair(
     if target_config.vocab_size < ByteTokenizer.vocab_size:
         expected = f"must be at least the tokenizer's {ByteTokenizer.vocab_size}"
         raise config.error("target.vocab_size", f"{expected}, got {target_config.vocab_size}")
-
-    target_state = read_tensors(directory / _TARGET, device)
-    draft_state = read_tensors(directory / _DRAFT, device)
-    if (reduced := draft_state.get("draft_to_target")) is None:
+    if "draft_to_target" not in (stored := open_tensors(directory / _DRAFT)):
         raise CheckpointError(directory / _DRAFT, "is missing", "draft_to_target")
+    reduced = stored["draft_to_target"][:]
     if problem := vocabulary_problem(reduced, target_config.vocab_size):
         raise CheckpointError(directory / _DRAFT, problem, "draft_to_target")
-    # On the meta device nothing is initialized: memory is not taken twice, and the random state is not touched.
     with torch.device("meta"):
         target = CausalLM(target_config)
         try:
             draft = Eagle3Draft(draft_config, target, reduced.to("meta"))
         except ValueError as error:
             raise config.error("draft", f"does not fit the target: {error}") from error
-    check_tensors(directory / _TARGET, target.state_dict(), target_state)
-    check_tensors(directory / _DRAFT, draft.own_state_dict(), draft_state)
-    target.load_state_dict(_converted(target_state, dtype), assign=True)
-    # Not strict, because the embedding is the target's.
-    draft.load_state_dict(_converted(draft_state, dtype), strict=False, assign=True)
-    return target.eval().requires_grad_(False), draft.eval().requires_grad_(False), ByteTokenizer()
+    return target, draft, (directory / _TARGET, directory / _DRAFT)
 
 
 def _model_config(config: Fields, name: str) -> ModelConfig:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from spec_ops.models.config import ModelConfig, ModelSizes
-from spec_ops.models.layers import DecoderLayer, rope_tables
+from spec_ops.models.layers import DecoderLayer, likeliest, rope_tables
+
+_T = TypeVar("_T")
 
 
 class TargetOutput(NamedTuple):
@@ -22,6 +25,22 @@ class TargetOutput(NamedTuple):
 
     hidden: torch.Tensor
     aux: torch.Tensor | None
+
+
+class Ranks(Protocol):
+    """The processes that share a model (`spec_ops.parallel.TensorParallel`): what generation asks of them."""
+
+    rank: int
+    size: int
+    check_rounds: bool
+
+    def agree(self, *values: torch.Tensor) -> list[torch.Tensor]: ...
+
+    def first(self, value: _T) -> _T: ...
+
+    def check_same(self, where: str, values: dict[str, Any]) -> None: ...
+
+    def guard(self, where: str) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -40,12 +59,14 @@ class Target(nn.Module):
         embed: the embedding, which heads share. Its weight has the model's device and dtype.
         lm_head: the LM head, which heads may share.
         position_limit: how many positions the model has; None for no limit.
+        ranks: the processes that share the model; None for a whole one.
     """
 
     config: ModelSizes
     embed: nn.Embedding
     lm_head: nn.Linear
     position_limit: PositionLimit | None = None
+    ranks: Ranks | None = None
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
         """Run the model.
@@ -61,6 +82,10 @@ class Target(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[..., vocab_size]` for `hidden [..., hidden_size]`."""
         raise NotImplementedError
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The likeliest tokens `[...]` int64 for `hidden [..., hidden_size]`."""
+        return self.logits(hidden).argmax(-1)
 
 
 class CausalLM(Target):
@@ -93,3 +118,6 @@ class CausalLM(Target):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        return likeliest(self.lm_head, hidden)

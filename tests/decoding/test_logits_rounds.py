@@ -161,7 +161,8 @@ def test_no_value_is_read_off_the_cpu(tree):
     tokens = masked_tokens(out, out.argmax(-1))[:, :4]
     tokens = masked_end(out, tokens, nodes[:, :4], state.committed_lens)
     changes.update(tokens, state.commit(tokens, state.committed_lens))
-    commit_next(logits[:, 0], state, False, changes)
+    target = make_target(False).to("meta")
+    commit_next(target, torch.empty(2, target.config.hidden_size, device="meta"), state, False, changes)
 
 
 class Tail(torch.nn.Module):

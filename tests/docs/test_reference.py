@@ -12,7 +12,7 @@ import pytest
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
 WRITTEN = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in REFERENCE.glob("*.md")), re.M)
-PACKAGES = ("decoding", "models", "passes", "integrations.transformers")
+PACKAGES = ("decoding", "models", "parallel", "passes", "integrations.transformers")
 
 
 def offered(package: str) -> dict[str, object]:

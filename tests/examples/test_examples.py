@@ -16,8 +16,10 @@ ARGUMENTS = {
     "compile_your_model.py": ["--backend", "aot_eager"],
     "json_grammar.py": ["--topk", "2"],
     "sampled_decoding.py": ["--draws", "512"],
+    "tensor_parallel.py": ["--new-tokens", "16"],
     "transformers_generate.py": ["--new-tokens", "24"],
 }
+LAUNCHERS = {"tensor_parallel.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
 TESTED_ELSEWHERE = {"train_tiny.py", "naive_round.py", "blackwell_eagle3.py", "blackwell_mtp_mla.py"}  # by their own test files
 
 
@@ -39,8 +41,7 @@ def test_the_grammar_example_says_what_to_install(tmp_path):
 def test_example(name):
     if name == "json_grammar.py":
         pytest.importorskip("xgrammar")
-    run = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *ARGUMENTS[name]], capture_output=True, text=True, timeout=300, check=False
-    )
+    command = [sys.executable, *LAUNCHERS.get(name, []), str(EXAMPLES / name), *ARGUMENTS[name]]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip()

@@ -1,0 +1,174 @@
+"""The ranks that share a model: collectives inside a round, and what the hosts exchange between rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+_T = TypeVar("_T")
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# How the backends say that a peer is gone, in messages of `RuntimeError`; NCCL's are of a type of their own.
+_GONE = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Socket", "recvValue", "NCCL")
+
+
+class RankError(RuntimeError):
+    """Ranks do not agree, or one of them is gone. It is raised on every rank that is left."""
+
+
+class TensorParallel:
+    """A group of ranks, one process each, that run the same rounds on their shares of a model.
+
+    The collectives of a round are the functional ones of torch (`_c10d_functional`): `torch.compile` keeps them in the graph,
+    and NCCL's are captured by CUDA graphs. Every rank must make the same calls in the same order.
+
+    Args:
+        group: of torch.distributed; default: the whole world, which must be initialized (see `connect`).
+        check_rounds: compare what every round emits on all ranks. It costs an exchange between the hosts per round, and finds
+            the round at which ranks begin to differ.
+
+    Attributes:
+        rank: this process's place among them.
+        size: how many there are.
+
+    Raises:
+        ValueError: torch.distributed is not initialized.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, check_rounds: bool = False) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "TensorParallel: torch.distributed must be initialized: start the processes with `torchrun --nproc-per-node N` "
+                "and call `TensorParallel.connect(device)`"
+            )
+        chosen = dist.group.WORLD if group is None else group
+        assert chosen is not None
+        self.group, self.check_rounds = chosen, check_rounds
+        self.rank, self.size = dist.get_rank(chosen), dist.get_world_size(chosen)
+        self.name: str = chosen.group_name
+        # What hosts exchange must not come between the collectives of a round.
+        virtual = dist.get_backend(chosen) == "fake"
+        self._host = chosen if virtual else dist.new_group(dist.get_process_group_ranks(chosen), backend="gloo")
+
+    @classmethod
+    def connect(cls, device: torch.device | str, *, timeout: float = 600.0, check_rounds: bool = False) -> TensorParallel:
+        """Join the processes that torchrun started, with NCCL for a GPU and gloo for the CPU.
+
+        Args:
+            device: of the models; for a GPU it becomes the process's current one.
+            timeout: seconds that a rank waits for the others before it raises.
+            check_rounds: see the class.
+
+        Raises:
+            RankError: the environment of torchrun is missing, or the other processes do not come.
+        """
+        device = torch.device(device)
+        if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
+            raise RankError(
+                f"TensorParallel: the environment must have {', '.join(missing)}: start the processes with "
+                "`torchrun --nproc-per-node N`"
+            )
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        except (RuntimeError, ValueError) as error:
+            raise RankError(f"TensorParallel: the processes did not find one another: {_first_line(error)}") from error
+        return cls(check_rounds=check_rounds)
+
+    # Inside a round: in the graph, without the host.
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, the same bits on every rank."""
+        reduced = torch.ops._c10d_functional.all_reduce(partial.contiguous(), "sum", self.name)
+        return torch.ops._c10d_functional.wait_tensor(reduced)
+
+    def largest(self, keys: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum of all ranks' int64 tensors."""
+        found = torch.ops._c10d_functional.all_reduce(keys.contiguous(), "max", self.name)
+        return torch.ops._c10d_functional.wait_tensor(found)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors `[..., n]` side by side, in the order of the ranks: `[..., size * n]`."""
+        rows = part.reshape(-1, part.shape[-1]).contiguous()
+        parts = torch.ops._c10d_functional.all_gather_into_tensor(rows, self.size, self.name)
+        parts = torch.ops._c10d_functional.wait_tensor(parts).view(self.size, *rows.shape)
+        return parts.transpose(0, 1).reshape(*part.shape[:-1], self.size * part.shape[-1])
+
+    def agree(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        """Rank 0's integers on every rank, in one exchange.
+
+        Args:
+            values: integer tensors, of the same shapes on all ranks.
+
+        Returns:
+            Tensors of their shapes and dtypes.
+        """
+        packed = torch.cat([value.reshape(-1).to(torch.int64) for value in values])
+        packed = torch.ops._c10d_functional.broadcast(packed, 0, self.name)
+        parts = torch.ops._c10d_functional.wait_tensor(packed).split([value.numel() for value in values])
+        return [part.view(value.shape).to(value.dtype) for part, value in zip(parts, values, strict=True)]
+
+    # Between the hosts.
+
+    def first(self, value: _T) -> _T:
+        """Rank 0's `value`, which can be pickled, on every rank."""
+        if self.group is self._host and dist.get_backend(self.group) == "fake":
+            return value
+        with self.guard("exchange"):
+            box = [value]
+            dist.broadcast_object_list(box, group_src=0, group=self._host)
+        return box[0]
+
+    def check_same(self, where: str, values: dict[str, Any]) -> None:
+        """Compare values on all ranks by their hashes.
+
+        Args:
+            where: begins the message.
+            values: by name; compared by their `repr`, tensors by their bytes.
+
+        Raises:
+            RankError: on every rank, with the first name whose values differ, and the ranks that differ from rank 0.
+        """
+        if self.group is self._host and dist.get_backend(self.group) == "fake":
+            return
+        mine = {name: _digest(value) for name, value in values.items()}
+        theirs: list[Any] = [None] * self.size
+        with self.guard(where):
+            dist.all_gather_object(theirs, mine, group=self._host)
+        for name in mine | theirs[0]:
+            if others := [rank for rank, found in enumerate(theirs) if found.get(name) != theirs[0].get(name)]:
+                listed = ", ".join(map(str, others))
+                raise RankError(f"{where}: `{name}` must be the same on every rank, but differs on rank {listed} from rank 0's")
+
+    @contextlib.contextmanager
+    def guard(self, where: str) -> Iterator[None]:
+        """Inside, a collective that fails because a rank is gone raises a RankError that says so in one line."""
+        try:
+            yield
+        except RankError:
+            raise
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or any(word in str(error) for word in _GONE):
+                raise RankError(
+                    f"{where}: another rank of the {self.size} is gone, or waits for something else: {_first_line(error)}"
+                ) from error
+            raise
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + data).hexdigest()
+    return hashlib.sha256(repr(value).encode()).hexdigest()

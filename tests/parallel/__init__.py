@@ -1,0 +1,1 @@
+"""Tensor parallelism, on the CPU with gloo."""

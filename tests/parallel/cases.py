@@ -1,0 +1,136 @@
+"""What the ranks of a test's world do; `test_rounds.py` looks at what they return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spec_ops.decoding import Generator, SamplingParams, generate
+from spec_ops.models import load_pair as load_whole
+from spec_ops.parallel import RankError, TensorParallel, load_pair, shard
+from spec_ops.parallel.layers import VocabParallelHead
+from tests.parallel.models import BATCH, JOBS, NEW_TOKENS, OF_FOUR, make_draft, make_target
+
+
+def decoded(job, ranks: TensorParallel) -> list[list[int]]:
+    whole = make_target(job.kind)
+    target = shard(whole, ranks)
+    draft = make_draft(job, target)  # its embedding and head are the share's
+    if job.divided and job.draft not in (None, "lookup"):
+        draft = shard(make_draft(job, whole), ranks, target=target)
+    return generate(target, draft, BATCH, job.config, max_new_tokens=NEW_TOKENS, page_size=4, sampling=job.sampling).tokens
+
+
+def case_tokens(ranks: TensorParallel) -> dict[str, Any]:
+    return {name: decoded(job, ranks) for name, job in JOBS.items() if ranks.size == 2 or name in OF_FOUR}
+
+
+def case_head(ranks: TensorParallel) -> dict[str, Any]:
+    """Logits and likeliest tokens over a vocabulary that the ranks do not divide, with ties and numbers that are none."""
+    whole = torch.nn.Linear(1, 13, bias=False)
+    rows = [[0.0] * 13, [-0.0, 0.0] * 6 + [-0.0], [-1.0] * 12 + [3.0], [5.0, 1, 5, 1, 5, 1, 5, 5, 5, 5, 5, 5, 5]]
+    rows += [[-torch.inf] * 13, [1.0] * 6 + [torch.inf] * 7, [1.0] * 9 + [torch.nan, torch.inf, torch.nan, 1]]
+    found = []
+    for row in rows:
+        for sign in (1.0, -1.0):
+            whole.weight.data = torch.tensor(row)[:, None]
+            head = VocabParallelHead(1, 13, ranks)
+            part = torch.zeros(len(head.weight), 1)
+            mine = whole.weight.data[ranks.rank * len(part) : (ranks.rank + 1) * len(part)]
+            part[: len(mine)] = mine
+            head.weight.data = part
+            hidden = torch.full((1, 1), sign)
+            found.append(
+                [
+                    head.argmax(hidden).item(),
+                    whole(hidden).argmax(-1).item(),
+                    torch.equal(head(hidden).nan_to_num(9), whole(hidden).nan_to_num(9)),
+                ]
+            )
+    return {"found": found}
+
+
+def case_shipped_pair(ranks: TensorParallel) -> dict[str, Any]:
+    """From slices of the files, without the whole models."""
+    target, draft, tokenizer = load_pair(ranks)
+    whole, _, _ = load_whole()
+    prompt = [tokenizer.encode("class Matrix:\n    def __init__(self")]
+    share = sum(p.numel() for p in target.parameters()) / sum(p.numel() for p in whole.parameters())
+    return {"tokens": generate(target, draft, prompt, max_new_tokens=24).tokens, "share": share}
+
+
+def refused(action) -> str:
+    try:
+        action()
+    except (RankError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def case_ranks_that_differ(ranks: TensorParallel) -> dict[str, Any]:
+    target = shard(make_target("gqa"), ranks)
+    generator = Generator(target, None, max_batch_size=2, max_seq_len=64)
+    other = ranks.rank == ranks.size - 1
+    return {
+        "config": refused(lambda: Generator(target, None, max_batch_size=2 + other, max_seq_len=64)),
+        "prompts": refused(lambda: generator.generate([[1, 2 + other]], max_new_tokens=4)),
+        "seed": refused(lambda: generator.generate([[1]], sampling=SamplingParams(1.0, seed=int(other)), max_new_tokens=4)),
+        "again": generator.generate([[1, 2]], max_new_tokens=4).tokens,
+    }
+
+
+def case_drawn_seed(ranks: TensorParallel) -> dict[str, Any]:
+    """Every rank draws another seed; rank 0's counts."""
+    torch.manual_seed(ranks.rank)
+    result = generate(shard(make_target("gqa"), ranks), None, [[1, 2]], max_new_tokens=8, sampling=SamplingParams(1.0))
+    return {"tokens": result.tokens, "seed": result.seed}
+
+
+def case_clocks(ranks: TensorParallel) -> dict[str, Any]:
+    """Hooks that decide by something else than tokens: rank 0's decides."""
+    stop = 3 if ranks.rank == 0 else 5
+    options = {"stop_when": lambda _request, tokens, count: count if len(tokens) >= stop else None}
+    return {"tokens": generate(shard(make_target("gqa"), ranks), None, [[1, 2]], max_new_tokens=8, **options).tokens}
+
+
+def case_divergence(ranks: TensorParallel) -> dict[str, Any]:
+    """One rank's round emits another token; without `check_rounds` nobody would know."""
+    target = shard(make_target("gqa"), ranks)
+    argmax, calls = target.argmax, iter(range(100))
+
+    def wrong(hidden: torch.Tensor) -> torch.Tensor:
+        return argmax(hidden) + (ranks.rank == 1 and next(calls) == 4)
+
+    target.argmax = wrong
+    ranks.check_rounds = True
+    try:
+        return {"error": refused(lambda: generate(target, None, [[1, 2]], max_new_tokens=12))}
+    finally:
+        ranks.check_rounds = False
+
+
+def case_sizes(ranks: TensorParallel) -> dict[str, Any]:
+    """What the ranks do not divide is refused by name."""
+    import dataclasses
+
+    from spec_ops.models import MixtureConfig
+    from spec_ops.parallel import shard_config
+
+    config = make_target("gqa").config
+    size = ranks.size
+    changed: dict[str, dict[str, Any]] = {
+        "num_heads": {"num_heads": size + 1, "num_kv_heads": 1},
+        "num_kv_heads": {"num_heads": 12, "num_kv_heads": 3} if size == 4 else {"num_heads": 6, "num_kv_heads": 3},
+        "intermediate_size": {"intermediate_size": 97},
+        "mixture.intermediate_size": {"mixture": MixtureConfig(4, 2, 25)},
+        "mixture.shared_intermediate_size": {"mixture": MixtureConfig(4, 2, 24, 17)},
+    }
+    found = {n: refused(lambda c=c: shard_config(dataclasses.replace(config, **c), size)) for n, c in changed.items()}
+    return {**found, "target": refused(lambda: shard(make_draft(JOBS["chain"], make_target("gqa")), ranks))}
+
+
+def case_bytes(ranks: TensorParallel) -> dict[str, Any]:
+    """A rank holds its share and no whole weight beside it."""
+    target = shard(make_target("mixture"), ranks)
+    return {"kept": [n for n, p in target.named_parameters() if p.untyped_storage().nbytes() != p.numel() * p.element_size()]}

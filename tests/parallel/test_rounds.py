@@ -1,0 +1,94 @@
+"""Ranks decode what one process decodes: 2 and 4 processes, float32, gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+from spec_ops.decoding import SamplingParams, generate
+from spec_ops.models import load_pair
+from tests.parallel import world
+from tests.parallel.models import BATCH, JOBS, NEW_TOKENS, OF_FOUR, make_draft, make_target
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request, tmp_path_factory) -> list[dict]:
+    """What the cases returned, by rank."""
+    return world.run(request.param, "tests.parallel.cases", tmp_path_factory.mktemp(f"world{request.param}"))
+
+
+def of(ranks: list[dict], case: str) -> list[dict]:
+    found = [results[case] for results in ranks]
+    assert not [result["error"] for result in found if "Traceback" in str(result.get("error"))]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[list[int]]]:
+    found = {}
+    for name, job in JOBS.items():
+        target = make_target(job.kind)
+        options = {"max_new_tokens": NEW_TOKENS, "page_size": 4, "sampling": job.sampling}
+        found[name] = generate(target, make_draft(job, target), BATCH, job.config, **options).tokens
+    return found
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_tokens_are_those_of_one_process(ranks, alone, job):
+    for found in of(ranks, "case_tokens"):
+        if len(ranks) == 2 or job in OF_FOUR:
+            assert found[job] == alone[job]
+
+
+def test_vocabulary_that_the_ranks_do_not_divide(ranks):
+    for result in of(ranks, "case_head"):
+        for got, expected, equal in result["found"]:
+            assert got == expected
+            assert equal
+
+
+def test_shipped_pair_from_slices(ranks):
+    target, draft, tokenizer = load_pair()
+    prompt = [tokenizer.encode("class Matrix:\n    def __init__(self")]
+    expected = generate(target, draft, prompt, max_new_tokens=24).tokens
+    for result in of(ranks, "case_shipped_pair"):
+        assert result["tokens"] == expected
+        assert result["share"] < 0.75
+
+
+@pytest.mark.parametrize(("what", "name"), [("config", "max_batch_size"), ("prompts", "prompts"), ("seed", "sampling")])
+def test_ranks_that_differ_are_told_which_argument(ranks, what, name):
+    last = len(ranks) - 1
+    for result in of(ranks, "case_ranks_that_differ"):
+        assert result[what].startswith("RankError: ")
+        assert f"`{name}` must be the same on every rank, but differs on rank {last} from rank 0's" in result[what]
+        assert len(result["again"][0]) == 4
+
+
+def test_rank_0_draws_the_seed(ranks):
+    results = of(ranks, "case_drawn_seed")
+    assert all(result == results[0] for result in results)
+    sampling = SamplingParams(1.0, seed=results[0]["seed"])
+    expected = generate(make_target("gqa"), None, [[1, 2]], max_new_tokens=8, sampling=sampling)
+    assert results[0]["tokens"] == expected.tokens
+
+
+def test_rank_0_decides_when_to_stop(ranks):
+    for result in of(ranks, "case_clocks"):
+        assert len(result["tokens"][0]) == 3
+
+
+def test_a_divergence_is_found_at_its_round(ranks):
+    for result in of(ranks, "case_divergence"):
+        assert "`output of a round` must be the same on every rank, but differs on rank 1 from rank 0's" in result["error"]
+
+
+def test_sizes_that_the_ranks_do_not_divide(ranks):
+    for result in of(ranks, "case_sizes"):
+        assert result.pop("target") == "ValueError: shard: `target` must be the share of the target for a Eagle3Draft, got None"
+        for name, message in result.items():
+            assert message.startswith(f"ValueError: shard: `{name}` must be a multiple"), message
+            assert f"{len(ranks)} ranks" in message
+
+
+def test_a_rank_keeps_its_share_only(ranks):
+    assert all(result["kept"] == [] for result in of(ranks, "case_bytes"))

@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(P
 # As many workers as cores; one that runs out of tests takes some from another.
 PYTEST := $(BIN)/python -m pytest -n $(or $(WORKERS),auto) --dist worksteal
 
-.PHONY: demo test docs lint wheel clean
+.PHONY: demo test test-sglang docs lint wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m spec_ops generate --compare
@@ -17,6 +17,18 @@ demo: $(VENV)/.demo
 test: lint
 	$(PYTEST) --ignore tests/interpreter
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
+
+# Real SGLang engines on a CPU, in an environment of their own: its own requirements pin another torch. Ten minutes; not in CI.
+test-sglang: $(VENV)-sglang/.ready
+	SGLANG_NEWEST=$(VENV)-sglang/newest $(VENV)-sglang/bin/python -m pytest tests/sglang
+
+$(VENV)-sglang/.ready: tests/sglang/requirements.txt
+	test -x $(VENV)-sglang/bin/python || $(PYTHON) -m venv $(VENV)-sglang
+	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) torch==2.13.0 triton==3.7.1 -r tests/sglang/requirements.txt
+	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps sglang==0.5.14
+	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(VENV)-sglang/newest sglang==0.5.23
+	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --editable .
+	touch $@
 
 # The site, in site/; Python 3.11 or newer. `make test` builds it too, and looks at it in Chromium where that is installed.
 docs: $(VENV)/.test
@@ -42,7 +54,7 @@ wheel: $(VENV)/.demo
 	cd $(VENV)-wheel && bin/spec-ops generate --device cpu --max-new-tokens 32
 
 clean:
-	rm -rf $(VENV) $(VENV)-wheel build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-wheel $(VENV)-sglang build dist site *.egg-info
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,0 +1,22 @@
+"""`python -m spec_ops check`."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+
+
+class Engine(str, enum.Enum):
+    sglang = "sglang"
+
+
+def check(engine: Annotated[Engine, typer.Argument(help="The serving engine.")]) -> None:
+    """Whether the installed engine is of a tested version and has every symbol that the plug-in uses; if not, ends with 1."""
+    from spec_ops.integrations import sglang
+
+    text, fits = sglang.report()
+    typer.echo(text)
+    if not fits:
+        raise typer.Exit(1)

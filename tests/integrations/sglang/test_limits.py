@@ -1,0 +1,80 @@
+"""What the backend refuses when an engine starts: the message says what, and what to use instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spec_ops.integrations.sglang.limits import check_layer, check_runner
+from tests.integrations.sglang.stand_ins import layer, runner
+
+EAGLE = {
+    "speculative_algorithm": "EAGLE3", "speculative_num_draft_tokens": 4, "speculative_eagle_topk": 1,
+    "speculative_num_steps": 3,
+}  # fmt: skip
+
+
+class SWAKVPool:
+    dtype, head_num, head_dim = torch.float32, 2, 16
+
+
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize("arguments", [{}, EAGLE, EAGLE | {"speculative_algorithm": "EAGLE"}])
+def test_supported(mla, arguments):
+    check_runner(runner(64 if not arguments else 1, mla=mla, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "arguments", "told"),
+    [
+        (256, {}, "pages of 256 tokens.*--page-size 64"),
+        (1, EAGLE | {"speculative_algorithm": "NGRAM"}, "speculation by NGRAM.*use one of EAGLE, EAGLE3, NEXTN"),
+        (1, EAGLE | {"speculative_num_draft_tokens": 65}, "65 draft tokens.*64 or less"),
+        (1, EAGLE | {"speculative_eagle_topk": 10, "speculative_num_steps": 7}, "10 branches and 7 steps.*at most 64"),
+        (64, EAGLE | {"speculative_eagle_topk": 2}, "trees with pages of 64.*--page-size 1"),
+        (64, {"enable_two_batch_overlap": True}, "two-batch overlap.*--enable-two-batch-overlap"),
+        (64, {"enable_multi_layer_eagle": True}, "multi-layer EAGLE"),
+        (64, {"enable_deterministic_inference": True}, "deterministic inference"),
+        (64, {"attn_cp_size": 2}, "context parallelism"),
+    ],
+)
+def test_refused_arguments(page_size, arguments, told):
+    with pytest.raises(ValueError, match=rf"--attention-backend spec_ops \(SGLang .*\): .*{told}"):
+        check_runner(runner(page_size, **arguments))
+
+
+def test_refused_pools_and_models():
+    with pytest.raises(ValueError, match=r"KV pool SWAKVPool.*another --attention-backend.*--disable-hybrid-swa-memory"):
+        check_runner(runner(64, pool=SWAKVPool()))
+    crossing = runner(64)
+    crossing.model_config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="cross attention"):
+        check_runner(crossing)
+
+
+def test_a_model_without_kernels_is_refused_on_a_gpu(monkeypatch):
+    """There `reference` would run, right and slow."""
+    monkeypatch.setattr("spec_ops.integrations.sglang.limits.device_arch", lambda device: 90)
+    on_gpu = runner(64)
+    on_gpu.device = "cuda"
+    with pytest.raises(ValueError, match=r"no kernel runs mha_draft_decode of this model: .*query dtype torch.float32"):
+        check_runner(on_gpu)
+    on_gpu.dtype = on_gpu.token_to_kv_pool.dtype = torch.bfloat16
+    check_runner(on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"attn_type": SimpleNamespace(value="encoder_only")}, "layer 0 has attention of type encoder_only"),
+        ({"is_cross_attention": True}, "layer 0 has attention of type cross"),
+        ({"xai_temperature_len": 5}, "xai_temperature_len"),
+        ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "caps logits by sigmoid"),
+    ],
+)
+def test_refused_layers(changes, told):
+    check_layer(layer())
+    with pytest.raises(ValueError, match=told):
+        check_layer(layer(**changes))

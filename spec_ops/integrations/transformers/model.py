@@ -133,7 +133,12 @@ class TransformersModel(Target):
         return self._run("input_ids", tokens, positions, attention)
 
     def embedded(self, embeddings: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:
-        """`forward` for `embeddings [..., hidden_size]` in the place of tokens."""
+        """`forward` with embeddings in the place of tokens.
+
+        Args:
+            embeddings: `[..., hidden_size]`.
+            positions, attention: as in `forward`.
+        """
         return self._run("inputs_embeds", embeddings, positions, attention)
 
     def _run(self, name: str, inputs: torch.Tensor, positions: torch.Tensor, attention) -> TargetOutput:

@@ -37,6 +37,7 @@ from spec_ops.passes.history import History
 from spec_ops.passes.hoist_row_select import HoistRowSelect
 from spec_ops.passes.lower_kv_append import LowerKvAppend
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
+from spec_ops.passes.merge_linears import MergeLinears
 from spec_ops.passes.report import GraphReport, Place
 from spec_ops.passes.select_backends import SelectBackends
 from spec_ops.passes.share_op_inputs import ShareOpInputs
@@ -51,7 +52,8 @@ SLOT = "post_grad_custom_pre_pass"
 
 # The order matters. A ragged extend becomes a draft extend before kernels are chosen, and the chosen kernels say which inputs
 # can be dropped. Steps are fused when only what is needed is left, and rows are selected when no index input ties an attention
-# call to all its rows. After the last pass the graph is no longer functional.
+# call to all its rows. The products that are left are merged before their kernels are chosen. After the last pass the graph is
+# no longer functional.
 PASSES: tuple[GraphPass, ...] = (
     UseDecodeForExtend(),
     SelectBackends(),
@@ -59,6 +61,7 @@ PASSES: tuple[GraphPass, ...] = (
     ElideHostSyncs(),
     FuseDraftSteps(),
     HoistRowSelect(),
+    MergeLinears(),
     LowerKvAppend(),
     LowerSkinnyMm(),
     FuseNormLinear(),

@@ -17,8 +17,17 @@ from transformers import PreTrainedModel
 from spec_ops.integrations.transformers import experts
 from spec_ops.integrations.transformers.attention import NAME, attending
 from spec_ops.integrations.transformers.fp8 import reading_as_stored
+from spec_ops.integrations.transformers.merging import MergedLinears
 from spec_ops.integrations.transformers.parts import GivenHiddenStates, as_decoder, replaced, watched, with_fixed_rope
-from spec_ops.integrations.transformers.probe import Argument, CacheSpec, StepCache, check_logits, extend_from_start, probe
+from spec_ops.integrations.transformers.probe import (
+    Argument,
+    CacheSpec,
+    Probed,
+    StepCache,
+    check_logits,
+    extend_from_start,
+    probe,
+)
 from spec_ops.models.config import KVRows
 from spec_ops.models.paged import PagedKVCache
 from spec_ops.models.target import PositionLimit, Target, TargetOutput
@@ -47,8 +56,9 @@ class TransformersModel(Target):
     """A causal language model of transformers as a `spec_ops.models.Target`.
 
     Its attention implementation is switched to `"spec_ops"`, its experts implementation too where `moe_experts` computes what
-    its experts do, and it is put into evaluation mode. `close()` switches all back, once everything that was made of the model
-    is closed.
+    its experts do, and it is put into evaluation mode. The weights of linear layers that read one value (queries, keys and
+    values; gate and up) become views of one tensor, so that compiled rounds compute them in one product. `close()` undoes all
+    of it, once everything that was made of the model is closed.
 
     Args:
         model: on one device, with an attention that goes through transformers' attention interface.
@@ -60,6 +70,7 @@ class TransformersModel(Target):
         decoder: the part that turns tokens into hidden states.
         spec: what a token takes in a cache.
         generation_config: the model's own.
+        apart: why linear layers that read one value keep weights of their own, a reason for each name.
 
     Raises:
         TypeError, ValueError: naming the argument, and what of the model cannot run on these ops.
@@ -107,7 +118,8 @@ class TransformersModel(Target):
         self._bypassed = [(name, model.get_submodule(name), name != found.decoder) for name in ("", *parents, found.decoder)]
         self._check_bypassed()
 
-        decoder, self.position_limit = with_fixed_rope(model.get_submodule(found.decoder))
+        self._merged = self._switched.merge(model, found)
+        decoder, self.position_limit = with_fixed_rope(self._merged.decoder)
         if found.table is not None and (self.position_limit is None or found.table < self.position_limit.count):
             self.position_limit = PositionLimit(found.table, "its table of position embeddings ends there")
         self.decoder = as_decoder(cast(PreTrainedModel, self._watch_layers(decoder, layers) if aux_layers else decoder))
@@ -120,8 +132,13 @@ class TransformersModel(Target):
             logits = self.logits(self(found.tokens, positions, step).hidden)
             check_logits(type(model).__name__, logits, found.logits, self._argument)
 
+    @property
+    def apart(self) -> dict[str, str]:
+        return dict(self._merged.apart)
+
     def close(self) -> None:
-        """Give the model its own attention and experts and its training mode back. Calling it again does nothing.
+        """Give the model its own attention and experts, its training mode and separate weights back. Calling it again does
+        nothing.
 
         Other `TransformersModel`s of the same model go on working: the last one to be closed restores it.
         """
@@ -145,6 +162,7 @@ class TransformersModel(Target):
         if not torch.compiler.is_compiling():  # the prompts' forward comes first, and is never compiled
             self._check_bypassed()
             self._check_attention()
+            self._check_parameters()
         flat = positions.dim() == 1  # a ragged extend: transformers wants a batch dimension
         if flat:
             inputs, positions = inputs[None], positions[None]
@@ -170,7 +188,7 @@ class TransformersModel(Target):
 
     def _check_attention(self) -> None:
         found = self.decoder.config.get_text_config()._attn_implementation
-        if found != NAME and self._switched is None:
+        if self._merged.closed or (found != NAME and self._switched is None):
             raise ValueError(
                 f"{self._argument}: was given back by `close()`, or at the end of a `with` block; make a new generator"
             )
@@ -179,6 +197,10 @@ class TransformersModel(Target):
                 f"{self._argument}: the attention implementation of {type(self.decoder).__name__} must stay {NAME!r}, got "
                 f'{found!r}; call `model.set_attn_implementation("{NAME}")`, or make a new generator after `close()`'
             )
+
+    def _check_parameters(self) -> None:
+        if (problem := self._merged.check()) is not None:
+            raise ValueError(f"{self._argument} must keep its layers while it is taken over: {problem}; make a new generator")
 
     def _check_bypassed(self) -> None:
         """Refuse hooks and patched forwards that would never run. Those of all other modules do run."""
@@ -225,12 +247,21 @@ class _Switched:
     Attributes:
         restore: gives it its own attention and experts back.
         own_experts: its own experts implementations; None if it keeps them.
+        merged: its linear layers whose weights were laid side by side; None before `merge`.
         holders: the `TransformersModel`s of it that are open. One that was dropped without `close()` does not count.
     """
 
     restore: Callable[[], None]
     own_experts: dict[str, str | None] | None
+    merged: MergedLinears | None = None
     holders: weakref.WeakSet[TransformersModel] = field(default_factory=weakref.WeakSet)
+
+    def merge(self, model: PreTrainedModel, found: Probed) -> MergedLinears:
+        """The same for all holders."""
+        with _switching:
+            if self.merged is None:
+                self.merged = MergedLinears(model, found.siblings, found.decoder)
+            return self.merged
 
 
 # By the id of the model, which lives as long as its entry. Only the holders keep an entry alive, and so the model.
@@ -262,6 +293,8 @@ def _release(switched: _Switched, holder: TransformersModel) -> None:
         if not switched.holders:
             for key in [key for key, entry in _switched.items() if entry is switched]:
                 del _switched[key]
+            if switched.merged is not None:
+                switched.merged.restore()
             switched.restore()
 
 

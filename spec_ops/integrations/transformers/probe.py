@@ -26,6 +26,7 @@ from spec_ops.integrations.transformers.attention import (
     leave_note,
 )
 from spec_ops.integrations.transformers.experts import using_experts
+from spec_ops.integrations.transformers.merging import SiblingLinears
 from spec_ops.models.checkpoint import MACHINE_ERRORS
 from spec_ops.models.paged import PagedAttention, PagedKVCache, refuse_autocast
 
@@ -80,6 +81,7 @@ class Probed:
         decoder: name of the module that takes the tokens.
         output: type of that module's output.
         table: rows of the table in which the model looks positions up; None if it has none.
+        siblings: names of linear layers that read one value.
     """
 
     spec: CacheSpec
@@ -88,6 +90,7 @@ class Probed:
     decoder: str
     output: type
     table: int | None
+    siblings: tuple[tuple[str, ...], ...]
 
 
 class StepCache(Cache):
@@ -194,15 +197,15 @@ def probe(model: PreTrainedModel, argument: Argument, own_experts: dict[str, str
             window = record.windows[layer] + 1
             raise ValueError(f"{argument}: layer {layer} of {name} is {kind}, but the attention gets the window {window}")
     with attending(model, "eager"), nullcontext() if own_experts is None else using_experts(model, own_experts):
-        calls = _DecoderCalls(model)
-        with calls:
+        calls, linears = _DecoderCalls(model), SiblingLinears(model)
+        with calls, linears:
             positions = torch.arange(_LENGTH, device=tokens.device)[None]
             want = model(input_ids=tokens[None], position_ids=positions, use_cache=False).logits[0]
     check_logits(name, logits, want, argument)
     if calls.first is None or calls.output is None or not hasattr(calls.output, "last_hidden_state"):
         raise ValueError(f"{argument}: {name} has no decoder module that turns tokens into hidden states")
     spec = CacheSpec(tuple(record.rows[layer] for layer in range(layers)), logits.shape[-1])
-    return Probed(spec, tokens, want, calls.first, type(calls.output), table)
+    return Probed(spec, tokens, want, calls.first, type(calls.output), table, linears.groups())
 
 
 def _slides(config: Any) -> bool:

@@ -1,0 +1,312 @@
+"""Linear layers that read one value, with their weights side by side in one storage.
+
+Most models of transformers have a linear layer each for queries, keys and values, and for gate and up. As long as a model is
+taken over, the parameters of such siblings are views of one tensor. The copies of these layers that rounds call read rows of
+that tensor, which the pass `merge_linears` makes one product of. The model's own modules, parameters and state dict stay, and
+whatever writes to a parameter in place writes to the tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class SiblingLinears:
+    """Watches a forward: which linear layers of one parent read the same value."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+        self._calls: dict[str, list[tuple]] = {}
+        self._inputs: list[torch.Tensor] = []  # alive, so that no two share an address
+
+    def __enter__(self) -> SiblingLinears:
+        self._hooks = [
+            m.register_forward_pre_hook(lambda _, args, name=name: self._note(name, args)) for name, m in self._linears
+        ]
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._inputs.clear()
+
+    def _note(self, name: str, args: Sequence[Any]) -> None:
+        x = args[0] if args else None
+        if isinstance(x, torch.Tensor):
+            self._inputs.append(x)
+            version = 0 if x.is_inference() else x._version
+            self._calls.setdefault(name, []).append((x.data_ptr(), x.shape, x.stride(), x.dtype, version))
+
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Names of siblings that were called once, in the order of their calls."""
+        found: dict[tuple, list[str]] = {}
+        for name, calls in self._calls.items():
+            if len(calls) == 1:
+                found.setdefault((name.rpartition(".")[0], *calls[0]), []).append(name)
+        return tuple(tuple(names) for names in found.values() if len(names) > 1)
+
+
+class _Rows(nn.Linear):
+    """A linear layer whose weight and bias are rows of a larger one's. Made of a layer by `_Group.copies`."""
+
+    whole: nn.Parameter
+    whole_bias: nn.Parameter | None
+    rows: tuple[int, int]
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return self.whole[self.rows[0] : self.rows[1]]
+
+    @property
+    def bias(self) -> torch.Tensor | None:  # type: ignore[override]
+        return None if self.whole_bias is None else self.whole_bias[self.rows[0] : self.rows[1]]
+
+
+class _Group:
+    """Siblings whose parameters are views of `whole` and `whole_bias`."""
+
+    def __init__(self, names: Sequence[str], linears: Sequence[nn.Linear]) -> None:
+        self.names, self.linears = tuple(names), tuple(linears)
+        self.whole = _side_by_side([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self.whole_bias = _side_by_side(biases) if biases else None
+        ends = accumulate((linear.out_features for linear in linears), initial=0)
+        self.rows = tuple(pairwise(ends))
+
+    def in_place(self) -> bool:
+        """Whether the layers' parameters still are the views."""
+        for linear, (start, end) in zip(self.linears, self.rows, strict=True):
+            for name, whole in (("weight", self.whole), ("bias", self.whole_bias)):
+                parameter = linear._parameters.get(name)
+                if (parameter is None) != (whole is None):
+                    return False
+                if parameter is None or whole is None:
+                    continue
+                same = parameter.shape == (end - start, *whole.shape[1:]) and parameter.is_contiguous()
+                if not same or parameter.dtype != whole.dtype or parameter.device != whole.device:
+                    return False
+                if parameter.data_ptr() != whole.data_ptr() + start * whole.stride(0) * whole.element_size():
+                    return False
+        return True
+
+    def lay(self) -> None:
+        """Put the parameters side by side again, after they were replaced or moved."""
+        self.whole.data = _side_by_side([linear.weight for linear in self.linears]).data
+        if self.whole_bias is not None:
+            self.whole_bias.data = _side_by_side([linear.bias for linear in self.linears]).data
+
+    def copies(self) -> dict[str, nn.Module]:
+        """The layers that rounds call, by name. They share the hooks of the model's."""
+        made: dict[str, nn.Module] = {}
+        for name, linear, rows in zip(self.names, self.linears, self.rows, strict=True):
+            twin = copy.copy(linear)
+            twin._parameters = {"whole": self.whole, "whole_bias": self.whole_bias}
+            twin.__class__, twin.rows = _Rows, rows  # type: ignore[assignment]
+            made[name] = twin
+        return made
+
+    def restore(self) -> None:
+        """Give every parameter that still is a view a storage of its own, and free the tensor."""
+        for name, whole in (("weight", self.whole), ("bias", self.whole_bias)):
+            if whole is None:
+                continue
+            memory = whole.untyped_storage().data_ptr()
+            for linear in self.linears:
+                parameter = linear._parameters.get(name)
+                if parameter is not None and parameter.untyped_storage().data_ptr() == memory:
+                    parameter.data = parameter.data.clone()
+            whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
+
+
+class _Copied(NamedTuple):
+    """A module of the model, the copy of it that rounds call, and the children that it had. The copy has children of its own,
+    and is equal in everything else."""
+
+    name: str
+    module: nn.Module
+    twin: nn.Module
+    children: dict[str, nn.Module | None]
+
+    def follow(self) -> None:
+        """Take over attributes that the user has set since, such as a `forward`."""
+        kept = ("_modules", "_parameters", "rows") if isinstance(self.twin, _Rows) else ("_modules",)
+        theirs, ours = vars(self.module), vars(self.twin)
+        for name in [name for name in ours if name not in theirs and name not in kept]:
+            del ours[name]
+        for name, value in theirs.items():
+            if name not in kept and ours.get(name) is not value:
+                ours[name] = value
+
+
+class MergedLinears:
+    """The siblings of a model that were laid side by side.
+
+    Args:
+        model: a causal language model.
+        groups: names of siblings, see `SiblingLinears.groups`.
+        decoder: name of the part that rounds call.
+
+    Attributes:
+        apart: why layers were left as they are: a reason for each name.
+        decoder: that part, of shallow copies whose linear layers read rows of the merged weights.
+    """
+
+    def __init__(self, model: PreTrainedModel, groups: Iterable[Sequence[str]], decoder: str) -> None:
+        self.apart: dict[str, str] = {}
+        self._groups: list[_Group] = []
+        self._copied: list[_Copied] = []
+        self._closed = False
+        used = _Used(model)
+        parts: dict[str, nn.Module] = {}
+        for names in groups:
+            linears = [cast(nn.Linear, model.get_submodule(name)) for name in names]
+            if (reason := used.refusal(linears)) is None:
+                self._groups.append(group := _Group(names, linears))
+                parts |= group.copies()
+            else:
+                self.apart |= dict.fromkeys(names, reason)
+        for name, reason in self.apart.items():
+            logger.info("%s stays apart: %s", name, reason)
+        self.decoder = self._replaced(model.get_submodule(decoder), decoder, parts)
+        self._release_memory()
+
+    def _replaced(self, module: nn.Module, name: str, parts: dict[str, nn.Module]) -> nn.Module:
+        twin = parts.get(name)
+        if twin is None:
+            if not any(part.startswith(f"{name}.") for part in parts):
+                return module
+            twin = copy.copy(module)
+            twin._modules = {
+                child: None if part is None else self._replaced(part, f"{name}.{child}", parts)
+                for child, part in module._modules.items()
+            }
+        self._copied.append(_Copied(name, module, twin, dict(module._modules)))
+        return twin
+
+    def check(self) -> str | None:
+        """Follow what was changed of the model since: its attributes, and parameters that were moved or replaced.
+
+        Returns:
+            What was changed so that rounds would not see it; None if nothing was.
+        """
+        for copied in self._copied:
+            name, module, _, children = copied
+            if module._modules != children:
+                changed = {n for n in {*children, *module._modules} if children.get(n) is not module._modules.get(n)}
+                return f"{name}.{min(changed, default='')} was replaced"
+            copied.follow()
+        for group in self._groups:
+            if group.in_place():
+                continue
+            if (reason := _unfit(group.linears)) is not None:
+                return f"the parameters of {', '.join(group.names)} were replaced: {reason}"
+            group.lay()
+        return None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def restore(self) -> None:
+        """Give the parameters storages of their own. The copies cannot be called any more."""
+        self._closed = True
+        for group in self._groups:
+            group.restore()
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        """Give the driver back what the allocator holds of the old storages: those of other sizes do not fit in there."""
+        devices = {group.whole.device for group in self._groups if group.whole.device.type == "cuda"}
+        if devices and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.empty_cache()
+
+
+class _Used:
+    """How often each parameter and each storage of a model is used."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self.places = Counter(id(tensor) for _, tensor in named)
+        distinct = {id(tensor): tensor for _, tensor in named}
+        self.storages: Counter[Any] = Counter(storage for tensor in distinct.values() if (storage := _storage(tensor)))
+
+    def refusal(self, linears: Sequence[nn.Linear]) -> str | None:
+        """Why layers are left apart; None if they are laid side by side."""
+        if any(linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear) for linear in linears):
+            return "one has hooks or a `forward` of its own"
+        parameters = [p for linear in linears for p in linear._parameters.values() if p is not None]
+        if any(self.places[id(parameter)] > 1 for parameter in parameters):
+            return "one is tied to another layer"
+        if (reason := _unfit(linears)) is not None:
+            return reason
+        for name in ("weight", "bias"):
+            group = [p for linear in linears if (p := linear._parameters[name]) is not None]
+            if group and not _adjacent(group) and any(self.storages[_storage(p)] > 1 or not _fills(p) for p in group):
+                return f"a {name} shares its storage with other tensors"
+        return None
+
+
+def _unfit(linears: Sequence[nn.Linear]) -> str | None:
+    """Why the parameters of layers cannot be views of one tensor; None if they can."""
+    biased = {linear._parameters.get("bias") is not None for linear in linears}
+    if len(biased) > 1:
+        return "one has a bias, another has none"
+    for name in ("weight", "bias") if True in biased else ("weight",):
+        found = [linear._parameters.get(name) for linear in linears]
+        parameters = [parameter for parameter in found if parameter is not None]
+        if len(parameters) < len(found) or any(
+            type(p) is not nn.Parameter or type(p.data) is not torch.Tensor for p in parameters
+        ):
+            return f"a {name} is no plain tensor"
+        first = parameters[0]
+        if any((p.dtype, p.device, p.shape[1:]) != (first.dtype, first.device, first.shape[1:]) for p in parameters):
+            return f"their {name}s differ in dtype, device or width"
+        if first.device.type == "meta":
+            return "they are on the device meta"
+        if first.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            return f"a {name} is {str(first.dtype).removeprefix('torch.')}"
+        if not all(p.is_contiguous() for p in parameters):
+            return f"a {name} is not contiguous"
+    return None
+
+
+def _storage(tensor: torch.Tensor) -> tuple[torch.device, int] | None:
+    """What identifies a storage; None for a tensor without one."""
+    if type(tensor.data) is not torch.Tensor or tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        return None
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _fills(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous tensor is all of its storage."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether contiguous tensors follow one another in one storage."""
+    after = [(_storage(t), t.storage_offset() + t.numel()) for t in tensors[:-1]]
+    return after == [(_storage(t), t.storage_offset()) for t in tensors[1:]]
+
+
+def _side_by_side(parameters: Sequence[torch.Tensor]) -> nn.Parameter:
+    """The rows of `parameters` as one tensor that they are views of from now on. A copy is made unless they lie so already."""
+    first, count = parameters[0].data, sum(len(parameter) for parameter in parameters)
+    if _adjacent(parameters):
+        return nn.Parameter(first.as_strided((count, *first.shape[1:]), first.stride()), requires_grad=False)
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.empty((count, *first.shape[1:]), dtype=first.dtype, device=first.device)
+        for parameter, rows in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
+            rows.copy_(parameter.data)
+            parameter.data = rows
+    return nn.Parameter(whole, requires_grad=False)

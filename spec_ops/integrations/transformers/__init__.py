@@ -20,6 +20,7 @@ from spec_ops.integrations.transformers.eagle3 import load_eagle3
 from spec_ops.integrations.transformers.generate import SpeculativeOutput, TransformersGenerator, speculative_generate
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.mtp import NextNDraft, load_mtp
+from spec_ops.integrations.transformers.mxfp4 import read_mxfp4_as_stored
 
 register()
 
@@ -31,6 +32,7 @@ __all__ = [
     "TransformersModel",
     "load_eagle3",
     "load_mtp",
+    "read_mxfp4_as_stored",
     "register",
     "speculative_generate",
 ]

@@ -2,11 +2,13 @@
 
 An experts module says how its weights lie (`use_experts_implementation`), and computes what lies between its two products with
 `_apply_gate`, or `act_fn` without a gate: any Python. So a few rows go through it and through the op, and the form of the op
-that gives the same is the module's.
+that gives the same is the module's. Experts of fine-grained fp8, and those in fp4 of such checkpoints, are read as they are
+stored, and their rows keep their dtype: transformers' own kernels round those to 8 bits.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,11 +22,14 @@ try:
 except ImportError:  # renamed or gone: models keep their own experts
     ExpertsInterface = None  # type: ignore[assignment, misc]
 
+from spec_ops.backends.expert_format import expert_format
+from spec_ops.backends.registry import device_arch
 from spec_ops.ops.moe import ACTIVATIONS, moe_experts
 
 NAME = "spec_ops"
 _FORM = "_spec_ops_form"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STORED = (torch.float8_e4m3fn, torch.int8)  # fp8, and fp4 two in a byte
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
 
@@ -42,8 +47,15 @@ class Form(NamedTuple):
 
 def register_experts() -> None:
     """Make `experts_implementation="spec_ops"` known to transformers."""
-    if ExpertsInterface is not None:
-        ExpertsInterface.register(NAME, experts_forward)
+    if ExpertsInterface is None:
+        return
+    ExpertsInterface.register(NAME, experts_forward)
+    try:
+        fp8 = importlib.import_module("transformers.integrations.finegrained_fp8")
+    except ImportError:  # its own requirements: then no model has such experts
+        return
+    if (interface := getattr(fp8, "FP8ExpertsInterface", None)) is not None:
+        interface.register(NAME, experts_forward)
 
 
 def experts_forward(
@@ -72,16 +84,31 @@ def experts_forward(
     if getattr(self, "_is_expert_parallel", False):
         top_k_index = torch.where(top_k_index < self.down_proj.shape[0], top_k_index, -1)  # type: ignore[union-attr, index]
     first = "gate_up_proj" if form.gated else "up_proj"
+    gate_up, gate_up_scale = _stack(self, first)
+    down, down_scale = _stack(self, "down_proj")
     return moe_experts(
         hidden_states,
         top_k_index,
         top_k_weights,
-        getattr(self, first),
-        self.down_proj,  # type: ignore[arg-type]
+        gate_up,
+        down,
         gate_up_bias=getattr(self, f"{first}_bias") if self.has_bias else None,
         down_bias=self.down_proj_bias if self.has_bias else None,  # type: ignore[arg-type]
         **form._asdict(),
+        gate_up_scale=gate_up_scale,
+        down_scale=down_scale,
     )
+
+
+def _stack(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A stack of weights and its scales as `moe_experts` takes them."""
+    stack = getattr(module, name)
+    if stack.element_size() > 1:
+        return stack, None
+    scale = getattr(module, f"{name}_scale_inv")
+    if stack.dtype == torch.int8:  # two numbers of MXFP4
+        return stack.view(torch.uint8), scale.view(torch.uint8)
+    return stack, scale.float()  # which may be powers of 2 in 8 bits
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -102,9 +129,10 @@ def form_of(module: nn.Module) -> Form:
     weights = [module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj]
     for weight in weights:
         plain = isinstance(weight, torch.Tensor) and type(weight.data) is torch.Tensor and weight.dim() == 3
-        if not plain or weight.dtype not in _DTYPES:
+        if not plain or weight.dtype not in (*_DTYPES, *_STORED):
             found = f"{type(weight.data).__name__} of {weight.dtype}" if isinstance(weight, torch.Tensor) else type(weight)
             raise ValueError(f"{name} must have weights of float32, bfloat16 or float16, [experts, rows, columns], got {found}")
+    _check_stored(module, name)
     rows = 6 * torch.randn(8, 64, generator=torch.Generator().manual_seed(0), device="cpu")  # close to 0 and past limits
     there = rows.to(weights[0].device)  # type: ignore[arg-type]
     wanted = (module._apply_gate(there) if module.has_gate else module.act_fn(there)).float().cpu()  # type: ignore[operator]
@@ -112,6 +140,28 @@ def form_of(module: nn.Module) -> Form:
         if torch.allclose(_between(rows, form), wanted, rtol=1e-4, atol=1e-5):
             return form
     raise ValueError(f"{name} puts something between its products that `moe_experts` does not compute")
+
+
+def _check_stored(module: nn.Module, name: str) -> None:
+    """Refuse experts of 8 or 4 bits in a format that `moe_experts` does not read."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    stack: Any = getattr(module, first)
+    if stack.element_size() > 1:
+        return
+    if module.is_transposed:
+        raise ValueError(f"{name} must not be transposed with weights of {stack.dtype}")
+    arch = device_arch(stack.device)
+    if stack.dtype == torch.float8_e4m3fn and arch is not None and arch < 89:
+        raise ValueError(f"{name} of {stack.dtype} need sm_89 or newer, got sm_{arch}")
+    for part, parts in ((first, 2 if module.has_gate and module.is_concatenated else 1), ("down_proj", 1)):
+        scale = getattr(module, f"{part}_scale_inv", None)
+        if not isinstance(scale, torch.Tensor) or (stack.dtype == torch.int8 and scale.element_size() > 1):
+            got = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
+            raise ValueError(f"{name} must have scales `{part}_scale_inv` of a known dtype, got {got}")
+        try:
+            expert_format(name, part, *_stack(module, part), parts)
+        except (TypeError, ValueError) as error:
+            raise ValueError(str(error)) from None
 
 
 def _candidates(module: nn.Module) -> Iterator[Form]:
@@ -151,6 +201,11 @@ def implementations(model: PreTrainedModel) -> dict[str, str | None]:
 def present(model: PreTrainedModel) -> bool:
     """Whether `model` has experts: the first layers of a mixture may be dense, and a draft may have no others."""
     return any(_is_experts(module) for module in model.modules())
+
+
+def stored(model: PreTrainedModel) -> bool:
+    """Whether experts of `model` are of 8 or 4 bits."""
+    return any(_is_experts(module) and module.down_proj.element_size() == 1 for module in model.modules())  # type: ignore[union-attr, operator]
 
 
 def supported(model: PreTrainedModel) -> bool:

@@ -20,6 +20,7 @@ from spec_ops.integrations.transformers.eagle3 import is_eagle3, load_eagle3
 from spec_ops.integrations.transformers.logits import Call, LogitsSettings, plan_logits
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.mtp import holds_mtp, load_mtp
+from spec_ops.integrations.transformers.mxfp4 import quantization_method, read_mxfp4_as_stored
 from spec_ops.integrations.transformers.settings import GenerationSettings, resolve_settings
 from spec_ops.models.checkpoint import MACHINE_ERRORS, CheckpointError, first_line, read_fields
 from spec_ops.models.drafts import Draft, StandaloneDraft
@@ -139,6 +140,8 @@ def _load_model(folder: Path, config: Any, device: torch.device | str, dtype: to
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     _check_stored(folder, files, config)
     weights = files[0] if len(files) == 1 else folder
+    if torch.device(device).type == "cuda" and quantization_method(config) == "mxfp4":
+        config = read_mxfp4_as_stored(config)
     with _transformers_errors(weights):
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
     model, report = loaded
@@ -165,7 +168,7 @@ def _check_stored(folder: Path, files: Sequence[Path], config: Any) -> None:
     method = None if quantization is None else quantization.get("quant_method")
     if quantization is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING and "load_in_8bit" not in quantization:
         raise CheckpointError(folder / "config.json", f"must be a method of transformers, got {method!r}", _METHOD)
-    if method not in (None, "fp8"):
+    if method not in (None, "fp8", "mxfp4"):
         return
     found: dict[str, _Header] = {}
     for file in (file for file in files if file.suffix == ".safetensors"):
@@ -177,7 +180,15 @@ def _check_stored(folder: Path, files: Sequence[Path], config: Any) -> None:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(file, f"must be a safetensors file, got {first_line(error)}") from error
     for name, header in found.items():
-        if not name.endswith(".weight"):
+        if method == "mxfp4" and name.endswith("_blocks"):
+            scale = f"{name.removesuffix('_blocks')}_scales"
+            if scale not in found:
+                raise CheckpointError(header.file, "must have `_scales` beside it, as a weight in MXFP4", name)
+            if header.shape[:-1] != found[scale].shape:
+                raise CheckpointError(header.file, f"must be of shape {[*found[scale].shape, 16]}, got {header.shape}", name)
+        if method == "mxfp4" and name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" not in found:
+            raise CheckpointError(header.file, "must have `_blocks` beside it, as scales of MXFP4", name)
+        if method == "mxfp4" or not name.endswith(".weight"):
             continue
         if method is None and header.kind in _INTEGERS:
             raise CheckpointError(

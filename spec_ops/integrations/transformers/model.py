@@ -104,7 +104,9 @@ class TransformersModel(Target):
 
     def _adopt(self, model: PreTrainedModel, aux_layers: tuple[int, ...]) -> None:
         assert self._switched is not None
-        found = probe(model, self._argument, self._switched.own_experts)
+        # Kernels of the Hub that compute experts of 8 bits round rows too: nothing to compare with.
+        own_experts = None if experts.stored(model) else self._switched.own_experts
+        found = probe(model, self._argument, own_experts)
         self.spec: CacheSpec = found.spec
         sizes, layers = model.config.get_text_config(), len(self.spec.kv_rows)
         if any(not 0 <= layer <= layers for layer in aux_layers):

@@ -124,7 +124,7 @@ def _fitted(
         block_n *= 1 + (chunked and bits == 4 and loads == 1)
         if not chunked:
             # Sums on their way to memory, and numbers that tcgen05 does not take from registers.
-            rest += 4 * loads * block_n * block_m + 2 * loads * block_n * block_k * (100 <= arch < 120)
+            rest += 4 * loads * block_n * block_m + 2 * loads * block_n * block_k * (100 <= arch < (120 if bits == 8 else 121))
     buffer = block_k * (loads * block_n * bits // 8 + 2 * block_m)
     shared = SHARED.get(arch, 99) * 1024
     programs = max(1, min(most, shared // (2 * buffer + rest)))

@@ -180,14 +180,15 @@ def compilation(results: Path) -> str:
 
 def sampled(results: Path) -> str:
     """Rounds that sample, and rounds that change logits, beside those that do not."""
-    lines = []
-    for row, other in beside_base(load("h200-round", results)["rows"]):
+    file, lines = "h200-round-sampled", []
+    rows = load(file, results)["rows"] if (results / f"{file}.json").exists() else []
+    for row, other in beside_base(rows):
         if row["passes"] and row["backend"] in ("auto", "triton") and row.get("round", "speculative") == "speculative":
             times = [f"{row['ms']:.2f}", describe_choice(other), f"{other['ms']:.2f}", f"{row['ms'] / other['ms']:.3f}"]
             where = [label(row["model"]), f"{row['bs']}, {row['context']}", draft_shape(row), describe_choice(row)]
             lines.append([*where, *times])
     intro = "What sampling adds to a round, and what a bias, penalties and a token bitmask add, milliseconds; each pair"
-    intro += " measured in one call (`python -m benchmarks round --sampled --penalties`, `benchmarks/results/h200-round.json`)"
+    intro += f" measured in one call (`python -m benchmarks round --sampled --penalties`, `benchmarks/results/{file}.json`)"
     if not lines:
         return paragraph(f"{intro}: not measured yet.")
     intro += ":"

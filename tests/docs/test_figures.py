@@ -130,6 +130,7 @@ def test_rounds_that_sample_have_a_table_of_their_own(tmp_path):
     others = [row(topk=1, ms=5.2, **sampled), row(topk=1, ms=5.1, penalties=True), row(ms=6.0, **tree)]
     others += [row(ms=6.3, **tree, **sampled), row(topk=1, ms=9.9, passes=False, **sampled)]
     write(tmp_path, "h200-round", [*others, row(topk=1)])  # first, where a table that takes the first row would find them
+    write(tmp_path, "h200-round-sampled", [*others, row(topk=1)])
     assert lines(rounds.sampled(tmp_path)) == [
         ["m", "1, 1024", "S=3", "temperature 0.6, top-p 0.9", "5.20", "greedy", "5.00", "1.040"],
         ["m", "1, 1024", "S=3", "greedy, penalties, bias, bitmask", "5.10", "greedy", "5.00", "1.020"],
@@ -138,7 +139,7 @@ def test_rounds_that_sample_have_a_table_of_their_own(tmp_path):
     (line,) = lines(rounds.rounds(tmp_path))
     assert line[2] == "5.00"
     assert lines(rounds.above(tmp_path)) == []
-    write(tmp_path, "h200-round", [row(topk=1)])
+    write(tmp_path, "h200-round-sampled", [row(topk=1)])
     assert "not measured yet" in rounds.sampled(tmp_path)
 
 

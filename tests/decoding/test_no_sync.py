@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from spec_ops.backends.call import STEPS, AttentionCall
+from spec_ops.backends.registry import run_attention
 from spec_ops.ops.reference import (
     accept,
     attention,
@@ -36,7 +37,15 @@ def reference(name: str):
     name = name.removesuffix(".host_plan").removesuffix("_lowered")
     if name in STEPS:
         return lambda *args: attention.attention(AttentionCall.of(name, args))
+    if (step := name.removesuffix("_out")) in STEPS:
+        return lambda *args: into(args[-1], AttentionCall.of(step, args[:-1]))
     return next(getattr(module, name) for module in MODULES if hasattr(module, name))
+
+
+def into(out: torch.Tensor, call: AttentionCall) -> None:
+    """As an `_out` op runs on the reference: selection, kernel, and the copy to the caller's memory."""
+    call.out = out
+    assert run_attention(call) is out
 
 
 @pytest.mark.parametrize(("name", "seed", "fp8"), [case for case in CASES if case[0] != "moe_experts"])

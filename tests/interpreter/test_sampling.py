@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
-from spec_ops.backends.triton.sampling import probabilities, support
+from spec_ops.backends.triton.sampling import guide, probabilities, support
 from spec_ops.ops.reference import sampling as reference
 from tests.interpreter.cases import Rng
 from tests.interpreter.resident import resident
@@ -116,6 +116,33 @@ def test_candidates_settle_what_few_tokens_decide(share, monkeypatch):
     assert_same(share, logits, uniforms, hot, None, p, None)
     assert_same(share, logits, uniforms, hot, torch.tensor([3, 5, 7]), None, min_p)
     assert_same(share, logits, uniforms, hot, torch.tensor([5, 1, 0]), p, min_p)
+
+
+@pytest.mark.parametrize("share", [ALONE, MANY], ids="chunks_{0.chunks}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_p_of_flat_rows_takes_one_exact_pass(share, dtype, monkeypatch):
+    """Passes with sums of float32 find two keys that few tokens, or one key, lie between."""
+    little_room(monkeypatch, 8, 8)
+    exact, calls = support.tally, []
+    monkeypatch.setattr(support, "tally", lambda *args: (calls.append(None), exact(*args))[1])
+    flat = torch.stack([Rng(4).tensor(VOCAB), torch.linspace(0, 6, VOCAB)]).to(dtype)
+    u = torch.tensor([0.2, 0.95])
+    for temperature, p in ((1.0, 0.9), (0.7, 0.8)):
+        calls.clear()
+        assert_same(share, flat, u, torch.full((2,), temperature), None, torch.full((2,), p), None)
+        assert len(calls) == 2 * share.chunks
+
+
+@pytest.mark.parametrize("share", [ALONE, MANY], ids="chunks_{0.chunks}".format)
+@pytest.mark.parametrize("wrong", ["nothing", "everything"])
+def test_a_wrong_guess_changes_no_result(share, wrong, monkeypatch):
+    little_room(monkeypatch, 8, 8)
+    sums = guide.guide_sums
+    factor = 0 if wrong == "nothing" else 1 << 10
+    monkeypatch.setattr(guide, "guide_sums", lambda *args: sums(*args) * factor)
+    rows, u = Rng(5).tensor(2, VOCAB), torch.tensor([0.2, 0.95])
+    assert_same(share, rows, u, torch.ones(2), None, torch.tensor([0.9, 0.7]), None)
+    assert_same(share, rows, u, torch.ones(2), None, torch.tensor([0.9, 0.7]), torch.tensor([0.0, 0.2]))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from spec_ops.backends.triton.sampling.weights import (
     KEY_OUTSIDE,
     LOWEST,
     NOTHING_CUT,
+    ONE,
     fixed_weight,
     key_logit,
     logit_key,
@@ -97,7 +98,26 @@ def first_nan(logits, stride, vocab, none, ROWS: tl.constexpr, LANE: tl.constexp
 
 
 @triton.jit
-def _stacked(parts, COUNT: tl.constexpr, ROWS: tl.constexpr):
+def settle_undrawn(
+    logits, stride, vocab, support, tokens, row, top_id, only_top, infinite, ANY_TOP: tl.constexpr, ROWS: tl.constexpr,
+    LANE: tl.constexpr,
+):  # fmt: skip
+    """Of a row without a draw: one that keeps `only_top`, or no distribution; `infinite`: its top is inf or NaN."""
+    kept = tl.where(only_top, top_id, tl.full([], -1, tl.int64))
+    if ANY_TOP:
+        if infinite:
+            top_id = first_nan(logits, stride, vocab, top_id, ROWS, LANE)
+        tl.store(support, top_id)
+    else:
+        tl.store(support, tl.where(only_top, top_id, 0))
+    tl.store(support + 1, kept)
+    tl.store(support + 2, tl.where(only_top, ONE, 0).to(tl.int64))
+    if tokens is not None:
+        tl.store(tokens + row, kept)
+
+
+@triton.jit
+def stacked(parts, COUNT: tl.constexpr, ROWS: tl.constexpr):
     """`[ROWS, COUNT]` of a tuple of `COUNT` vectors, a power of two."""
     for i in tl.static_range(4):  # of 16 at most
         if COUNT >> i > 1:
@@ -133,7 +153,7 @@ def tally(
             more = more + (counts[j] + (both >> COUNT_BIT),)
             heavier = heavier + (weights[j] + heavy,)
         counts, weights = more, heavier
-    return tl.sum(_stacked(counts, PIVOTS, ROWS), 0), tl.sum(_stacked(weights, PIVOTS, ROWS), 0)
+    return tl.sum(stacked(counts, PIVOTS, ROWS), 0), tl.sum(stacked(weights, PIVOTS, ROWS), 0)
 
 
 @triton.jit

@@ -5,8 +5,8 @@ A program has a chunk of a row's ids. A row's programs go through phases togethe
 1. The most likely token, and NaN.
 2. Where top-k or top-p cuts: a list of the most likely tokens (`candidates.py`), and all weights where top-p needs them. If the
    list decides what is kept, the first program settles everything, and the row is done.
-3. Otherwise where they cut. Every pass counts and weighs, exactly, what lies at or above each of `PIVOTS` keys, so that the
-   boundary lies between two of them from then on; until they are neighbours, or few tokens lie between them.
+3. Otherwise where they cut. Every pass counts and weighs, exactly, what lies at or above each of `PIVOTS` keys (for top-p well
+   guessed: `guide.py`), until the two that the boundary lies between are neighbours, or few tokens lie between them.
 4. Weights of the chunks. If few tokens lie at the boundary, every program has all of them, and settles top-k, top-p and min-p
    among them; otherwise they are ties, and the first so many ids are kept.
 5. The chunk that holds the drawn token finds it; or it is in the list.
@@ -39,9 +39,9 @@ from spec_ops.backends.triton.sampling.candidates import (
     settle_candidates,
     sizes,
 )
+from spec_ops.backends.triton.sampling.guide import guided_pivots
 from spec_ops.backends.triton.sampling.phases import (
     count_key,
-    first_nan,
     floor_key,
     how_many,
     limit_of,
@@ -50,6 +50,7 @@ from spec_ops.backends.triton.sampling.phases import (
     next_pivots,
     reached_in_part,
     settle_list,
+    settle_undrawn,
     share_tally,
     tally,
     weigh_all,
@@ -60,7 +61,6 @@ from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
     KEY_SHIFT,
     NOTHING_CUT,
-    ONE,
     draw_level,
     fixed_weight,
     infinite_keys,
@@ -72,7 +72,7 @@ from spec_ops.backends.triton.sampling.weights import (
 )
 
 LANE = 8  # neighbouring tokens of a thread: 16 bytes of bfloat16
-PIVOTS = 8  # keys that a pass counts at: more would narrow faster, with more instructions and registers
+PIVOTS = 8  # keys that a pass counts, or sums, at: more would narrow faster, with more instructions and registers
 LISTED = 128  # tokens that are few enough to compare each with each
 VALUE_PASSES = 3  # whose pivots divide values evenly; those of later ones divide keys, which ends in any case
 MAX_PASSES = 32  # 11 with 8 pivots each narrow 2**32 keys to one; as many for top-k as for top-p, and those above
@@ -84,9 +84,9 @@ def sampling_support_kernel(
     logits, uniforms, temperatures, top_k, top_p, min_p, support, tokens, workspace, counters,
     row_stride, inner_stride, stride, uniform_row_stride, uniform_stride, temperature_stride, k_stride, p_stride, min_stride,
     inner, vocab, steps, workspace_stride, list_words,
-    CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr, LISTED: tl.constexpr,
-    VALUE_PASSES: tl.constexpr, MAX_PASSES: tl.constexpr, CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr,
-    SHIFT: tl.constexpr, ANY_TOP: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GUIDES: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr,
+    LISTED: tl.constexpr, VALUE_PASSES: tl.constexpr, MAX_PASSES: tl.constexpr, CANDIDATES: tl.constexpr, GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr, SHIFT: tl.constexpr, ANY_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(row, chunk)`, with `steps` tiles of `ROWS * LANE` ids. With `CHUNKS > 1` all programs are resident at once.
 
@@ -178,6 +178,8 @@ def sampling_support_kernel(
                     cut = cut * 0 + 1
                     base = floor
         if TOPS:
+            step = tl.zeros([], tl.int32)
+            pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
             if searching > 0:
                 mine = list_at + chunk * CANDIDATES
                 count, heavy, every = list_candidates(
@@ -220,7 +222,13 @@ def sampling_support_kernel(
                         if tokens is not None:
                             drawn = id_at(candidate_ids, kept_weights, draw_level(uniform, all_kept), vocab)
                             tl.store(tokens + row, drawn.to(tl.int64))
-            step = tl.zeros([], tl.int32)
+                elif searching == 2:
+                    below = most <= CANDIDATES  # the list has all that reach the bound, and that is not enough
+                    pivots, turn = guided_pivots(
+                        logits, stride, start, steps, vocab, low, tl.where(below, bound, high), tl.where(below, heavy, 0),
+                        every, p, limit, floor, top, scale, temperature, tallies, counters, turn, chunk, SHIFT, CHUNKS, GUIDES,
+                        PIVOTS, ROWS, LANE,
+                    )  # fmt: skip
             weight_high = tl.zeros([], tl.int64)
             while searching > 0:
                 if (searching == 1) & (p < 1):
@@ -248,7 +256,8 @@ def sampling_support_kernel(
                     ties = ties + 1
                     searching = searching * 0
                 if searching > 0:
-                    pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
+                    if step > 0:
+                        pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
                     counts, weights = tally(
                         logits, stride, start, steps, vocab, pivots, top, scale, turn % 2 == 0, SHIFT, PIVOTS, ROWS, LANE
                     )  # fmt: skip
@@ -355,17 +364,8 @@ def sampling_support_kernel(
                     )  # fmt: skip
                     tl.store(tokens + row, token.to(tl.int64))
     elif chunk == 0:
-        none = tl.full([], -1, tl.int64)
-        if ANY_TOP:
-            if top_key == infinite_key:
-                top_id = first_nan(logits, stride, vocab, top_id, ROWS, LANE)
-            tl.store(support, top_id)
-        else:
-            tl.store(support, tl.where(only_top, top_id, 0))
-        tl.store(support + 1, tl.where(only_top, top_id, none))
-        tl.store(support + 2, tl.where(only_top, ONE, 0).to(tl.int64))
-        if tokens is not None:
-            tl.store(tokens + row, tl.where(only_top, top_id, none))
+        infinite = top_key == infinite_key
+        settle_undrawn(logits, stride, vocab, support, tokens, row, top_id, only_top, infinite, ANY_TOP, ROWS, LANE)
 
 
 class Shares(NamedTuple):
@@ -386,6 +386,7 @@ class Shares(NamedTuple):
         return {
             "CHUNKS": self.chunks,
             "PIVOTS": PIVOTS if self.chunks > 1 else min(PIVOTS, 2),  # fewer registers, and a bound to begin with
+            "GUIDES": PIVOTS,
             "ROWS": self.rows,
             "LANE": self.lane,
             "LISTED": LISTED,

@@ -112,7 +112,7 @@ class SpeculationConfig:
 
     def of_length(self, num_steps: int) -> SpeculationConfig:
         """The configuration whose every round drafts `num_steps`, at least 1."""
-        return replace(self, num_steps=num_steps, lengths=None, draft_cost=None)
+        return replace(self, num_steps=num_steps, num_draft_tokens=None, lengths=None, draft_cost=None)
 
     def _is_threshold(self, value: float) -> bool:
         return 0 < value <= 1 and (self.topk > 1 or value == 1)

@@ -90,8 +90,10 @@ def _product(node: fx.Node) -> _Product | None:
     weight, added = _rows(right.args[0]), None
     if weight is None:
         return None
-    if bias is not None and ((added := _rows(bias)) is None or (added.start, added.end) != (weight.start, weight.end)):
-        return None
+    if bias is not None:
+        added = _rows(bias)
+        if added is None or value(bias).dim() != 1 or (added.start, added.end) != (weight.start, weight.end):
+            return None
     return _Product(node, weight, added)
 
 

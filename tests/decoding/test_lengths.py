@@ -322,4 +322,5 @@ def test_the_longest_length_is_num_steps():
     config = SpeculationConfig(lengths=[0, 2, 6], draft_cost=0.1)
     assert (config.lengths, config.num_steps, config.num_tokens, config.path_len) == ((0, 2, 6), 6, 7, 7)
     assert config.of_length(2) == SpeculationConfig(2)
+    assert SpeculationConfig(lengths=(0, 2, 6), num_draft_tokens=7).of_length(2) == SpeculationConfig(2)
     assert SpeculationConfig.auto().lengths == LENGTHS

@@ -102,8 +102,15 @@ def other_rows_of_the_bias(x, whole):
     return F.linear(x, whole[:12], bias[:12]).sin(), F.linear(x, whole[12:], bias[:8]).sin()
 
 
+def a_matrix_added(x, whole):
+    rows = x.flatten(0, 1).repeat(2, 1)[:8]
+    return tuple(torch.addmm(whole[a:b], rows, whole[a:b].t()).sin() for a, b in ((0, 8), (8, 16)))
+
+
 @pytest.mark.parametrize(
-    "fn", [other_value, a_gap, an_overlap, strided, computed, other_rows_of_the_bias], ids=lambda fn: fn.__name__
+    "fn",
+    [other_value, a_gap, an_overlap, strided, computed, other_rows_of_the_bias, a_matrix_added],
+    ids=lambda fn: fn.__name__,
 )
 def test_what_stays_apart(fn):
     merged(fn, X, WHOLE, products=2, matches=0)

@@ -100,6 +100,18 @@ class _Group:
                     return False
         return True
 
+    def unfit(self) -> str | None:
+        """Why the parameters cannot be laid side by side again; None if they can. Rounds have the rows and the bias that there
+        were."""
+        if (reason := _unfit(self.linears)) is not None:
+            return reason
+        if any((linear._parameters.get("bias") is None) != (self.whole_bias is None) for linear in self.linears):
+            return "they have a bias now" if self.whole_bias is None else "they have no bias any more"
+        for linear, (start, end) in zip(self.linears, self.rows, strict=True):
+            if linear.weight.shape != (end - start, *self.whole.shape[1:]):
+                return f"a weight is {list(linear.weight.shape)} now, it was {[end - start, *self.whole.shape[1:]]}"
+        return None
+
     def lay(self) -> None:
         """Put the parameters side by side again, after they were replaced or moved."""
         self.whole.data = _side_by_side([linear.weight for linear in self.linears]).data
@@ -116,6 +128,7 @@ class _Group:
             made[name] = twin
         return made
 
+    @torch.inference_mode(False)  # parameters made in that mode cannot be trained
     def restore(self) -> None:
         """Give every parameter that still is a view a storage of its own, and free the tensor."""
         for name, whole in (("weight", self.whole), ("bias", self.whole_bias)):
@@ -209,7 +222,7 @@ class MergedLinears:
         for group in self._groups:
             if group.in_place():
                 continue
-            if (reason := _unfit(group.linears)) is not None:
+            if (reason := group.unfit()) is not None:
                 return f"the parameters of {', '.join(group.names)} were replaced: {reason}"
             group.lay()
         return None
@@ -299,14 +312,15 @@ def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
     return after == [(_storage(t), t.storage_offset()) for t in tensors[1:]]
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _side_by_side(parameters: Sequence[torch.Tensor]) -> nn.Parameter:
     """The rows of `parameters` as one tensor that they are views of from now on. A copy is made unless they lie so already."""
     first, count = parameters[0].data, sum(len(parameter) for parameter in parameters)
     if _adjacent(parameters):
         return nn.Parameter(first.as_strided((count, *first.shape[1:]), first.stride()), requires_grad=False)
-    with torch.inference_mode(False), torch.no_grad():
-        whole = torch.empty((count, *first.shape[1:]), dtype=first.dtype, device=first.device)
-        for parameter, rows in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
-            rows.copy_(parameter.data)
-            parameter.data = rows
+    whole = torch.empty((count, *first.shape[1:]), dtype=first.dtype, device=first.device)
+    for parameter, rows in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
+        rows.copy_(parameter.data)
+        parameter.data = rows
     return nn.Parameter(whole, requires_grad=False)

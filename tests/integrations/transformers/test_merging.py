@@ -124,6 +124,35 @@ def test_replaced_layers_are_refused():
             generator.generate(ids, mask, **NEW)
 
 
+def test_other_sizes_and_biases_are_refused():
+    """Rounds were made of the layers as they were: they would miss the bias, and read other rows."""
+    model, (ids, mask) = make_model("llama"), batch()
+    gate, up = (model.get_submodule(name) for name in GATE_UP)
+    with TransformersGenerator(model, **SIZES) as generator:
+        gate.bias, up.bias = nn.Parameter(torch.ones(48)), nn.Parameter(torch.ones(48))
+        with pytest.raises(ValueError, match=r"gate_proj.*were replaced: they have a bias now"):
+            generator.generate(ids, mask, **NEW)
+        gate.bias = up.bias = None
+        gate.weight, up.weight = nn.Parameter(torch.randn(40, 32)), nn.Parameter(torch.randn(56, 32))
+        with pytest.raises(ValueError, match=r"gate_proj.*were replaced: a weight is \[40, 32\] now, it was \[48, 32\]"):
+            generator.generate(ids, mask, **NEW)
+    model = make_model("gpt_oss")
+    with TransformersGenerator(model, **SIZES) as generator:
+        for name in QKV:
+            model.get_submodule(name).bias = None
+        with pytest.raises(ValueError, match=r"q_proj.*were replaced: they have no bias any more"):
+            generator.generate(ids, mask, **NEW)
+
+
+def test_parameters_given_back_in_inference_mode_can_be_trained():
+    model, (ids, mask) = make_model("llama", "sdpa"), batch()
+    with torch.inference_mode(), TransformersGenerator(model, **SIZES) as generator:
+        generator.generate(ids, mask, **NEW)
+    assert not any(p.is_inference() for p in model.parameters())
+    model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_a_closed_model_is_refused_although_another_is_open():
     model, (ids, mask) = make_model("llama"), batch()
     old = TransformersGenerator(model, **SIZES)

@@ -156,7 +156,8 @@ class TransformersModel(Target):
 
         Args:
             embeddings: `[..., hidden_size]`.
-            positions, attention: as in `forward`.
+            positions: as in `forward`.
+            attention: as in `forward`.
         """
         return self._run("inputs_embeds", embeddings, positions, attention)
 

@@ -66,6 +66,28 @@ def check_out(call: AttentionCall, out: object) -> None:
         check.fail("out", "contiguous", f"strides {out.stride()}")
 
 
+def check_apart(call: AttentionCall, out: torch.Tensor) -> None:
+    """That `out` shares no memory with the queries or a cache, which kernels still read while they write. Not while tracing:
+    fakes have no addresses, and there `out` is a copy of a result that was made elsewhere."""
+    if type(out) is not torch.Tensor or out.is_meta:
+        return
+    check, (start, end) = Checker(call.step), _extent(out)
+    caches = {"kv_cache": call.k_cache} if call.is_mla else {"k_cache": call.k_cache, "v_cache": call.v_cache}
+    for name, tensor in {"q": call.q, **caches}.items():
+        first, last = _extent(tensor)
+        if first < end and start < last:
+            check.fail("out", f"in other memory than `{name}`", "a tensor that overlaps it")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses from the first byte to past the last one that a tensor reaches; of an empty tensor, no byte."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
 def check_options(check: Checker, scale, window_left, softcap, max_seq_len, backend, deterministic) -> tuple[int, str]:
     """What the numbers and names of an attention step must be; the window (-1 if it is one that hides nothing) and the backend
     to select by."""

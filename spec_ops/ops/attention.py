@@ -31,10 +31,11 @@ Common contract (FlashInfer's and TensorRT-LLM's conventions):
   The `reference` makes no such promise, so the CPU raises. Passes keep that backend; those that change a call's number of
   queries change no bit. A tree's node sees its ancestors in the tree's slots: it agrees with a chain where its path has the
   chain's slots. The mode is about attention alone: matrix products around it are the caller's.
-* `out` takes the result, which is returned, too: contiguous, of its shape and dtype, and no part of an input. Our own kernels
-  write there; some of other packages write elsewhere, and are copied. With `out`, `seq_lens`, `block_tables`, `tree_mask` and
-  `q_indptr` may be longer than the batch (of ragged queries: than `seq_lens`), as the static buffers of engines are: the rows
-  past it are not read. While compiling it is a copy into `out`, which Inductor removes where it can.
+* `out` takes the result, which is returned, too: contiguous, of its shape and dtype, and no part of an input: one that overlaps
+  queries or a cache is refused. Our own kernels write there; some of other packages write elsewhere, and are copied. With
+  `out`, `seq_lens`, `block_tables`, `tree_mask` and `q_indptr` may be longer than the batch (of ragged queries: than
+  `seq_lens`), as the static buffers of engines are: the rows past it are not read. While compiling it is a copy into `out`,
+  which Inductor removes where it can.
 
 Semantics follow SGLang 0.5 EAGLE (`srt/speculative`), FlashInfer 0.7 `trtllm_batch_decode_with_kv_cache[_mla]`, and for the
 absorbed MLA form DeepSeek-V2 (arXiv:2405.04434).
@@ -48,7 +49,7 @@ import torch
 
 from spec_ops.backends.call import RAGGED, AttentionCall
 from spec_ops.backends.registry import output_dtype, plans_on_host, run_attention
-from spec_ops.ops._attention_checks import check_mask_len, check_options, check_out, check_tensors
+from spec_ops.ops._attention_checks import check_apart, check_mask_len, check_options, check_out, check_tensors
 from spec_ops.ops._library import define_op, fakes_check
 from spec_ops.ops._validate import Checker
 
@@ -171,6 +172,7 @@ def _enter(name: str, args: tuple, deterministic: object, out: torch.Tensor | No
         float(softcap), *scales, max_seq_len, backend,
     )  # fmt: skip
     if out is not None and not torch.compiler.is_compiling():
+        check_apart(AttentionCall.of(name, checked), out)
         OUT_OPS[name](*checked, out)
         return out
     # A named backend that plans on the host must not end up inside a CUDA graph: it has an overload of its own.

@@ -103,6 +103,40 @@ def test_what_out_must_be(op, change, told):
         getattr(spec_ops, op)(**call, out=change(out))
 
 
+@pytest.mark.parametrize("op", ["mha_target_verify", "mla_draft_decode"])
+def test_out_shares_no_memory_with_what_is_read(op):
+    """A kernel would read what it has just written; memory beside it is fine."""
+    call = CALLS[op]()
+    function, result = getattr(spec_ops, op), getattr(spec_ops, op)(**call)
+    caches = [name for name in ("k_cache", "v_cache", "kv_cache") if name in call]
+    for name in ("q", *caches):
+        size = call[name].numel()
+        memory = torch.zeros(result.numel() + size)
+        call[name] = memory[-size:].view(call[name].shape).copy_(call[name])
+        beside = memory[: result.numel()].view(result.shape)
+        assert torch.equal(function(**call, out=beside), result)
+        over = memory[1 : 1 + result.numel()].view(result.shape)
+        with pytest.raises(ValueError, match=f"{op}: `out` must be in other memory than `{name}`, got a tensor that overlaps"):
+            function(**call, out=over)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_calls_into_one_tensor_compiled(kind, device):
+    """Functionalization keeps their order, and what is read between them."""
+    case = made(kind, "verify_chain", device)
+    q, expected = case.arguments["q"], case.run()
+
+    def twice(q, out):
+        first = case.run(q=q, out=out) * 1
+        case.run(q=2 * q, out=out)
+        return first
+
+    out = torch.empty_like(expected)
+    first = torch.compile(twice, backend="aot_eager", fullgraph=True)(q, out)
+    assert torch.equal(first, expected)
+    assert torch.equal(out, case.run(q=2 * q))
+
+
 def test_page_table_into_a_buffer(device):
     """Rows past the batch, and what lies between rows, stay as they are."""
     pool = torch.arange(5 * 48, dtype=torch.int32, device=device).reshape(5, 48)

@@ -150,7 +150,10 @@ def _problem(folder: Path, symbol: Symbol) -> str | None:
     if not (folder / symbol.file).is_file():
         return f"{where} is not there"
     found: ast.stmt | None = None
-    members = _module(folder / symbol.file)
+    try:
+        members = _module(folder / symbol.file)
+    except (SyntaxError, ValueError, OSError) as error:  # of a newer Python, or damaged
+        return f"{where} cannot be read: {type(error).__name__}: {error}"
     for part in symbol.path.split("."):
         found = members.get(part)
         if found is None:
@@ -178,16 +181,16 @@ def problems(folder: Path | None = None, release: str | None = None) -> list[str
         return ["SGLang is not installed"]
     if not in_range(release):
         return [f"SGLang {release} was not tested: {OLDEST} to {NEWEST} were"]
-    return [found for symbol in table(folder) if (found := _problem(folder, symbol)) is not None]
+    found = (_problem(folder, symbol) for symbol in table(folder))
+    return list(dict.fromkeys(problem for problem in found if problem is not None))  # a file that is missing: once
 
 
 def report() -> tuple[str, bool]:
     """What `python -m spec_ops check sglang` prints, and whether the plug-in fits."""
     folder, found = root(), problems()
     if found:
-        return "\n".join(
-            [f"The attention backend {NAME} is not offered by this SGLang:", *(f"  {line}" for line in found)]
-        ), False
+        told = f" {found[0]}" if len(found) == 1 else "".join(f"\n  {line}" for line in found)
+        return f"--attention-backend {NAME} is not offered:{told}", False
     assert folder is not None
     lines = [f"SGLang {version()}: in the tested range ({OLDEST} to {NEWEST}); {len(table(folder))} symbols are as expected:"]
     lines += [f"  {symbol.path} ({symbol.file})" for symbol in table(folder)]

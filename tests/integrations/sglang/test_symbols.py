@@ -87,7 +87,22 @@ def test_without_sglang(monkeypatch):
     assert symbols.problems() == ["SGLang is not installed"]
     result = CliRunner().invoke(app, ["check", "sglang"])
     assert result.exit_code == 1
-    assert "SGLang is not installed" in result.output
+    assert result.output == "--attention-backend spec_ops is not offered: SGLang is not installed\n"
+
+
+def test_files_that_are_missing_or_damaged_are_named_once(tmp_path, monkeypatch):
+    folder = write_source(tmp_path, OLD)
+    (folder / "plugins/hook_registry.py").write_text("def (:")
+    (folder / "mem_cache/memory_pool.py").unlink()
+    monkeypatch.setattr(symbols, "root", lambda: folder)
+    monkeypatch.setattr(symbols, "version", lambda: "0.5.14")
+    symbols._module.cache_clear()
+    result = CliRunner().invoke(app, ["check", "sglang"])
+    assert result.exit_code == 1
+    first, damaged, missing = result.output.splitlines()
+    assert first == "--attention-backend spec_ops is not offered:"
+    assert damaged.startswith("  sglang/srt/plugins/hook_registry.py cannot be read: SyntaxError: invalid syntax")
+    assert missing == "  sglang/srt/mem_cache/memory_pool.py is not there"
 
 
 @pytest.mark.parametrize(("table", "version"), [(OLD, "0.5.14"), (NEW, "0.5.23")], ids=["0.5.14", "0.5.23"])

@@ -25,8 +25,9 @@ class RankError(RuntimeError):
 class TensorParallel:
     """A group of ranks, one process each, that run the same rounds on their shares of a model.
 
-    The collectives of a round are the functional ones of torch (`_c10d_functional`): `torch.compile` keeps them in the graph,
-    and NCCL's are captured by CUDA graphs. Every rank must make the same calls in the same order.
+    The collectives of a round are the functional ones of torch (`_c10d_functional`): `torch.compile` keeps them in the
+    graph (run on the CPU); that CUDA graphs capture NCCL's has not been run. Every rank must make the same calls in the same
+    order.
 
     Args:
         group: of torch.distributed; default: the whole world, which must be initialized (see `connect`).

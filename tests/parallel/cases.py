@@ -82,8 +82,9 @@ def case_ranks_that_differ(ranks: TensorParallel) -> dict[str, Any]:
 
 def case_drawn_seed(ranks: TensorParallel) -> dict[str, Any]:
     """Every rank draws another seed; rank 0's counts."""
-    torch.manual_seed(ranks.rank)
-    result = generate(shard(make_target("gqa"), ranks), None, [[1, 2]], max_new_tokens=8, sampling=SamplingParams(1.0))
+    target = shard(make_target("gqa"), ranks)
+    torch.manual_seed(ranks.rank)  # after the model's weights, which seed it too
+    result = generate(target, None, [[1, 2]], max_new_tokens=8, sampling=SamplingParams(1.0))
     return {"tokens": result.tokens, "seed": result.seed}
 
 

@@ -48,7 +48,7 @@ def measure(steps: int, temperature: float, prompts: int, seed: int, max_new_tok
     target, draft, _ = load_pair(None, device=torch.device("cpu"), dtype=torch.float32)
     tokens = held_out_prompts(ByteTokenizer(), prompts, 256, None)
     seen: list[torch.Tensor] = []
-    accept = SpeculativeRound.accept
+    accept = SpeculativeRound._accept_sampled
 
     def judged(self: SpeculativeRound, drafted: Any, logits: torch.Tensor) -> ops.Accepted:
         state, ids = self.state, self.drafter.target_to_draft
@@ -61,7 +61,7 @@ def measure(steps: int, temperature: float, prompts: int, seed: int, max_new_tok
         return accept(self, drafted, logits)
 
     generator = Generator(target, draft, SpeculationConfig(steps), max_batch_size=8, max_seq_len=256 + max_new_tokens)
-    with mock.patch.object(SpeculativeRound, "accept", judged):
+    with mock.patch.object(SpeculativeRound, "_accept_sampled", judged):
         stats = generator.generate(
             tokens, max_new_tokens=max_new_tokens, sampling=SamplingParams(temperature, seed=seed), progress=True
         ).stats

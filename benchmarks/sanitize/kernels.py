@@ -47,6 +47,7 @@ KERNELS = {
     "draft_kv_indices_steps": ("kv_indices_kernel",),
     "select_draft_tokens": ("select_draft_tokens_kernel",),
     "build_tree": ("build_tree_kernel",),
+    "full_mask_words": ("full_mask_words_kernel",),
     "accept_greedy": ("accept_greedy_kernel",),
     "accept_sampled": ("accept_sampled_tree_kernel", "accept_sampled_chain_kernel"),
     "lookup_drafts": ("lookup_drafts_kernel",),

@@ -40,6 +40,6 @@ def sampling(results: Path) -> str:
         if ratios := [ratio for _, ratio in ahead(rows, job)]:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             told.append(f"{job} {mean:.2f} ({min(ratios):.2f} to {max(ratios):.1f} over {len(ratios)} cases)")
-    outro = f"Times as fast as FlashInfer over all vocabularies, rows, cuts and logits, geometric mean: {'; '.join(told)}."
+    outro = f"Times as fast as FlashInfer over the file's cases, flat logits too, geometric mean: {'; '.join(told)}."
     header = ("job", "rows", "cut", "floor", "reading", "spec_ops", "FlashInfer", "torch")
     return "\n\n".join([paragraph(intro), table(header, lines), *([paragraph(outro)] if told else [])])

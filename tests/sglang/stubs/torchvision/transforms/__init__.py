@@ -1,11 +1,1 @@
-class _Anything(type):
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name, (), {})
-
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return _Anything(name, (), {})
+from torchvision import __getattr__  # noqa: F401

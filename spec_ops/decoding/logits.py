@@ -343,18 +343,17 @@ def masked_tokens(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.where(logits.gather(-1, tokens[..., None])[..., 0] == -math.inf, ALL_MASKED, tokens)
 
 
-def masked_end(logits: torch.Tensor, accepted_tokens: torch.Tensor, path: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+def masked_end(support: torch.Tensor, accepted_tokens: torch.Tensor, path: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
     """A sampled round's tokens, with `ALL_MASKED` in the place of a last -1 if every token was masked there.
 
     Args:
-        logits: `[bs, D, V]` float32.
+        support: `[bs, D, 3]` int64 of the target's logits (`ops.sampling_support`).
         accepted_tokens, path: `[bs, P]` int64.
         lens: `[bs]` int32.
     """
     end = (lens - 1).long()[:, None]
-    node = path.gather(1, end)[:, :, None].expand(-1, 1, logits.shape[2])
-    masked = logits.gather(1, node)[:, 0].amax(-1, keepdim=True) == -math.inf
-    place = torch.arange(accepted_tokens.shape[1], device=logits.device)
+    masked = support[:, :, 1].gather(1, path.gather(1, end)) == ALL_MASKED
+    place = torch.arange(accepted_tokens.shape[1], device=support.device)
     return torch.where(masked & (place == end) & (accepted_tokens < 0), ALL_MASKED, accepted_tokens)
 
 

@@ -145,7 +145,7 @@ class SpeculativeRound(nn.Module):
             block=config.verifies_blocks and drafted.logits is not None,
         )
         if self.changes is not None:
-            accepted = accepted._replace(tokens=masked_end(logits, *accepted))
+            accepted = accepted._replace(tokens=masked_end(support, *accepted))
         return accepted
 
     def compact(self, accepted: ops.Accepted) -> None:
@@ -233,10 +233,9 @@ def commit_next(
             tokens = masked_tokens(logits, logits.argmax(-1))
         else:
             coins = final_uniforms(state)
-            tokens = ops.sample_logits(logits, coins, state.temperature, state.top_k, state.top_p, state.min_p).tokens
+            tokens, support = ops.sample_logits(logits, coins, state.temperature, state.top_k, state.top_p, state.min_p)
             if changes is not None:
-                masked = logits.amax(-1) == -torch.inf
-                tokens = torch.where(masked, ALL_MASKED, tokens)
+                tokens = torch.where(support[:, 1] == ALL_MASKED, ALL_MASKED, tokens)
         if target.ranks is not None:
             (tokens,) = target.ranks.agree(tokens)
     count = state.commit(tokens[:, None], torch.ones_like(state.committed_lens))

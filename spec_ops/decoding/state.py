@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from spec_ops.ops.sampling import ALL_MASKED
+
 MAX_STOP_TOKENS = 8
 # Status in `output`: nothing could be drawn from the target's distribution; every token was masked.
-BROKEN, MASKED = 2, 3
-ALL_MASKED = -2  # what `commit` gets as a token then; -1 for a distribution that is none
+BROKEN, MASKED = 2, 3  # after a token of -1, and of `ALL_MASKED`
 
 
 class RoundState(nn.Module):

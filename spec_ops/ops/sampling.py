@@ -26,6 +26,7 @@ from spec_ops.ops._library import define_op
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.reference import sampling as reference
 
+ALL_MASKED = reference.ALL_MASKED
 MAX_VOCAB = 2**19 - 1  # so many weights of at most 2**44 fit an int64
 
 
@@ -111,7 +112,7 @@ def sampling_support(
         `[bs, 3]` or `[bs, n, 3]` int64: `top`, `last` and `total` of each row. `last` is -1 where no setting can cut (`top_k`
         below 1 or at least `V`, `top_p` 1, `min_p` 0), otherwise the least likely kept token, even if all are kept. At
         temperature 0: `(top, top, 2**44)`. A row that is no distribution (a NaN, or a largest logit that is infinite) has
-        `(0, -1, 0)` at any temperature.
+        `(0, -1, 0)` at any temperature, `(0, -2, 0)` if every token is masked.
 
     Raises:
         TypeError, ValueError: naming the argument.

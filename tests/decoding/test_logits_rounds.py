@@ -159,7 +159,8 @@ def test_no_value_is_read_off_the_cpu(tree):
     out = changes(logits, Drafted(nodes, nodes, *((nodes, nodes) if tree else ())))
     assert out.shape == logits.shape
     tokens = masked_tokens(out, out.argmax(-1))[:, :4]
-    tokens = masked_end(out, tokens, nodes[:, :4], state.committed_lens)
+    support = torch.empty(2, 5, 3, dtype=torch.int64, device="meta")
+    tokens = masked_end(support, tokens, nodes[:, :4], state.committed_lens)
     changes.update(tokens, state.commit(tokens, state.committed_lens))
     target = make_target(False).to("meta")
     commit_next(target, torch.empty(2, target.config.hidden_size, device="meta"), state, False, changes)

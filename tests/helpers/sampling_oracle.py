@@ -9,6 +9,7 @@ import torch
 
 ONE = 2**44  # weight of the most likely token
 NOTHING = [0, -1, 0]  # support of a row that is no distribution
+MASKED = [0, -2, 0]  # of one whose every token is masked
 
 
 def weights_of(row: torch.Tensor, temperature: float) -> list[int]:
@@ -30,7 +31,7 @@ def is_distribution(row: torch.Tensor) -> bool:
 def support_of(row: torch.Tensor, temperature: float, top_k=None, top_p=None, min_p=None) -> list[int]:
     row = row.float()
     if not is_distribution(row):
-        return NOTHING
+        return MASKED if row.max() == -math.inf else NOTHING
     order = sorted(range(len(row)), key=lambda x: (-float(row[x]), x))
     if temperature == 0:
         return [order[0], order[0], ONE]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from spec_ops.ops.reference.sampling import draw, kept_weights, sample_tokens
+from spec_ops.ops.reference.sampling import ALL_MASKED, draw, kept_weights, sample_tokens
 
 RESIDUAL_ONE = 1 << 60  # a probability of 1 in the integers that residuals are summed in
 
@@ -103,6 +103,11 @@ def _check_ids(op: str, arg: str, ids, low: int, vocab: int) -> None:
     """On the CPU, ids outside of `[low, vocab)` raise before anything is computed."""
     if ids.device.type == "cpu" and ids.numel() and (int(ids.min()) < low or int(ids.max()) >= vocab):
         raise IndexError(f"{op}: `{arg}` must hold ids in [{low}, {vocab - 1}], got {int(ids.min())} to {int(ids.max())}")
+
+
+def _check_support(op: str, arg: str, support, vocab: int) -> None:
+    _check_ids(op, arg, support[..., 0], 0, vocab)
+    _check_ids(op, arg, support[..., 1], ALL_MASKED, vocab)
 
 
 def _without_root_token(candidates):
@@ -207,9 +212,9 @@ def accept_sampled_logits(
 ):  # fmt: skip
     op, vocab = "accept_sampled_logits", target_logits.shape[2]
     _check_ids(op, "candidates", candidates[:, 1:], -1, vocab)
-    _check_ids(op, "target_support", target_support[..., :2], -1, vocab)
+    _check_support(op, "target_support", target_support, vocab)
     if draft_logits is not None:
-        _check_ids(op, "draft_support", draft_support[..., :2], -1, draft_logits.shape[2])
+        _check_support(op, "draft_support", draft_support, draft_logits.shape[2])
     if target_to_draft is not None:
         _check_ids(op, "target_to_draft", target_to_draft, -1, draft_logits.shape[2])
     candidates, uniforms = _without_root_token(candidates), uniforms.double()

@@ -9,6 +9,7 @@ import torch
 
 ONE = 1 << 44  # weight of the most likely token
 UNIFORM_BITS = 24
+ALL_MASKED = -2  # `last` of a support of a row whose largest logit is -inf
 
 
 def _as_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -86,7 +87,8 @@ def sampling_support(logits, temperature, top_k, top_p, min_p):
     last = torch.where(temperature > 0, last, top)
     total = torch.where(temperature > 0, total, ONE)
     real = best.isfinite()
-    parts = (torch.where(real, top, 0), torch.where(real, last, -1), torch.where(real, total, 0))
+    none = torch.where(best == -torch.inf, ALL_MASKED, -1)
+    parts = (torch.where(real, top, 0), torch.where(real, last, none), torch.where(real, total, 0))
     return torch.cat(parts, -1).reshape(*logits.shape[:-1], 3)
 
 

@@ -22,7 +22,7 @@ from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
 from spec_ops.backends.triton.sampling.phases import load_tile
-from spec_ops.backends.triton.sampling.support import LANE
+from spec_ops.backends.triton.sampling.support import LANE, tile_size
 from spec_ops.backends.triton.sampling.weights import (
     KEY_SHIFT,
     NOTHING_CUT,
@@ -385,8 +385,7 @@ def accept_logits_tree_kernel(
 
 def shares(bs: int, vocab: int, programs: int) -> dict[str, Any]:
     """How the requests' rows are divided among about `programs` programs: chunks of whole tiles."""
-    tile = min(triton.next_power_of_2(vocab), 256 * LANE)
-    lane = min(LANE, tile)
+    tile, lane = tile_size(vocab, 256, LANE), LANE
     tiles = triton.cdiv(vocab, tile)
     each = triton.cdiv(tiles, min(max(programs // bs, 1), MOST_CHUNKS))
     constants = {"tiles": each, "CHUNKS": triton.cdiv(tiles, each), "ROWS": tile // lane, "LANE": lane}

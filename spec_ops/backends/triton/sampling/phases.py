@@ -13,6 +13,7 @@ from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
     KEY_OUTSIDE,
     LOWEST,
+    MASKED_LAST,
     NOTHING_CUT,
     ONE,
     fixed_weight,
@@ -99,11 +100,11 @@ def first_nan(logits, stride, vocab, none, ROWS: tl.constexpr, LANE: tl.constexp
 
 @triton.jit
 def settle_undrawn(
-    logits, stride, vocab, support, tokens, row, top_id, only_top, infinite, ANY_TOP: tl.constexpr, ROWS: tl.constexpr,
-    LANE: tl.constexpr,
+    logits, stride, vocab, support, tokens, row, top_id, only_top, infinite, masked, ANY_TOP: tl.constexpr,
+    ROWS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Of a row without a draw: one that keeps `only_top`, or no distribution; `infinite`: its top is inf or NaN."""
-    kept = tl.where(only_top, top_id, tl.full([], -1, tl.int64))
+    """Of a row without a draw: it keeps `only_top` or nothing. `infinite`, `masked`: its top is inf or NaN, -inf."""
+    kept = tl.where(only_top, top_id, tl.where(masked, MASKED_LAST, tl.full([], -1, tl.int64)))
     if ANY_TOP:
         if infinite:
             top_id = first_nan(logits, stride, vocab, top_id, ROWS, LANE)
@@ -113,7 +114,7 @@ def settle_undrawn(
     tl.store(support + 1, kept)
     tl.store(support + 2, tl.where(only_top, ONE, 0).to(tl.int64))
     if tokens is not None:
-        tl.store(tokens + row, kept)
+        tl.store(tokens + row, tl.maximum(kept, -1))
 
 
 @triton.jit

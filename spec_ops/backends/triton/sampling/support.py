@@ -365,7 +365,9 @@ def sampling_support_kernel(
                     tl.store(tokens + row, token.to(tl.int64))
     elif chunk == 0:
         infinite = top_key == infinite_key
-        settle_undrawn(logits, stride, vocab, support, tokens, row, top_id, only_top, infinite, ANY_TOP, ROWS, LANE)
+        settle_undrawn(
+            logits, stride, vocab, support, tokens, row, top_id, only_top, infinite, top_key == lowest_key, ANY_TOP, ROWS, LANE
+        )  # fmt: skip
 
 
 class Shares(NamedTuple):
@@ -399,13 +401,17 @@ class Shares(NamedTuple):
         }
 
 
+def tile_size(vocab: int, threads: int, lane: int) -> int:
+    """Ids of a tile: a power of two, at least what a warp reads, so that small vocabularies share a variant."""
+    return min(max(triton.next_power_of_2(vocab), 32 * lane), threads * lane)
+
+
 def shares(rows: int, vocab: int, programs: int, filtered: bool = True, lane: int = LANE) -> Shares:
     """For `rows` rows of `vocab` tokens, on `programs` that are resident at once; one a row where rows are more."""
     most = min(max(programs // max(rows, 1), 1), 128)
     # A row to itself fills a multiprocessor: with a second one its L1 cache would hold neither.
     num_warps = 8 if most > 1 else 16 if filtered else 32
-    tile = min(triton.next_power_of_2(vocab), 32 * num_warps * lane)
-    lane = min(lane, tile)
+    tile = tile_size(vocab, 32 * num_warps, lane)
     tiles = triton.cdiv(vocab, tile)
     each = triton.cdiv(tiles, most)
     chunks = triton.cdiv(tiles, each)

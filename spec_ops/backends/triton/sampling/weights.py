@@ -17,6 +17,7 @@ KEY_OUTSIDE = tl.constexpr(-(1 << 31))  # below every token's key
 NOTHING_CUT = tl.constexpr(-(1 << 63))  # below every token's place
 BEYOND = tl.constexpr((1 << 63) - 1)  # above every token's place
 LOWEST = tl.constexpr(0x7FFFFFFF)
+MASKED_LAST = tl.constexpr(-2)  # of a row without a token: `last` of its support
 
 # Low bits of a float32 that no value of the dtype uses.
 KEY_SHIFT = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}

@@ -336,14 +336,17 @@ def stored_experts_sample(s: Source) -> tuple[Any, ...]:
     """In 8 and 4 bits, with gate and up projection beside or between each other."""
     tokens, k, experts, parts = s.integer(0, 4), s.integer(0, 3), s.integer(1, 4), s.pick(1, 2)
     hidden, inner = 32 * s.integer(1, 5), 32 * s.integer(1, 5)
-    x, ids = s.any_layout(s.normal(tokens, hidden, dtype=s.pick(*FLOATS))), s.ids(experts, tokens, k, dtype=s.pick(*INDEX))
+    x, ids = (
+        s.any_layout(s.normal(tokens, hidden, dtype=s.pick(*FLOATS))),
+        s.to(s.ids(experts, tokens, k, dtype=s.pick(*INDEX))),
+    )
     kind = s.pick("block", "row", "expert") if s.fp8 else "MXFP4" if s.fp8 is not None else s.pick("block", "MXFP4")
     stacks = [0.1 * s.normal(experts, 2 * inner, hidden), 0.1 * s.normal(experts, hidden, inner)]
     (gate_up, first), (down, second) = (stored_stack(w.cpu(), kind, n) for w, n in zip(stacks, (parts, 1), strict=True))
     device = x.device
     form = ("silu", True, parts == 1, False, None, 1.0, 0.0)
     stored = [s.any_layout(t.to(device)) for t in (gate_up, down)]
-    return x, ids, s.normal(tokens, k), *stored, None, None, *form, first.to(device), second.to(device)
+    return x, ids, s.to(s.normal(tokens, k)), *stored, None, None, *form, first.to(device), second.to(device)
 
 
 def select_draft_tokens_sample(s: Source) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """Acceptance of drafts by logits and their supports: many programs a request, one launch, no distribution in memory.
 
 Every program of a request walks by itself, which takes the logits of the drafted tokens alone. Then it sums what the last
-token may be drawn from over its chunk of the vocabulary: the residual of the draft that was rejected, the target without its
-rejected children, or the target. The last program to arrive knows all sums, so in which chunk the token lies, and finds it.
+token may be drawn from over each part of its chunk of the vocabulary: the residual of the draft that was rejected, the target
+without its rejected children, or the target. The last program to arrive knows all sums, so in which part the token lies.
 
 Block verification chooses how many drafts are accepted by the residuals of all of them, unless all are; the last program to
 arrive walks.
@@ -21,14 +21,16 @@ from spec_ops.backends.triton.runtime.ahead import Variant
 from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
-from spec_ops.backends.triton.sampling.phases import load_tile
+from spec_ops.backends.triton.sampling.phases import WARP, load_span, load_step, part_sums, step_ids
 from spec_ops.backends.triton.sampling.support import LANE, tile_size
 from spec_ops.backends.triton.sampling.weights import (
     KEY_SHIFT,
     NOTHING_CUT,
     draw_level,
+    fixed_weight,
     kept_weight,
     logit_key,
+    place_id,
     token_place,
     weight_scale,
 )
@@ -70,88 +72,132 @@ def _first_from(dropped, low, none):
 
 
 @triton.jit
-def _tile_weights(
-    tile, scale, row, target_to_draft, map_stride, subtract, dropped,
-    SHIFT: tl.constexpr, DRAFT_SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr,
-):  # fmt: skip
-    """What the tokens of a tile weigh in the draw of the last token: int64 `[ROWS, LANE]`.
+def _is_kept(logits, ids, least, SHIFT: tl.constexpr):
+    """Whether the place of tokens is at least `least`, by comparisons of 32 bits."""
+    key, least_key = logit_key(logits, SHIFT), (least >> 32).to(tl.int32)
+    return (key > least_key) | ((key == least_key) & (ids <= place_id(least).to(tl.int32)))
 
-    Weights of the target's row, without tokens in `dropped` (or None). Where `subtract`: 2**60 times what is positive of
-    `given` times them less `taken` times the draft's. `row`: as `_chain_row` gives it.
+
+@triton.jit
+def _drafted_logits(ids, live, row, target_to_draft, map_stride):
+    """The draft's logits of the target's `ids`, its own ids, and which of them it has; without a draft the target's, unused."""
+    draft, draft_stride = row[6], row[7]
+    if draft is None:
+        return ids, ids, live
+    else:
+        draft_ids = ids.to(tl.int64)
+        if target_to_draft is not None:
+            draft_ids = tl.load(target_to_draft + draft_ids * map_stride, mask=live, other=-1).to(tl.int64)
+        there = live & (draft_ids >= 0)
+        return tl.load(draft + draft_ids * draft_stride, mask=there, other=float("-inf")).to(tl.float32), draft_ids, there
+
+
+@triton.jit
+def _weights(
+    value, ids, live, other, scale, row, subtract, SHIFT: tl.constexpr, DRAFT_SHIFT: tl.constexpr, ROWS: tl.constexpr,
+    LANE: tl.constexpr,
+):  # fmt: skip
+    """What tokens weigh in the draw of the last one: int64 `[ROWS, LANE]`.
+
+    Weights of the target's row; where `subtract`, 2**60 times what is positive of `given` times them less `taken` times the
+    draft's. `row`: as `_chain_row` gives it; `other`: `_drafted_logits`.
     """
-    size, target, stride, top, least, given, draft, draft_stride, draft_top, draft_least, taken = row
-    value, ids, live = load_tile(target, stride, tile, size, ROWS, LANE)
-    weights = tl.where(live, kept_weight(value, ids, top, scale, least, SHIFT), 0)
+    _, _, _, top, least, given, draft, _, draft_top, draft_least, taken = row
+    kept = live & _is_kept(value, ids, least, SHIFT)
+    weights = tl.where(kept, fixed_weight(value, top, scale), 0)
     if draft is not None:  # noqa: SIM102  decided while compiling, unlike what follows
-        # Where the target keeps nothing nothing is left, and the draft need not be read: most tiles, if top-p or top-k cut.
-        if subtract & (tl.max(tl.reshape(weights, [ROWS * LANE]), 0) > 0):
-            draft_ids = ids.to(tl.int64)
-            if target_to_draft is not None:
-                draft_ids = tl.load(target_to_draft + draft_ids * map_stride, mask=live, other=-1)
-            there = live & (draft_ids >= 0)
-            other = tl.load(draft + draft_ids * draft_stride, mask=there, other=float("-inf")).to(tl.float32)
-            drafted = tl.where(there, kept_weight(other, draft_ids, draft_top, scale, draft_least, DRAFT_SHIFT), 0)
+        # Where the target keeps nothing nothing is left: in most tiles, if top-p or top-k cut.
+        if subtract & (tl.max(tl.reshape(kept.to(tl.int32), [ROWS * LANE]), 0) > 0):
+            other_value, other_ids, there = other
+            there = there & _is_kept(other_value, other_ids.to(tl.int32), draft_least, DRAFT_SHIFT)
+            drafted = tl.where(there, fixed_weight(other_value, draft_top, scale), 0)
             # `abs` changes nothing, but keeps products from fusing with the difference: equal ones leave nothing.
             gap = tl.abs(weights.to(tl.float64) * given) - tl.abs(drafted.to(tl.float64) * taken)
             weights = (tl.maximum(gap, 0.0) * 1152921504606846976.0).to(tl.int64)
-    if dropped is not None:
-        stop = (tile + 1) * (ROWS * LANE)
-        following = _first_from(dropped, tile * (ROWS * LANE), stop)
-        while following < stop:
-            weights = tl.where(ids == following, 0, weights)
-            following = _first_from(dropped, following + 1, stop)
     return weights
 
 
 @triton.jit
-def _chunk_weight(
-    first, tiles, scale, row, target_to_draft, map_stride, subtract, dropped,
+def _part_weights(
+    chunk, steps, scale, row, target_to_draft, map_stride, subtract, dropped,
     SHIFT: tl.constexpr, DRAFT_SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """What the tiles from `first` on weigh together."""
+    """What each part of a chunk weighs (`phases.step_ids`), in the order of ids, without tokens in `dropped` (or None)."""
+    size, target, stride, top, least = row[0], row[1], row[2], row[3], row[4]
+    start = chunk * steps * (ROWS * LANE)
     weights = tl.zeros([ROWS, LANE], tl.int64)
-    for tile in range(first, first + tiles):
-        weights += _tile_weights(
-            tile, scale, row, target_to_draft, map_stride, subtract, dropped, SHIFT, DRAFT_SHIFT, ROWS, LANE
-        )  # fmt: skip
-    return tl.sum(tl.reshape(weights, [ROWS * LANE]), 0)
+    value, _, _ = load_step(target, stride, start, 0, steps, size, ROWS, LANE)
+    for step in range(0, steps):
+        ids = step_ids(start, step, steps, ROWS, LANE)
+        live = ids < size
+        other = _drafted_logits(ids, live & subtract, row, target_to_draft, map_stride)
+        # The next step's are on their way while these are weighed.
+        coming, _, _ = load_step(target, stride, start, step + 1, steps, tl.where(step + 1 < steps, size, 0), ROWS, LANE)
+        weights += _weights(value, ids, live, other, scale, row, subtract, SHIFT, DRAFT_SHIFT, ROWS, LANE)
+        value = coming
+    parts = part_sums(weights, ROWS, LANE)
+    if dropped is not None:
+        COUNT: tl.constexpr = dropped.shape[0]
+        node = tl.arange(0, COUNT)
+        again = (dropped[None, :] == dropped[:, None]) & (node[None, :] < node[:, None])
+        once = (dropped >= 0) & (dropped < size) & (tl.sum(again.to(tl.int32), 1) == 0)
+        value = tl.load(target + dropped.to(tl.int64) * stride, mask=once, other=float("-inf")).to(tl.float32)
+        lost = tl.where(once & _is_kept(value, dropped, least, SHIFT), fixed_weight(value, top, scale), 0)
+        PART: tl.constexpr = min(WARP, ROWS) * LANE
+        part = tl.arange(0, ROWS * LANE // PART)
+        first = start + part * (steps * PART)
+        inside = (dropped[None, :] >= first[:, None]) & (dropped[None, :] < (first + steps * PART)[:, None])
+        parts -= tl.sum(tl.where(inside, lost[None, :], 0), 1)
+    return parts
 
 
 @triton.jit
 def _last_token(
-    uniform, sums, tiles, scale, row, target_to_draft, map_stride, subtract, dropped, CHUNKS: tl.constexpr,
+    uniform, sums_at, steps, scale, row, target_to_draft, map_stride, subtract, dropped, CHUNKS: tl.constexpr,
     SHIFT: tl.constexpr, DRAFT_SHIFT: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """The first token whose running weight exceeds `floor(uniform * total)`, -1 if all weigh nothing; `sums`: of the chunks."""
-    CHUNK_BLOCK: tl.constexpr = triton.next_power_of_2(CHUNKS)
-    chunk = tl.arange(0, CHUNK_BLOCK)
+    """The first token whose running weight exceeds `floor(uniform * total)`, -1 if all weigh nothing.
+
+    `sums_at`: what the parts of all chunks weigh.
+    """
+    PART: tl.constexpr = min(WARP, ROWS) * LANE
+    PARTS: tl.constexpr = ROWS * LANE // PART
+    index = tl.arange(0, triton.next_power_of_2(CHUNKS) * PARTS)
+    sums = tl.load(sums_at + index, mask=index < CHUNKS * PARTS, other=0, cache_modifier=".cg")
     # Nothing may be left although a draft was rejected; the target itself is then the distribution.
     if (tl.sum(sums, 0) == 0) & subtract:
         subtract = subtract & False
-        for i in range(0, CHUNKS):
-            weight = _chunk_weight(
-                i * tiles, tiles, scale, row, target_to_draft, map_stride, subtract, None, SHIFT, DRAFT_SHIFT, ROWS, LANE
+        for chunk in range(0, CHUNKS):
+            parts = _part_weights(
+                chunk, steps, scale, row, target_to_draft, map_stride, subtract, None, SHIFT, DRAFT_SHIFT, ROWS, LANE
             )  # fmt: skip
-            sums = tl.where(chunk == i, weight, sums)
+            tl.store(sums_at + chunk * PARTS + tl.arange(0, PARTS), parts)
+        tl.debug_barrier()
+        sums = tl.load(sums_at + index, mask=index < CHUNKS * PARTS, other=0, cache_modifier=".cg")
         if dropped is not None:
             dropped = tl.full(dropped.shape, -1, dropped.dtype)
-    total = tl.sum(sums, 0)
-    level = draw_level(uniform, total)
-    ends = tl.cumsum(sums, 0)
-    chosen = tl.minimum(tl.sum((ends <= level).to(tl.int32), 0), CHUNKS - 1)
-    running = tl.sum(tl.where(chunk < chosen, sums, 0), 0)
+    level = draw_level(uniform, tl.sum(sums, 0))
+    chosen = tl.minimum(tl.sum((tl.cumsum(sums, 0) <= level).to(tl.int32), 0), CHUNKS * PARTS - 1)
+    running = tl.sum(tl.where(index < chosen, sums, 0), 0)
     token = tl.full([], -1, tl.int32)
-    for tile in range(chosen * tiles, (chosen + 1) * tiles):
-        weights = tl.reshape(
-            _tile_weights(
-                tile, scale, row, target_to_draft, map_stride, subtract, dropped, SHIFT, DRAFT_SHIFT, ROWS, LANE
-            ),
-            [ROWS * LANE],
-        )  # fmt: skip
+    at = chosen * (steps * PART)
+    end = tl.minimum(at + steps * PART, row[0])
+    while (running <= level) & (at < end):
+        value, ids, live = load_span(row[1], row[2], at, end, ROWS, LANE)
+        other = _drafted_logits(ids, live & subtract, row, target_to_draft, map_stride)
+        weights = _weights(value, ids, live, other, scale, row, subtract, SHIFT, DRAFT_SHIFT, ROWS, LANE)
+        stop = at + ROWS * LANE
+        if dropped is not None:
+            following = _first_from(dropped, at, stop)
+            while following < stop:
+                weights = tl.where(ids == following, 0, weights)
+                following = _first_from(dropped, following + 1, stop)
+        weights = tl.reshape(weights, [ROWS * LANE])
         weight = tl.sum(weights, 0)
-        if (running <= level) & (level < running + weight):
-            token = tile * (ROWS * LANE) + tl.sum((running + tl.cumsum(weights, 0) <= level).to(tl.int32), 0)
+        if level < running + weight:
+            token = at + tl.sum((running + tl.cumsum(weights, 0) <= level).to(tl.int32), 0)
         running += weight
+        at = stop
     return token.to(tl.int64)
 
 
@@ -194,7 +240,7 @@ def accept_logits_chain_kernel(
 ):  # fmt: skip
     """Program `(request, chunk)`: rejection sampling, or with `BLOCKS` block verification. Rows of the supports are dense.
 
-    `partial`: a request's sums, of each chunk; with `BLOCKS` at each node.
+    `partial`: a request's sums, of each part of each chunk; with `BLOCKS` at each node.
     """
     await_predecessors(PDL)
     request = (tl.program_id(0) // CHUNKS).to(tl.int64)
@@ -230,8 +276,10 @@ def accept_logits_chain_kernel(
     offered = given_draft & (draft_total > 0)
     sizes = tl.where(total > 0, vocab, 0)  # what is no distribution has no tokens
 
-    first = chunk * tiles
-    sums_at = partial + request * (CHUNKS * (NODES if BLOCKS else 1))
+    PARTS: tl.constexpr = triton.cdiv(ROWS, WARP)
+    SUMS: tl.constexpr = CHUNKS * PARTS
+    sums_at = partial + request * (SUMS * (NODES if BLOCKS else 1))
+    own_at = sums_at + chunk * PARTS + tl.arange(0, PARTS)
     factors = tl.full([NODE_BLOCK], 1.0, tl.float64)  # of the target's probabilities, after so many accepted drafts
     if BLOCKS:
         # Until the first that was not offered, or that comes after no distribution.
@@ -252,44 +300,43 @@ def accept_logits_chain_kernel(
         whole = _pick(uniform, length - 1, NODE_BLOCK) < _pick(factors, length, NODE_BLOCK)
         whole = whole | (length == 0)
         for row in range(0, length + 1):
-            weight = tl.zeros([], tl.int64)
+            weight = tl.zeros([PARTS], tl.int64)
             if tl.where(row == length, whole, (whole == 0) & (_pick(factors, row, NODE_BLOCK) > 0)):
-                weight = _chunk_weight(
-                    first, tiles, scale, _chain_row(rows, row, NODE_BLOCK), target_to_draft, map_stride, row < length, None,
+                weight = _part_weights(
+                    chunk, tiles, scale, _chain_row(rows, row, NODE_BLOCK), target_to_draft, map_stride, row < length, None,
                     SHIFT, DRAFT_SHIFT, ROWS, LANE,
                 )  # fmt: skip
-            tl.store(sums_at + row * CHUNKS + chunk, weight)
+            tl.store(own_at + row * SUMS, weight)
         last = length
         subtract = length < 0
     else:
         accepted = offered & (p > 0) & (uniform * q < p)
         last = tl.min(tl.where(accepted, NODES, node), 0)  # the first whose child is not accepted; the last node has none
         subtract = _pick(offered.to(tl.int32), last, NODE_BLOCK) > 0
-        weight = _chunk_weight(
-            first, tiles, scale, _chain_row(rows, last, NODE_BLOCK), target_to_draft, map_stride, subtract, None,
+        weight = _part_weights(
+            chunk, tiles, scale, _chain_row(rows, last, NODE_BLOCK), target_to_draft, map_stride, subtract, None,
             SHIFT, DRAFT_SHIFT, ROWS, LANE,
         )  # fmt: skip
-        tl.store(sums_at + chunk, weight)
+        tl.store(own_at, weight)
 
     if _is_last(counters + request, CHUNKS):
-        other = tl.arange(0, triton.next_power_of_2(CHUNKS))
         if BLOCKS:
+            other = tl.arange(0, triton.next_power_of_2(CHUNKS) * PARTS)
             last = length * 0
             for count in range(1, length + 1):
                 chance = _pick(factors, count, NODE_BLOCK)
                 if count < length:
-                    sums = tl.load(sums_at + count * CHUNKS + other, mask=other < CHUNKS, other=0, cache_modifier=".cg")
+                    sums = tl.load(sums_at + count * SUMS + other, mask=other < SUMS, other=0, cache_modifier=".cg")
                     left = tl.sum(sums, 0).to(tl.float64)
                     short = left + (1.0 - chance) * 1152921504606846976.0
                     # Neither a residual nor a deficit: not accepted here, but a later draft is for sure.
                     chance = tl.where(short > 0, left / tl.where(short > 0, short, 1.0), 0.0)
                 last = tl.where(_pick(uniform, count - 1, NODE_BLOCK) < chance, count, last)
-            sums_at += last * CHUNKS
+            sums_at += last * SUMS
             subtract = last < length
-        sums = tl.load(sums_at + other, mask=other < CHUNKS, other=0, cache_modifier=".cg")
         final = _last_token(
-            final_uniform, sums, tiles, scale, _chain_row(rows, last, NODE_BLOCK), target_to_draft, map_stride, subtract, None,
-            CHUNKS, SHIFT, DRAFT_SHIFT, ROWS, LANE,
+            final_uniform, sums_at, tiles, scale, _chain_row(rows, last, NODE_BLOCK), target_to_draft, map_stride, subtract,
+            None, CHUNKS, SHIFT, DRAFT_SHIFT, ROWS, LANE,
         )  # fmt: skip
         at = request * NODES + node
         token = tl.where(node < last, drafted, tl.where(node == last, final, -1))
@@ -370,14 +417,13 @@ def accept_logits_tree_kernel(
     top, least, total = tl.sum(top, 0), tl.sum(least, 0), tl.sum(total, 0)
     size = tl.where(total > 0, vocab, 0)  # what is no distribution has no tokens
     rows = (size, row, target_stride, top, least, 1.0, None, 0, 0.0, 0, 1.0)
-    weight = _chunk_weight(chunk * tiles, tiles, scale, rows, None, 0, some, dropped, SHIFT, 0, ROWS, LANE)
-    sums_at = partial + request * CHUNKS
-    tl.store(sums_at + chunk, weight)
+    PARTS: tl.constexpr = triton.cdiv(ROWS, WARP)
+    sums_at = partial + request * (CHUNKS * PARTS)
+    weight = _part_weights(chunk, tiles, scale, rows, None, 0, some, dropped, SHIFT, 0, ROWS, LANE)
+    tl.store(sums_at + chunk * PARTS + tl.arange(0, PARTS), weight)
     if _is_last(counters + request, CHUNKS):
-        other = tl.arange(0, triton.next_power_of_2(CHUNKS))
-        sums = tl.load(sums_at + other, mask=other < CHUNKS, other=0, cache_modifier=".cg")
         final = _last_token(
-            final_uniform, sums, tiles, scale, rows, None, 0, some, dropped, CHUNKS, SHIFT, 0, ROWS, LANE
+            final_uniform, sums_at, tiles, scale, rows, None, 0, some, dropped, CHUNKS, SHIFT, 0, ROWS, LANE
         )  # fmt: skip
         tl.store(tokens + accepted - 1, final)
         tl.store(lens + request, accepted)
@@ -389,7 +435,7 @@ def shares(bs: int, vocab: int, programs: int) -> dict[str, Any]:
     tiles = triton.cdiv(vocab, tile)
     each = triton.cdiv(tiles, min(max(programs // bs, 1), MOST_CHUNKS))
     constants = {"tiles": each, "CHUNKS": triton.cdiv(tiles, each), "ROWS": tile // lane, "LANE": lane}
-    return constants | {"num_warps": max(tile // lane // 32, 1), "maxnreg": 255}  # ptxas saves some at the price of spills
+    return constants | {"num_warps": max(tile // lane // 32, 1), "maxnreg": 128}  # two programs on a multiprocessor
 
 
 def accept_sampled_logits(
@@ -411,7 +457,8 @@ def accept_sampled_logits(
     sizes = {"NODES": nodes, "NODE_BLOCK": triton.next_power_of_2(nodes), "SHIFT": KEY_SHIFT[target_logits.dtype], **share}
     inputs = (candidates, target_logits, target_support, uniforms, final_uniforms, temperature)
     with device_guard(candidates):
-        partial = torch.empty(bs * share["CHUNKS"] * (nodes if block else 1), dtype=torch.int64, device=candidates.device)
+        sums = share["CHUNKS"] * triton.cdiv(share["ROWS"], WARP.value)
+        partial = torch.empty(bs * sums * (nodes if block else 1), dtype=torch.int64, device=candidates.device)
         counters = arrival_counters(candidates.device, bs, "accept_logits")
         if draft_logits is None or nodes == 1:
             parent_strides = (0, 0) if parents is None else parents.stride()

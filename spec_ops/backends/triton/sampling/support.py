@@ -75,25 +75,30 @@ LANE = 8  # neighbouring tokens of a thread: 16 bytes of bfloat16
 PIVOTS = 8  # keys that a pass counts, or sums, at: more would narrow faster, with more instructions and registers
 LISTED = 128  # tokens that are few enough to compare each with each
 VALUE_PASSES = 3  # whose pivots divide values evenly; those of later ones divide keys, which ends in any case
+ROWS_AT_ONCE = 8192  # of a launch, whose rows have up to 12 KB of workspace each; more than any GPU takes at once
 MAX_PASSES = 32  # 11 with 8 pivots each narrow 2**32 keys to one; as many for top-k as for top-p, and those above
 NO_LIMIT = tl.constexpr(1 << 30)  # more than there are tokens
 
 
-@triton.jit(do_not_specialize=["uniform_row_stride", "uniform_stride"])  # a batch of one has any stride
+# A batch of one has any stride. Triton 3.6 fails to compile a vocabulary that is the constant 1.
+@triton.jit(do_not_specialize=["uniform_row_stride", "uniform_stride", "vocab"])
 def sampling_support_kernel(
     logits, uniforms, temperatures, top_k, top_p, min_p, support, tokens, workspace, counters,
     row_stride, inner_stride, stride, uniform_row_stride, uniform_stride, temperature_stride, k_stride, p_stride, min_stride,
     inner, vocab, steps, workspace_stride, list_words,
     CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GUIDES: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr,
     LISTED: tl.constexpr, VALUE_PASSES: tl.constexpr, MAX_PASSES: tl.constexpr, CANDIDATES: tl.constexpr, GROUPS: tl.constexpr,
-    SLOTS: tl.constexpr, SHIFT: tl.constexpr, ANY_TOP: tl.constexpr, PDL: tl.constexpr,
+    SLOTS: tl.constexpr, SHIFT: tl.constexpr, EVEN: tl.constexpr, ANY_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(row, chunk)`, with `steps` tiles of `ROWS * LANE` ids. With `CHUNKS > 1` all programs are resident at once.
 
     `workspace`, of a row: the list, what its programs tell one another, `MAX_PASSES` tallies of each, and their slots. `tokens`
-    is None where nothing is drawn. `ANY_TOP`: `top` also of rows that are no distribution, their first NaN if they have one.
+    is None where nothing is drawn. `EVEN`: `vocab` is a multiple of 16. `ANY_TOP`: `top` also of rows that are no
+    distribution, their first NaN if they have one.
     """
     await_predecessors(PDL)
+    if EVEN:
+        vocab = vocab // 16 * 16  # what its specialization would tell
     TOPS: tl.constexpr = (top_k is not None) or (top_p is not None)
     FILTERED: tl.constexpr = TOPS or (min_p is not None)
     CHUNK_BLOCK: tl.constexpr = triton.next_power_of_2(CHUNKS)
@@ -436,18 +441,22 @@ def support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p, any_top:
         list_words = max(LISTED, triton.next_power_of_2(share.chunks) * constants["CANDIDATES"]) * filtered
         tallies = 2 * constants["PIVOTS"] * MAX_PASSES + share.rows * SLOTS  # and slots
         words = list_words + (8 + tallies * filtered) * share.chunks
-        workspace = (
-            torch.empty(bs * inner * words, dtype=torch.int64, device=logits.device) if filtered or share.chunks > 1 else None
-        )
+        step = min(bs, max(ROWS_AT_ONCE // inner, 1))
+        workspace = None
+        if filtered or share.chunks > 1:
+            workspace = torch.empty(step * inner * words, dtype=torch.int64, device=logits.device)
         cooperative = share.chunks > 1
         counters = arrival_counters(logits.device, 2 * bs * inner, "sampling_support") if cooperative else None
-        launch(
-            sampling_support_kernel, (bs * inner * share.chunks,),
-            given, uniforms, temperature, top_k, top_p, min_p, support, tokens, workspace, counters,
-            *given.stride(), *coins, *settings, inner, vocab, share.tiles, words, list_words,
-            SHIFT=KEY_SHIFT[logits.dtype], ANY_TOP=any_top, **constants,
-            launch_cooperative_grid=cooperative,
-        )  # fmt: skip
+        for first in range(0, bs, step):
+            part = slice(first, first + step)
+            launch(
+                sampling_support_kernel, (min(step, bs - first) * inner * share.chunks,),
+                given[part], *(x if x is None else x[part] for x in (uniforms, temperature, top_k, top_p, min_p)),
+                support[part], tokens if tokens is None else tokens[part], workspace, counters,
+                *given.stride(), *coins, *settings, inner, vocab, share.tiles, words, list_words,
+                SHIFT=KEY_SHIFT[logits.dtype], EVEN=vocab % 16 == 0, ANY_TOP=any_top, **constants,
+                launch_cooperative_grid=cooperative,
+            )  # fmt: skip
         return True
 
     with device_guard(logits):
@@ -492,13 +501,14 @@ def ahead() -> Iterator[Variant]:
             f"sample_logits, {rows} rows, {dtype}, {' and '.join(given) or 'nothing cut'}",
             sampling_support_kernel,
             {"logits": f"*{dtype}:16", "uniforms": "*fp32:16", "temperatures": "*fp32:16", "row_stride": "i32:16"}
-            | {"inner_stride": "i32:16", "uniform_row_stride": "i32", "uniform_stride": "i32", "vocab": "i32:16"}
+            | {"inner_stride": "i32:16", "uniform_row_stride": "i32", "uniform_stride": "i32", "vocab": "i32"}
             | {"steps": "i32", "workspace_stride": "i32", "list_words": "i32"}
             | outputs
             | kept
             | {name: settings[name] for name in given}
             | {strides[name]: "i32" for name in absent},
-            {"stride": 1, "temperature_stride": 1, "inner": 1, "ANY_TOP": False, "SHIFT": 0 if dtype == "fp32" else 16}
+            {"stride": 1, "temperature_stride": 1, "inner": 1, "ANY_TOP": False, "EVEN": True}
+            | {"SHIFT": 0 if dtype == "fp32" else 16}
             | {strides[name]: 1 for name in given}
             | dict.fromkeys([*absent, *({"workspace", "counters"} - set(kept))])
             | constants,

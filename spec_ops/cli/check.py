@@ -10,13 +10,14 @@ import typer
 
 class Engine(str, enum.Enum):
     sglang = "sglang"
+    vllm = "vllm"
 
 
 def check(engine: Annotated[Engine, typer.Argument(help="The serving engine.")]) -> None:
     """Whether the installed engine is of a tested version and has every symbol that the plug-in uses; if not, ends with 1."""
-    from spec_ops.integrations import sglang
+    from spec_ops.integrations import sglang, vllm
 
-    text, fits = sglang.report()
+    text, fits = {Engine.sglang: sglang, Engine.vllm: vllm}[engine].report()
     typer.echo(text)
     if not fits:
         raise typer.Exit(1)

@@ -85,6 +85,7 @@ class PassManager(CustomGraphPass):
         arch: compute capability to plan for, see `PassContext`.
         listener: called with the `GraphReport` of every graph that calls our ops.
         keep_history: whether reports hold what each pass did to each node.
+        every_graph: run on graphs too that call none of our ops.
     """
 
     def __init__(
@@ -93,20 +94,21 @@ class PassManager(CustomGraphPass):
         arch: int | None = None,
         listener: Callable[[GraphReport], None] | None = None,
         keep_history: bool = False,
+        every_graph: bool = False,
     ) -> None:
         switches = dict(switches or {})
         if unknown := set(switches) - set(pass_names()):
             raise ValueError(f"passes: unknown pass {sorted(unknown)}; there are {list(pass_names())}")
         self.passes = tuple(p for p in PASSES if switches.get(p.name, True))
         self.context = PassContext(arch)
-        self.listener, self.keep_history = listener, keep_history
+        self.listener, self.keep_history, self.every_graph = listener, keep_history, every_graph
         # The manager that this one replaces, and Inductor's setting without any manager.
         self.below = next((part for part in _installed() if isinstance(part, PassManager)), None)
         self.shape_padding: bool = self.below.shape_padding if self.below else inductor_config.shape_padding
         self.uninstalled = False
 
     def __call__(self, graph: fx.Graph) -> None:
-        if not any(op_of(node) for node in graph.nodes):
+        if not self.every_graph and not any(op_of(node) for node in graph.nodes):
             return
         refuse_misplaced_views(graph)
         report = GraphReport(count_nodes(graph), place=Place.of(graph, self.context))
@@ -138,7 +140,7 @@ class PassManager(CustomGraphPass):
         """
         if self.listener is not None:
             return None
-        state = (_sources_hash(), [p.name for p in self.passes], self.context, declarations())
+        state = (_sources_hash(), [p.name for p in self.passes], self.context, self.every_graph, declarations())
         return hashlib.sha256(repr(state).encode()).hexdigest()
 
 

@@ -36,7 +36,7 @@ def run(*command: str, first: str | None = None, timeout: int = 300) -> subproce
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    from tests.sglang.checkpoints import write_draft, write_target
+    from tests.helpers.engine_checkpoints import write_draft, write_target
 
     folder = tmp_path_factory.mktemp("models")
     write_target(folder / "target")

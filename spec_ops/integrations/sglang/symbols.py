@@ -1,32 +1,14 @@
-"""The symbols of SGLang that the plug-in uses, and whether an installed SGLang has them.
-
-They are looked up in the source: importing the modules takes seconds, and a GPU on some machines, and every engine of whoever
-installed spec_ops pays for the check, whether it uses the backend or not.
-"""
+"""The symbols of SGLang that the plug-in uses, and whether an installed SGLang has them."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.metadata
-import importlib.util
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+
+from spec_ops.integrations.engine_symbols import Engine, Symbol
 
 NAME = "spec_ops"
-OLDEST, NEWEST = "0.5.14", "0.5.23"
 VERIFY_MASK_FILE = "layers/attention/verify_mask.py"  # since some release between the two: backends declare their mask's layout
-
-
-class Symbol(NamedTuple):
-    """A function, class or method in a file under `sglang/srt`, and names that its parameters (a class: its members) hold."""
-
-    file: str
-    path: str
-    names: tuple[str, ...] = ()
-
+ENGINE = Engine("SGLang", "sglang/srt", ("sglang",), "0.5.14", "0.5.23", f"--attention-backend {NAME}")
 
 _BACKEND = "layers/attention/base_attn_backend.py"
 _FACTORY = "speculative/draft_utils.py"
@@ -89,20 +71,7 @@ WITH_VERIFY_MASK = (
 )
 
 
-def root() -> Path | None:
-    """The folder `sglang/srt` of the SGLang that would be imported; None if there is none."""
-    found = importlib.util.find_spec("sglang")
-    if found is None or not found.submodule_search_locations:
-        return None
-    return Path(next(iter(found.submodule_search_locations))) / "srt"
-
-
-def version() -> str | None:
-    """Of the installed SGLang; None if there is none."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+root, version, in_range = ENGINE.root, ENGINE.version, ENGINE.in_range
 
 
 def has_verify_mask(folder: Path) -> bool:
@@ -114,60 +83,6 @@ def table(folder: Path) -> tuple[Symbol, ...]:
     return COMMON + (WITH_VERIFY_MASK if has_verify_mask(folder) else BEFORE_VERIFY_MASK)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """`0.5.14` as numbers; suffixes of builds (`.post1`, `rc0`, `+cu130`) do not count."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
-def in_range(text: str) -> bool:
-    return _numbers(OLDEST) <= _numbers(text)[:3] <= _numbers(NEWEST)
-
-
-def _members(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """Names that a module or a class defines, also under an `if` or a `try`."""
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.name, node
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id, node
-        elif isinstance(node, ast.Assign):
-            yield from ((target.id, node) for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((alias.asname or alias.name, node) for alias in node.names)
-        elif isinstance(node, (ast.If, ast.Try)):
-            yield from _members(node.body + node.orelse)
-
-
-@functools.cache
-def _module(path: Path) -> dict[str, ast.stmt]:
-    return dict(_members(ast.parse(path.read_text(encoding="utf-8")).body))
-
-
-def _problem(folder: Path, symbol: Symbol) -> str | None:
-    """What is wrong with one symbol; None if nothing is."""
-    where = f"sglang/srt/{symbol.file}"
-    if not (folder / symbol.file).is_file():
-        return f"{where} is not there"
-    found: ast.stmt | None = None
-    try:
-        members = _module(folder / symbol.file)
-    except (SyntaxError, ValueError, OSError) as error:  # of a newer Python, or damaged
-        return f"{where} cannot be read: {type(error).__name__}: {error}"
-    for part in symbol.path.split("."):
-        found = members.get(part)
-        if found is None:
-            return f"{where} has no {symbol.path}"
-        members = dict(_members(found.body)) if isinstance(found, ast.ClassDef) else {}
-    if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        a = found.args
-        known = {arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if arg is not None}
-    else:
-        known = set(members)
-    missing = [name for name in symbol.names if name not in known]
-    return f"{symbol.path} in {where} has no {', '.join(missing)}" if missing else None
-
-
 def problems(folder: Path | None = None, release: str | None = None) -> list[str]:
     """Why the plug-in does not fit an SGLang: its version, or symbols of it that are missing or changed; empty if it fits.
 
@@ -177,21 +92,11 @@ def problems(folder: Path | None = None, release: str | None = None) -> list[str
     """
     folder = root() if folder is None else folder
     release = version() if release is None else release
-    if folder is None or release is None:
-        return ["SGLang is not installed"]
-    if not in_range(release):
-        return [f"SGLang {release} was not tested: {OLDEST} to {NEWEST} were"]
-    found = (_problem(folder, symbol) for symbol in table(folder))
-    return list(dict.fromkeys(problem for problem in found if problem is not None))  # a file that is missing: once
+    return ENGINE.problems(folder, release, table(folder) if folder is not None else ())
 
 
 def report() -> tuple[str, bool]:
     """What `python -m spec_ops check sglang` prints, and whether the plug-in fits."""
-    folder, found = root(), problems()
-    if found:
-        told = f" {found[0]}" if len(found) == 1 else "".join(f"\n  {line}" for line in found)
-        return f"--attention-backend {NAME} is not offered:{told}", False
-    assert folder is not None
-    lines = [f"SGLang {version()}: in the tested range ({OLDEST} to {NEWEST}); {len(table(folder))} symbols are as expected:"]
-    lines += [f"  {symbol.path} ({symbol.file})" for symbol in table(folder)]
-    return "\n".join([*lines, f"Use it: sglang serve ... --attention-backend {NAME} --page-size 64"]), True
+    folder = root()
+    used = table(folder) if folder is not None else ()
+    return ENGINE.report(problems(), version(), used, f"sglang serve ... --attention-backend {NAME} --page-size 64")

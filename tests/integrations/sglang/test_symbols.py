@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from spec_ops.cli import app
+from spec_ops.integrations.engine_symbols import Symbol, read_module
 from spec_ops.integrations.sglang import plugin, symbols
-from spec_ops.integrations.sglang.symbols import BEFORE_VERIFY_MASK, COMMON, VERIFY_MASK_FILE, WITH_VERIFY_MASK, Symbol
-
-
-def write_source(folder: Path, table: tuple[Symbol, ...], without: Symbol | None = None, renamed: str | None = None) -> Path:
-    """Source that has the symbols of `table`, less one, or with one of its names spelled otherwise."""
-    files: dict[str, dict[str, list[Symbol]]] = {}
-    for symbol in table:
-        files.setdefault(symbol.file, {})
-        if symbol != without:
-            files[symbol.file].setdefault(symbol.path.split(".")[0], []).append(symbol)
-    for file, owners in files.items():
-        lines: list[str] = []
-        for owner, found in owners.items():
-            spelled = {s: [n + "_" if s == without and n == renamed else n for n in s.names] for s in found}
-            if all("." not in s.path for s in found) and owner[0].islower():
-                lines.append(f"def {owner}({', '.join(spelled[found[0]])}): ...")
-                continue
-            lines.append(f"class {owner}:\n    known: int = 0")
-            for s in found:
-                if "." in s.path:
-                    lines.append(f"    def {s.path.split('.')[1]}({', '.join(['self', *spelled[s]])}): ...")
-                else:
-                    lines += [f"    {name} = 0" for name in spelled[s]]
-        path = folder / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines))
-    return folder
-
+from spec_ops.integrations.sglang.symbols import BEFORE_VERIFY_MASK, COMMON, VERIFY_MASK_FILE, WITH_VERIFY_MASK
+from tests.helpers.engine_source import write_source
 
 OLD, NEW = COMMON + BEFORE_VERIFY_MASK, COMMON + WITH_VERIFY_MASK
 BY_RELEASE = pytest.mark.parametrize(("table", "release"), [(OLD, "0.5.14"), (NEW, "0.5.23")], ids=["0.5.14", "0.5.23"])
@@ -54,7 +28,7 @@ def test_each_missing_symbol_is_named(table, release, tmp_path):
     for i, symbol in enumerate(table):
         if symbol.file == VERIFY_MASK_FILE:
             continue  # what tells the two releases apart
-        symbols._module.cache_clear()
+        read_module.cache_clear()
         (found,) = symbols.problems(write_source(tmp_path / str(i), table, without=symbol), release)[:1]
         assert symbol.file in found
         assert symbol.path in found
@@ -96,7 +70,7 @@ def test_files_that_are_missing_or_damaged_are_named_once(tmp_path, monkeypatch)
     (folder / "mem_cache/memory_pool.py").unlink()
     monkeypatch.setattr(symbols, "root", lambda: folder)
     monkeypatch.setattr(symbols, "version", lambda: "0.5.14")
-    symbols._module.cache_clear()
+    read_module.cache_clear()
     result = CliRunner().invoke(app, ["check", "sglang"])
     assert result.exit_code == 1
     first, damaged, missing = result.output.splitlines()

@@ -1,0 +1,94 @@
+"""Tiny checkpoints of random weights that SGLang and vLLM serve: a Llama and its EAGLE-3 head, a DeepSeek and its MTP layer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, INNER, VOCAB = 64, 8, 4, 2, 96, 128  # eight layers: an EAGLE-3 head reads three of them
+RANK, ROPE, NOPE = 512, 64, 32  # of latent attention; vLLM's CPU kernel knows this width of a row alone
+
+
+def _llama(dim: int, **changes: object) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": dim,
+        "vocab_size": VOCAB, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2, "attention_bias": False,
+        **changes,
+    }  # fmt: skip
+
+
+def _save(folder: Path, config: dict, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+    folder.mkdir(parents=True)
+    g = torch.Generator().manual_seed(seed)
+    weights = {
+        # Large enough that attention decides tokens: one weight in `HIDDEN` numbers of a row.
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=g) * (1.5 / shape[-1] ** 0.5)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _layer(prefix: str, attention: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}.self_attn.{name}.weight": shape for name, shape in attention.items()} | {
+        f"{prefix}.mlp.gate_proj.weight": (INNER, HIDDEN),
+        f"{prefix}.mlp.up_proj.weight": (INNER, HIDDEN),
+        f"{prefix}.mlp.down_proj.weight": (HIDDEN, INNER),
+        f"{prefix}.input_layernorm.weight": (HIDDEN,),
+        f"{prefix}.post_attention_layernorm.weight": (HIDDEN,),
+    }
+
+
+def _grouped(dim: int, width: int = HIDDEN) -> dict[str, tuple[int, ...]]:
+    kv = (KV_HEADS * dim, width)
+    return {"q_proj": (HEADS * dim, width), "k_proj": kv, "v_proj": kv, "o_proj": (HIDDEN, HEADS * dim)}
+
+
+_LATENT = {
+    "q_proj": (HEADS * (NOPE + ROPE), HIDDEN), "kv_a_proj_with_mqa": (RANK + ROPE, HIDDEN), "kv_a_layernorm": (RANK,),
+    "kv_b_proj": (HEADS * 2 * NOPE, RANK), "o_proj": (HIDDEN, HEADS * NOPE),
+}  # fmt: skip
+_ENDS = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+
+
+def write_target(folder: Path, dim: int = 16) -> None:
+    """A Llama of heads `dim` wide."""
+    shapes = dict(_ENDS)
+    for i in range(LAYERS):
+        shapes |= _layer(f"model.layers.{i}", _grouped(dim))
+    _save(folder, _llama(dim), shapes, seed=0)
+
+
+def write_draft(folder: Path, dim: int = 16) -> None:
+    """Its EAGLE-3 head."""
+    shapes = _layer("midlayer", _grouped(dim, 2 * HIDDEN)) | {
+        "midlayer.hidden_norm.weight": (HIDDEN,), "fc.weight": (HIDDEN, 3 * HIDDEN), "norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }  # fmt: skip
+    config = _llama(dim, architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=VOCAB)
+    _save(folder, config, shapes, seed=1)
+
+
+def write_latent_target(folder: Path, layers: int = 2) -> None:
+    """A DeepSeek-V3 without experts, and its MTP layer behind the others."""
+    shapes, head = dict(_ENDS), f"model.layers.{layers}"
+    for i in range(layers + 1):
+        shapes |= _layer(f"model.layers.{i}", _LATENT)
+    shapes |= {
+        f"{head}.enorm.weight": (HIDDEN,), f"{head}.hnorm.weight": (HIDDEN,), f"{head}.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
+        f"{head}.embed_tokens.weight": (VOCAB, HIDDEN), f"{head}.shared_head.head.weight": (VOCAB, HIDDEN),
+        f"{head}.shared_head.norm.weight": (HIDDEN,),
+    }  # fmt: skip
+    config = _llama(
+        NOPE + ROPE, architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", num_hidden_layers=layers,
+        num_nextn_predict_layers=1, num_key_value_heads=HEADS, q_lora_rank=None, kv_lora_rank=RANK, qk_nope_head_dim=NOPE,
+        qk_rope_head_dim=ROPE, v_head_dim=NOPE, first_k_dense_replace=layers + 1, moe_layer_freq=1,
+        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=1, moe_intermediate_size=32, n_group=1, topk_group=1,
+    )  # fmt: skip
+    config.pop("head_dim")
+    _save(folder, config, shapes, seed=2)

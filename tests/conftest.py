@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -39,6 +40,10 @@ def seeds(request: pytest.FixtureRequest) -> Callable[[int], range]:
         return range(default if given is None else given)
 
     return chosen
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a million objects of torch and of pytest, which every collection would look through
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

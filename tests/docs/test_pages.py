@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,12 +27,15 @@ def name(page: Path) -> str:
 RUN_ALL = """
 import contextlib, io, json, sys, traceback, types
 
+import torch
+from tests.helpers.inductor_unbuilt import unbuilt
+
 failed = {}
 for number, (name, program) in enumerate(json.load(sys.stdin).items()):
     page = types.ModuleType(f"page_{number}")
     sys.modules[page.__name__] = page  # where Dynamo looks up the globals of what it traces
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), unbuilt():
             exec(compile(program, name, "exec"), page.__dict__)
     except BaseException:
         failed[name] = traceback.format_exc()
@@ -41,7 +45,7 @@ print(json.dumps(failed))
 
 def test_blocks_run(tmp_path):
     """The blocks of a page are one program, beside the modules that the page has as files. All programs run in one process,
-    since most of the time is the import of torch."""
+    since most of the time is the import of torch; what they compile is lowered, not built."""
     for page in WITH_CODE:
         for file, text in FILE.findall(page.read_text(encoding="utf-8")):
             (tmp_path / file).write_text(text, encoding="utf-8")
@@ -49,9 +53,15 @@ def test_blocks_run(tmp_path):
     for package, used in (("transformers", "transformers import"), ("torchao", " quantize\n")):
         if importlib.util.find_spec(package) is None:
             programs = {page: text for page, text in programs.items() if used not in text}
-    command = [sys.executable, "-c", RUN_ALL]
     done = subprocess.run(
-        command, input=json.dumps(programs), cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", RUN_ALL],
+        input=json.dumps(programs),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     failed = json.loads(done.stdout.splitlines()[-1])

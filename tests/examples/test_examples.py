@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.helpers.forked import run_script
 from tests.helpers.paths import EXAMPLES, ROOT
 
 ARGUMENTS = {
@@ -41,7 +42,10 @@ def test_the_grammar_example_says_what_to_install(tmp_path):
 def test_example(name):
     if name == "json_grammar.py":
         pytest.importorskip("xgrammar")
-    command = [sys.executable, *LAUNCHERS.get(name, []), str(EXAMPLES / name), *ARGUMENTS[name]]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if name in LAUNCHERS:
+        command = [sys.executable, *LAUNCHERS[name], str(EXAMPLES / name), *ARGUMENTS[name]]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    else:
+        run = run_script(EXAMPLES / name, *ARGUMENTS[name])
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip()

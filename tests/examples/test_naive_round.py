@@ -6,12 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import subprocess
 import sys
 
 import pytest
 import torch
-from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import spec_ops
@@ -21,7 +19,9 @@ from spec_ops.passes.analysis import counts
 from spec_ops.passes.analysis.counts import SUMMARY
 from spec_ops.passes.elide_host_syncs import is_sync
 from tests.helpers.csr_backend import CSR
-from tests.helpers.pass_harness import Traced, Uncached, cache_copies, capture_for_cuda, registered, using_provider
+from tests.helpers.forked import run_script
+from tests.helpers.inductor_unbuilt import unbuilt
+from tests.helpers.pass_harness import Traced, cache_copies, capture_for_cuda, registered, using_provider
 from tests.helpers.paths import EXAMPLES
 from tests.passes.test_compile import has_cpp_compiler
 
@@ -155,27 +155,23 @@ def test_numbers_stay_the_same(mla, width, csr):
         torch.testing.assert_close(passed.buffers[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack")
+@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks a C++ compiler what the CPU can do")
 def test_generated_code_copies_no_cache():
-    """The whole way through Inductor: the rewritten round still updates its caches in place."""
+    """The whole way through Inductor, but for building its code: the rewritten round still updates its caches in place."""
     plain, passed = (make_round(steps=2, layers=1) for _ in range(2))
-    with inductor_config.patch(post_grad_custom_post_pass=Uncached()):
+    with unbuilt():
         got, code = run_and_get_code(spec_ops.compile(passed, mode="default"))
     for a, b in zip(got, plain(), strict=True):
         assert torch.equal(a, b)
     assert any("append_kv" in text for text in code)
     assert not [line for text in code for line in cache_copies(text, passed.target_cache.k0)]
     for a, b in zip(passed.target_cache.tensors(), plain.target_cache.tensors(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # Inductor's fp32 sums in another order
-
-
-def run_example(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(EXAMPLE), *args], capture_output=True, text=True, check=False)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # sums of fewer rows, in another order
 
 
 def test_example_prints_the_plan():
     """In bfloat16, and with the copies to the host, which a trace on the CPU lacks."""
-    run = run_example("--width", "2", "--arch", "sm100")
+    run = run_script(EXAMPLE, "--width", "2", "--arch", "sm100")
     assert run.returncode == 0, run.stderr
     assert "page tables                         4        1" in run.stdout
     assert "device-to-host copies               4        0" in run.stdout
@@ -185,13 +181,13 @@ def test_example_prints_the_plan():
 
 
 def test_example_warns_of_calls_without_a_kernel():
-    run = run_example("--width", "2", "--arch", "sm100", "--dtype", "float32")
+    run = run_script(EXAMPLE, "--width", "2", "--arch", "sm100", "--dtype", "float32")
     assert "warning: mha_target_verify runs on `reference`" in run.stdout
     assert "triton does not support query dtype torch.float32" in run.stdout
 
 
 def test_example_names_an_unknown_architecture():
-    run = run_example("--arch", "blackwell")
+    run = run_script(EXAMPLE, "--arch", "blackwell")
     assert run.returncode == 2
     assert "sm120 sm121 (Blackwell), got 'blackwell'" in run.stderr.splitlines()[-1]
     assert "Traceback" not in run.stderr

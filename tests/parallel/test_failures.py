@@ -13,8 +13,8 @@ from tests.parallel import world
 
 def test_a_rank_that_dies_ends_the_other(tmp_path):
     processes = world.start(2, "tests.parallel.death", tmp_path)
-    printed = world.finish(processes, 120)
-    assert processes[1].returncode == 3, printed
+    printed = world.finish(processes, tmp_path, 120)
+    assert processes[1].exitcode == 3, printed
     result = json.loads((tmp_path / "0.json").read_text())["case_death"]
     assert result["error"].startswith("generate: another rank of the 2 is gone, or waits for something else: ")
     assert "\n" not in result["error"]

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib.util
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -22,6 +21,7 @@ from spec_ops.backends.table import choices
 from spec_ops.models import CausalLM, ModelConfig, MTPDraft
 from spec_ops.passes import explain
 from spec_ops.passes.analysis.counts import HOST_COPIES, ITEMS
+from tests.helpers.forked import run_script
 from tests.helpers.paths import DOCS, EXAMPLES, ROOT
 from tests.helpers.provider_fakes import FLASHINFER, FP8, Fakes
 
@@ -319,8 +319,7 @@ def test_plans_hold_what_the_kernels_read_and_nothing_else(mla, width, arch, nai
 @pytest.mark.parametrize(("example", "width"), [("blackwell_eagle3.py", "1"), ("blackwell_mtp_mla.py", "4")])
 def test_blackwell_examples(example, width):
     """Each asserts its plan for sm_100 itself."""
-    command = [sys.executable, str(EXAMPLES / example), "--width", width]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_script(EXAMPLES / example, "--width", width)
     assert done.returncode == 0, done.stderr
     assert "24 tokens for 2 requests" in done.stdout
     assert "on sm_100 it would be" in done.stdout

@@ -17,6 +17,7 @@ from spec_ops.integrations.transformers import TransformersGenerator, Transforme
 from spec_ops.integrations.transformers.loading import TextTokenizer
 from spec_ops.models import Eagle3Draft, ModelConfig, MTPDraft
 from tests.decoding.test_refill import LateReader
+from tests.helpers.inductor_unbuilt import unbuilt
 from tests.helpers.tiny_transformers import (
     CHARACTERS,
     CONFIGS,
@@ -138,7 +139,7 @@ def test_the_round_is_one_graph_and_never_recompiles(name):
     assert counter.frame_count == 1, other
 
 
-@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack")
+@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks a C++ compiler what the CPU can do")
 def test_the_round_compiles_with_our_passes(capsys):
     """Inductor, with a step of each kind, and the message that says what takes so long."""
     ids, mask = batch()
@@ -152,16 +153,10 @@ def test_the_round_compiles_with_our_passes(capsys):
         "bad_words_ids": [[token, 5], [6]],
         "begin_suppress_tokens": [token],
     }
-    out = speculative_generate(
-        make_model("llama", layers=2),
-        make_model("llama", layers=1),
-        ids,
-        mask,
-        config=SpeculationConfig(1),
-        compile=True,
-        progress=True,
-        **arguments,
-    )
+    models = make_model("llama", layers=2), make_model("llama", layers=1)
+    options = {"config": SpeculationConfig(1), "compile": True, "progress": True, **arguments}
+    with unbuilt():
+        out = speculative_generate(*models, ids, mask, **options)
     assert "compiling the round for batch size 3" in capsys.readouterr().err
     eager = make_model("llama", "eager", layers=2)
     for row, keep, got in zip(ids, mask.bool(), out, strict=True):

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
-from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -23,6 +22,7 @@ from spec_ops.passes.analysis.graph import EAGER, calls, op_of, source_line
 from spec_ops.passes.analysis.lengths import Values
 from spec_ops.passes.analysis.stacking import Stacking
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
+from tests.helpers.inductor_unbuilt import unbuilt
 from tests.helpers.pass_harness import capture, run_pass
 from tests.passes.test_compile import has_cpp_compiler
 
@@ -353,7 +353,7 @@ def launches(code: str) -> int:
     return sum(all("int" in p for p in outputs[name]) for name in re.findall(r"^ +(cpp_fused\w+)\(", body, re.M))
 
 
-@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor needs a C++ compiler, which a fresh machine may lack")
+@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks a C++ compiler what the CPU can do")
 def test_how_many_kernels_inductor_makes():
     """With a model between the steps it fuses their slots no further than to one kernel each; the pass makes them one."""
     steps, depth = 2, 66  # Inductor fuses no two buffers that lie more than 64 nodes apart
@@ -374,7 +374,7 @@ def test_how_many_kernels_inductor_makes():
         torch._dynamo.reset()
         k, v = (torch.zeros(BS * WIDTH // PAGE, PAGE, 2, 4) for _ in range(2))
         compiled = spec_ops.compile(program, passes={"fuse_draft_steps": on}, mode="default")
-        with inductor_config.patch(force_disable_caches=True):
+        with unbuilt():
             _, code = run_and_get_code(compiled, data["table"], data["base"], data["keep"], data["x"], k, v)
         found.append(launches(code[0]))
     assert found == [steps, 1]

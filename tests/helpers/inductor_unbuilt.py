@@ -1,0 +1,44 @@
+"""Inductor without a C++ compiler: it lowers a graph and writes its code, which nobody builds; the graph runs node by node.
+
+Most of the time of Inductor on a CPU is g++. That its C++ code computes what the graph does is asked by a few tests of
+`tests/passes`, which build it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._inductor import compile_fx, config
+from torch._inductor.async_compile import AsyncCompile
+
+
+@contextlib.contextmanager
+def unbuilt() -> Iterator[None]:
+    """Inside, compiled functions run the graphs that Inductor's and our passes made, just before their lowering."""
+    post_grad_passes = compile_fx.post_grad_passes
+    graphs: list[fx.GraphModule] = []
+
+    def noted(module: fx.GraphModule, *args: Any) -> None:
+        post_grad_passes(module, *args)
+        graphs.append(fx.GraphModule(module, copy.deepcopy(module.graph)))
+
+    def inner(module: fx.GraphModule, inputs: Any, **options: Any) -> Callable:
+        graphs.clear()
+        compile_fx.compile_fx_inner(module, inputs, **options)
+        (graph,) = graphs
+        return make_boxed_func(graph.forward)
+
+    with (
+        config.patch(force_disable_caches=True),
+        mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=None),
+        mock.patch.object(compile_fx, "post_grad_passes", noted),
+        mock.patch.object(compile_fx, "compile_fx", functools.partial(compile_fx.compile_fx, inner_compile=inner)),
+    ):
+        yield

@@ -20,7 +20,7 @@ import torch
 from benchmarks.rows import write_rows
 from benchmarks.timing import measure_ceilings, time_calls
 from spec_ops.backends.triton.linear.skinny_mm import skinny_mm
-from spec_ops.backends.weight_format import dequantized
+from spec_ops.backends.weight_format import dequantized, packed
 
 # n, k
 SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (2880, 4096), (1536, 7168)]  # replaced
@@ -57,8 +57,7 @@ def stored(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor,
         low, high = groups.aminmax(dim=2)
         scale = (high - low) / 15
         numbers = ((groups - low[..., None]) / scale[..., None]).round().to(torch.int8).sub(8).flatten(1)
-        packed = (numbers[:, ::2] & 15) | (numbers[:, 1::2] << 4)
-        return packed, scale.bfloat16().t().contiguous().t(), (low + 8 * scale).bfloat16().t().contiguous().t()
+        return packed(numbers), scale.bfloat16().t().contiguous().t(), (low + 8 * scale).bfloat16().t().contiguous().t()
     rows, columns = {"tensor": (n, k), "row": (1, k), "block": (128, 128)}[kind]
     padded = torch.nn.functional.pad(weight.float(), (0, -k % columns, 0, -n % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))

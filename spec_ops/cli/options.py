@@ -114,7 +114,10 @@ ModelSettings = Annotated[
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu.")]
 DType = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
 Quantize = Annotated[
-    str | None, typer.Option("--quantize", help="Weights of 8 bits: float8 (a scale a row) or float8_tensor (one a weight).")
+    str | None,
+    typer.Option(
+        "--quantize", help="Weights of 8 bits: float8, int8 (a scale a row), float8_tensor (one a weight); of 4: int4."
+    ),
 ]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile rounds (CUDA graphs on a GPU).")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of sampling; default: drawn, and printed to repeat a run with.")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from spec_ops.backends.squares import sums_of
-from spec_ops.backends.weight_format import columns_of, weight_format
+from spec_ops.backends.weight_format import columns_of, for_columns, weight_format
 from spec_ops.ops._library import define_op
 from spec_ops.ops.reference import linear as reference
 
@@ -18,6 +18,7 @@ __all__ = ["add_skinny_mm_op", "scaled_silu_mul_op", "scaled_skinny_mm_op", "ski
 
 def _sizes(op, x, weight, scale, zero):
     """m and n of a product whose weight is stored in a known format."""
+    weight = for_columns(weight, x.shape[1])
     weight_format(op, weight, scale, zero)
     if x.shape[1] != (k := columns_of(weight)):
         raise ValueError(f"{op}: `x` must have the {k} columns of `weight`, got shape {tuple(x.shape)}")

@@ -11,7 +11,7 @@ cuBLAS keeps products of more rows than the last rule has, on architectures with
 compiling, and of a weight that is computed in the graph (it may still be in cache). If Inductor was asked to time products
 (`max_autotune`), nothing is replaced.
 
-A weight that is stored in 8 bits is read as it lies:
+A weight that is stored in 8 or 4 bits is read as it lies:
 
     mm(x, convert(mul(convert(permute(weight)), scale)))   ->   skinny_mm(x, weight, None, scale)
 
@@ -32,7 +32,14 @@ from torch._inductor import config as inductor_config
 from spec_ops.backends.registry import device_arch
 from spec_ops.ops.linear import skinny_mm_op
 from spec_ops.passes.analysis.graph import insert, value
-from spec_ops.passes.analysis.stored_weights import NoFormatError, StoredWeight, dequantized, int4_rows, is_stored
+from spec_ops.passes.analysis.stored_weights import (
+    NoFormatError,
+    StoredWeight,
+    dequantized,
+    int4_rows,
+    is_stored,
+    scaled_after,
+)
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten = torch.ops.aten
@@ -110,12 +117,15 @@ class LowerSkinnyMm(GraphPass):
                 continue
             m, n, k = _sizes(x, right)
             try:
-                stored = dequantized(right)
+                stored, after = dequantized(right), scaled_after(node)
             except NoFormatError as error:
                 result.refuse(node, f"product of {m} x {k} and {k} x {n}: {error}")
                 continue
             if stored is not None:
                 _read_as_stored(graph, node, bias, x, stored, context, result)
+                continue
+            if after is not None:
+                _read_as_stored(graph, after[0], None, x, after[1], context, result)
                 continue
             if reason := product_refusal(node, arch):
                 result.refuse(node, f"product of {m} x {k} and {k} x {n}: {reason}")
@@ -148,7 +158,7 @@ def _read_as_stored(
     new = insert(graph, node, skinny_mm_op, (x, data, bias, scale, zero), source=node)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
-    bits = 4 if value(data).dtype == torch.int8 else 8
+    bits = 4 if 2 * value(data).numel() == n * k else 8
     result.did(new, f"skinny_mm: {m} rows, weight {n} x {k} of {bits} bits")
 
 

@@ -10,7 +10,13 @@ from spec_ops.backends.weight_format import dequantized, weight_format
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("tensor", (8, 200, 256)), ("row", (8, 1, 256)), ("block", (8, 128, 128)), ("int4", (4, 1, 128))]
+    ("kind", "expected"),
+    [
+        ("tensor", ("float8", 200, 256)),
+        ("row", ("float8", 1, 256)),
+        ("block", ("float8", 128, 128)),
+        ("int4", ("int4", 1, 128)),
+    ],
 )
 def test_weights_are_of_a_format_and_near_what_they_store(kind, expected):
     weight = torch.randn(200, 256, generator=torch.Generator().manual_seed(0))

@@ -39,7 +39,7 @@ def test_like_float64(kind, size, splits):
     torch.testing.assert_close(got.double(), want, rtol=2**-10, atol=2**-12 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", ["tensor", "row", "block", "group"])
+@pytest.mark.parametrize("kind", ["tensor", "row", "block", "group", "int8"])
 @pytest.mark.parametrize("m", [3, 20])
 def test_k_that_128_does_not_divide(m, kind):
     """2880 of gpt-oss: blocks of 128 whose last one is half."""
@@ -77,7 +77,7 @@ def test_norm_between_two_products(m, splits, kind):
 
 
 def test_every_number_of_4_bits():
-    numbers = torch.arange(-128, 128).to(torch.int8).view(1, 256)
+    numbers = torch.arange(256, dtype=torch.uint8).view(1, 256)
     one, x = torch.ones(1, 512 // 128), torch.eye(64, 512).half()
     for start in range(0, 512, 64):
         got = linear.skinny_mm(x.roll(start, 1), numbers, None, one)
@@ -88,6 +88,13 @@ def test_every_number_of_8_bits():
     numbers = torch.arange(256, dtype=torch.uint8)
     numbers = numbers[(numbers & 127) != 127].view(torch.float8_e4m3fn)  # without NaN
     weight = torch.cat([numbers, torch.zeros(2).to(torch.float8_e4m3fn)]).view(1, 256)
+    for start in range(0, 256, 64):
+        got = linear.skinny_mm(torch.eye(64, 256).half().roll(start, 1), weight, None, torch.ones(1, 1))
+        assert torch.equal(got[:, 0], weight[0, start : start + 64].half())
+
+
+def test_every_integer_of_8_bits():
+    weight = torch.arange(-128, 128).to(torch.int8).view(1, 256)
     for start in range(0, 256, 64):
         got = linear.skinny_mm(torch.eye(64, 256).half().roll(start, 1), weight, None, torch.ones(1, 1))
         assert torch.equal(got[:, 0], weight[0, start : start + 64].half())

@@ -14,6 +14,7 @@ import spec_ops
 from spec_ops.decoding import Generator
 from spec_ops.models import CausalLM, ModelConfig, MTPDraft, load_pair, quantize
 from spec_ops.models.corpus import held_out_prompts
+from spec_ops.models.stored_tensor import StoredTensor
 from spec_ops.passes.analysis.counts import WEIGHTS
 from tests.helpers.command_line import refusal
 from tests.helpers.command_line import run_spec_ops as run
@@ -42,6 +43,52 @@ def test_weights_and_what_stays(torchao):
     assert one.weight.scale.numel() == 1
 
 
+def test_weights_of_other_kinds(torchao):
+    layer = nn.Linear(128, 48)
+    exact = layer.weight.detach().clone()
+    quantize(layer, "int8")
+    assert isinstance(layer.weight.data, torchao.Int8Tensor)
+    assert (layer.weight.dequantize() - exact).abs().max() <= exact.abs().max() / 250
+    layers = nn.Sequential(nn.Linear(192, 48), nn.Linear(128, 48))
+    layers[0].weight.data[:, :64] = 3.0  # a group of one value
+    before = [layer.weight.detach().clone() for layer in layers]
+    quantize(layers, "int4")
+    for layer, was, groups in zip(layers, before, (3, 1), strict=True):
+        assert type(layer.weight.data) is StoredTensor
+        assert (layer.weight.data_.dtype, layer.weight.scale.shape) == (torch.uint8, (48, groups))
+        values = was.unflatten(1, (groups, -1))
+        step = (values.amax(2) - values.amin(2)) / 15
+        lost = (layer.weight.dequantize() - was).unflatten(1, (groups, -1)).square().mean(2)
+        # A uniform error within a step of the whole range, or less where a smaller one is better.
+        assert bool((lost <= 1.3 * step.square() / 12 + 1e-12).all())
+        assert lost.mean() < 0.98 * (step.square() / 12).mean()
+
+
+def test_a_stored_tensor_is_a_linear_layers_weight_alone():
+    layer = quantize(nn.Linear(128, 48), "int4")
+    x = torch.randn(2, 3, 128)
+    want = nn.functional.linear(x, layer.weight.dequantize(), layer.bias)
+    assert torch.equal(layer(x), want)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), want)
+    moved = copy.deepcopy(layer).to(torch.bfloat16)
+    assert type(moved.weight) is StoredTensor
+    assert (moved.weight.dtype, moved.weight.data_.dtype, moved.weight.scale.dtype) == (
+        torch.bfloat16,
+        torch.uint8,
+        torch.float32,
+    )
+    with pytest.raises(NotImplementedError, match=r"a weight of 8 or 4 bits is for `linear` alone, got aten.mul"):
+        layer.weight * 2
+    order = torch.randperm(128)
+    weight = layer.weight
+    ordered = StoredTensor(weight.data_, weight.scale, weight.zero, dtype=torch.float32, order=order)
+    assert torch.equal(ordered.dequantize()[:, order], weight.dequantize())
+    torch.testing.assert_close(nn.functional.linear(x, ordered), x @ ordered.dequantize().t())
+    with pytest.raises(ValueError, match=r"`order` must be \[128\] of torch.int64, got torch.int64 of \[64\]"):
+        StoredTensor(weight.data_, weight.scale, dtype=torch.float32, order=order[:64])
+
+
 def test_layers_that_are_shared(torchao):
     sizes = {
         "vocab_size": 64,
@@ -66,7 +113,11 @@ def test_layers_that_are_shared(torchao):
     ("args", "error", "message"),
     [
         (("model",), TypeError, "`model` must be a torch.nn.Module, got str"),
-        ((nn.Linear(64, 64), "int3"), ValueError, r"`kind` must be one of \['float8', 'float8_tensor'\], got 'int3'"),
+        (
+            (nn.Linear(64, 64), "int3"),
+            ValueError,
+            r"`kind` must be one of \['float8', .*, 'int4'\], got 'int3'",
+        ),
         ((nn.Linear(63, 64),), ValueError, "`model` must have linear layers with an input of a multiple of 64, got Linear"),
     ],
 )
@@ -80,6 +131,19 @@ def test_without_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ImportError, match=r"quantize: needs torchao: pip install \"\.\[quantize\]\""):
         quantize(nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_text_of_a_quantized_target(torchao, kind):
+    target, draft, tokenizer = load_pair()
+    prompts = held_out_prompts(tokenizer, 4, 64)
+    limits = {"max_batch_size": 4, "max_seq_len": 96}
+    for model in (target, draft):
+        quantize(model, kind)
+    plain = Generator(target, None, **limits).generate(prompts, max_new_tokens=24)
+    fast = Generator(target, draft, **limits).generate(prompts, max_new_tokens=24)
+    assert fast.tokens == plain.tokens
+    assert fast.stats.accept_length > 2
 
 
 def test_speculation_gives_the_text_of_the_quantized_target(torchao):
@@ -97,7 +161,9 @@ def test_speculation_gives_the_text_of_the_quantized_target(torchao):
     assert fast.stats.accept_length == pytest.approx(exact.stats.accept_length, rel=0.02)
 
 
-def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao):
+# MiB of 1.25 Mi numbers: read, written in 16 bits and read again, or read once. Scales and zeros of 4 bits are 0.08.
+@pytest.mark.parametrize(("kind", "moved"), [("float8", (7, 2)), ("int8", (7, 2)), ("int4", (6, 1))])
+def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao, kind, moved):
     """A layer of torchao's weights beside an op of ours: all products, the residual and the norm, in bfloat16."""
 
     class Block(nn.Module):
@@ -112,7 +178,7 @@ def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao):
 
     torch.manual_seed(0)
     exact = Block().bfloat16().requires_grad_(False)
-    block = quantize(copy.deepcopy(exact))
+    block = quantize(copy.deepcopy(exact), kind)
     caches = [torch.zeros(1, 4, 4, 64, dtype=torch.bfloat16) for _ in range(2)]
     args = [torch.randn(4, 512).bfloat16(), torch.randn(4, 512).bfloat16(), *caches, torch.arange(4)]
     want = block(*args)
@@ -121,17 +187,17 @@ def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao):
     got = compiled(*args)
     assert reports[0].matches("lower_skinny_mm") == 2
     assert reports[0].matches("fuse_norm_linear") == 1
-    # 1.25 MiB of numbers: read, written in 16 bits and read again, or read once.
-    assert (reports[0].before[WEIGHTS], reports[0].after[WEIGHTS]) == (7, 2)
+    assert (reports[0].before[WEIGHTS], reports[0].after[WEIGHTS]) == moved
     assert "MiB moved for weights" in reports[0].text()
     for ours, eager in zip(got, want, strict=True):
         torch.testing.assert_close(ours, eager, rtol=2**-6, atol=2**-5)
 
 
-def test_command_line(torchao):
-    result = run("generate", "--compare", "--quantize", "float8", "--max-new-tokens", "24", "--device", "cpu")
+@pytest.mark.parametrize("kind", ["float8", "int4"])
+def test_command_line(torchao, kind):
+    result = run("generate", "--compare", "--quantize", kind, "--max-new-tokens", "24", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "float32, weights float8" in result.output
+    assert f"float32, weights {kind}" in result.output
     assert "texts are equal" in result.output
 
 

@@ -22,15 +22,18 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("weight", "scale", "expected"),
     [
-        (zeros(300, 256, dtype=torch.bfloat16), None, (16, 300, 256)),
-        (zeros(300, 256, dtype=F8), zeros(1, 1), (8, 300, 256)),
-        (zeros(300, 256, dtype=F8), zeros(300, 1, dtype=torch.bfloat16), (8, 1, 256)),
-        (zeros(300, 256, dtype=F8), zeros(3, 2), (8, 128, 128)),
-        (zeros(300, 320, dtype=F8), zeros(3, 3), (8, 128, 128)),
-        (zeros(300, 128, dtype=F8), zeros(3, 1), (8, 128, 128)),
-        (zeros(300, 256, dtype=F8), zeros(300, 4), (8, 1, 64)),
-        (zeros(300, 128, dtype=torch.int8), zeros(300, 2), (4, 1, 128)),
-        (zeros(300, 128, dtype=torch.int8), zeros(300, 1), (4, 1, 256)),
+        (zeros(300, 256, dtype=torch.bfloat16), None, ("plain", 300, 256)),
+        (zeros(300, 256, dtype=F8), zeros(1, 1), ("float8", 300, 256)),
+        (zeros(300, 256, dtype=F8), zeros(300, 1, dtype=torch.bfloat16), ("float8", 1, 256)),
+        (zeros(300, 256, dtype=F8), zeros(3, 2), ("float8", 128, 128)),
+        (zeros(300, 320, dtype=F8), zeros(3, 3), ("float8", 128, 128)),
+        (zeros(300, 128, dtype=F8), zeros(3, 1), ("float8", 128, 128)),
+        (zeros(300, 256, dtype=F8), zeros(300, 4), ("float8", 1, 64)),
+        (zeros(300, 256, dtype=torch.int8), zeros(1, 1), ("int8", 300, 256)),
+        (zeros(300, 256, dtype=torch.int8), zeros(300, 1), ("int8", 1, 256)),
+        (zeros(300, 256, dtype=torch.int8), zeros(300, 2), ("int8", 1, 128)),
+        (zeros(300, 128, dtype=torch.uint8), zeros(300, 2), ("int4", 1, 128)),
+        (zeros(300, 128, dtype=torch.uint8), zeros(300, 1), ("int4", 1, 256)),
     ],
 )
 def test_formats(weight, scale, expected):
@@ -52,7 +55,7 @@ def test_dequantized():
         5,
         6,
     ]
-    packed = torch.tensor([[0x70, 0x8F - 256] + [0] * 14] * 2, dtype=torch.int8)  # 0, 7, -1, -8
+    packed = torch.tensor([[0x70, 0x8F] + [0] * 14] * 2, dtype=torch.uint8)  # 0, 7, -1, -8
     values = dequantized(packed, torch.tensor([[2.0], [1.0]]), torch.tensor([[0.5], [0.0]]))
     assert values[:, :5].tolist() == [[0.5, 14.5, -1.5, -15.5, 0.5], [0, 7, -1, -8, 0]]
 
@@ -79,7 +82,13 @@ WEIGHT = zeros(300, 256, dtype=F8)
     ("weight", "scale", "zero", "error", "message"),
     [
         (WEIGHT, None, None, ValueError, "`scale` must be given beside a weight of torch.float8_e4m3fn, got None"),
-        (WEIGHT.view(torch.uint8), zeros(1, 1), None, TypeError, "`weight` must be of 16 or 32 bits, float8_e4m3fn, or int8"),
+        (
+            WEIGHT.view(torch.uint8).long(),
+            zeros(1, 1),
+            None,
+            TypeError,
+            "`weight` must be of 16 or 32 bits, float8_e4m3fn, int8",
+        ),
         (WEIGHT.to(torch.float8_e5m2), zeros(1, 1), None, TypeError, "got torch.float8_e5m2"),
         (WEIGHT.bfloat16(), zeros(1, 1), None, ValueError, "`scale` and `zero` must be None beside a weight of torch.bfloat16"),
         (WEIGHT, zeros(1, 1).long(), None, TypeError, "`scale` must be of float32, bfloat16 or float16, got torch.int64"),
@@ -87,9 +96,9 @@ WEIGHT = zeros(300, 256, dtype=F8)
         (WEIGHT, zeros(300), None, ValueError, r"got shape \(300,\)"),
         (WEIGHT, zeros(300, 128), None, ValueError, r"got shape \(300, 128\)"),  # a group of 2
         (WEIGHT, zeros(1, 1), zeros(1, 1), ValueError, "`zero` must be None beside float8"),
-        (WEIGHT.to(torch.int8), zeros(3, 4), None, ValueError, r"of a 4-bit weight 300 x 512 must be .* got shape \(3, 4\)"),
+        (WEIGHT.to(torch.uint8), zeros(3, 4), None, ValueError, r"of a weight 300 x 512 of int4 must be .* got shape \(3, 4\)"),
         (
-            WEIGHT.to(torch.int8),
+            WEIGHT.to(torch.uint8),
             zeros(300, 4),
             zeros(300, 2),
             ValueError,
@@ -112,7 +121,14 @@ def test_columns_that_differ():
 
 
 needs_triton = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what is launched")
-FORMATS = {"tensor": (8, 0, 0), "row": (8, 1, 0), "block": (8, 128, 128), "group": (8, 1, 64), "int4": (4, 1, 128)}
+FORMATS = {
+    "tensor": ("float8", 0, 0),
+    "row": ("float8", 1, 0),
+    "block": ("float8", 128, 128),
+    "group": ("float8", 1, 64),
+    "int8": ("int8", 1, 0),
+    "int4": ("int4", 1, 128),
+}
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (5120, 2880), (1536, 7168), (100, 64), (32000, 4096)]
 
 
@@ -123,11 +139,11 @@ def test_every_size_has_a_config_that_fits(kind, arch):
     linear = pytest.importorskip("spec_ops.backends.triton.linear.skinny_mm", reason="triton comes for Linux only")
     from spec_ops.backends.triton.runtime import ahead
 
-    bits, rows, columns = FORMATS[kind]
+    stored_kind, rows, columns = FORMATS[kind]
     for n, k in SHAPES:
         if kind == "int4" and k % columns:
             continue
-        stored_as = WeightFormat(bits, rows or n, columns or k)
+        stored_as = WeightFormat(stored_kind, rows or n, columns or k)
         for m in (1, 8, 9, 16, 17, 33, 64):
             for sms in (1, 132, 188):
                 config = linear.choose(m, n, k, sms, arch, stored_as)
@@ -137,7 +153,7 @@ def test_every_size_has_a_config_that_fits(kind, arch):
                 assert k % config.chunk == 0
                 assert config.chunk <= stored_as.columns
                 assert config.block_n < 64 or config.block_k <= stored_as.columns
-                one = config.block_k * (config.block_n * bits // 8 + 2 * config.block_m)
+                one = config.block_k * (config.block_n * stored_as.bits // 8 + 2 * config.block_m)
                 assert config.num_stages - 1 >= min(2, blocks)
                 assert config.programs * ((config.num_stages - 1) * one + 1024) <= ahead.SHARED_LIMIT[arch] + 1024
 
@@ -147,7 +163,7 @@ def ahead_cases() -> list:
         from spec_ops.backends.triton.linear import norm, skinny_mm
     except ImportError:  # triton comes for Linux only
         return []
-    return [v for v in (*skinny_mm.ahead(), *norm.ahead()) if "float8" in v.name or "int4" in v.name]
+    return [v for v in (*skinny_mm.ahead(), *norm.ahead()) if any(kind in v.name for kind in ("float8", "int8", "int4"))]
 
 
 @needs_triton

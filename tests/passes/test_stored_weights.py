@@ -172,7 +172,7 @@ def quantized_here(x, weight, scale):
     [
         (as_linear, tensors("row", m=65), "more than 64 rows, for which the weight is dequantized"),
         (as_linear, tensors("row", k=544), "k is no multiple of 64"),
-        (with_zero, tensors("row"), "its weight of 8 bits is not dequantized as numbers times scales"),
+        (with_zero, tensors("row"), "its weight of 8 or 4 bits is not dequantized as numbers times scales"),
         (quantized_here, tensors("row"), "the weight is computed here"),
         (other_blocks, [*tensors("row")[:2], torch.rand(5, 4)], "its scales are of no known format: float32 of shape [5, 4]"),
         (tiled, tensors("block"), "its scales are of no known format: float32 of shape [384, 512]"),
@@ -260,3 +260,89 @@ def test_norms_are_divided_among_such_products():
     assert {add_skinny_mm_op, scaled_skinny_mm_op} <= set(targets(module))
     assert skinny_mm_op not in targets(module)
     check(module, inputs, fn, args)
+
+
+def test_weights_of_4_bits_read_as_stored():
+    """What `StoredTensor` traces to: with and without zero points, and a group that is not the right one."""
+
+    def fn(x, weight, scale, zero=None):
+        return F.linear(x, dequantized(weight, scale, zero).to(x.dtype))
+
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(M, K, generator=g).bfloat16(), torch.randn(N, K, generator=g)
+    weights = stored(w, "int4-128", torch.bfloat16)
+    for count in (2, 3):
+        args = [x, *weights[:count]]
+        module, inputs = capture(fn, *args)
+        result = run_pass(LowerSkinnyMm(), module, 90)
+        assert texts(result.done) == "skinny_mm: 4 rows, weight 320 x 512 of 4 bits", texts(result.refused)
+        assert not {aten.mm.default, aten.mul.Tensor, aten.cat.default} & set(targets(module))
+        want = exact(x, *weights[:count], *([None] * (3 - count)))
+        errors = [(out.double() - want).square().mean().sqrt() for out in (module(*inputs)[0], fn(*args))]
+        assert 0 < errors[0] <= 1.05 * errors[1]
+    assert "more than 64 rows" in refused(fn, [x.repeat(17, 1), *weights])
+
+
+def halves(x, weight, scale, zero, high=4, offset=8):
+    """As `unpacked` and `dequantized` compute it, with numbers that can be wrong."""
+    numbers = (torch.stack([weight & 15, weight >> high], 2).flatten(1) ^ 8).to(torch.int8) - offset
+    wide = [part.float().repeat_interleave(weight.shape[1] * 2 // part.shape[1], 1) for part in (scale, zero)]
+    return F.linear(x, (numbers.float() * wide[0] + wide[1]).to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (lambda *args: halves(*args, high=3), "the weight is computed here"),
+        (lambda *args: halves(*args, offset=7), "the weight is computed here"),
+        (
+            lambda x, weight, scale, zero: halves(x, weight, scale, zero.repeat_interleave(2, 1)),
+            "its zero points are not those of groups of 4 bits",
+        ),
+        (
+            lambda x, weight, scale, zero: F.linear(x[:, :256], weight.to(x.dtype) * scale.repeat_interleave(64, 1)),
+            "its weight of 8 or 4 bits is not dequantized as numbers times scales",
+        ),
+    ],
+)
+def test_near_misses_of_4_bits(fn, reason):
+    weight, scale, zero = stored(torch.randn(N, K), "int4-128", torch.bfloat16)
+    assert reason in refused(fn, [torch.randn(M, K).bfloat16(), weight, scale, zero])
+
+
+def after(x, weight, scale):
+    """As torchao's `Int8Tensor` computes it: scales after the product."""
+    return torch.mm(x, weight.t().to(x.dtype)) * scale.to(x.dtype).flatten()
+
+
+@pytest.mark.parametrize("rows", [N, 1])
+def test_scales_after_the_product(rows):
+    x, weight, scale = tensors("int8")
+    args = [x, weight, scale[:rows].contiguous()]
+    module, inputs = capture(after, *args)
+    result = run_pass(LowerSkinnyMm(), module, 90)
+    assert texts(result.done) == "skinny_mm: 4 rows, weight 320 x 512 of 8 bits", texts(result.refused)
+    assert not {aten.mm.default, aten.mul.Tensor} & set(targets(module))
+    want = exact(x, *args[1:], None)
+    errors = [(out.double() - want).square().mean().sqrt() for out in (module(*inputs)[0], after(*args))]
+    assert 0 < errors[0] <= 1.05 * errors[1]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, weight, scale: torch.mm(x, weight.t().to(x.dtype)),
+        lambda x, weight, scale: torch.mm(x, weight.t().to(x.dtype)) + scale.to(x.dtype).flatten(),
+        lambda x, weight, scale: torch.mm(x, weight.t().to(x.dtype)) * scale[: len(x)].to(x.dtype),
+    ],
+)
+def test_int8_without_scales_for_columns(fn):
+    assert "its weight of 8 bits has no scale for each column" in refused(fn, tensors("int8"))
+
+
+def test_int8_in_other_forms():
+    for fn in (as_linear, in_bfloat16):
+        args = tensors("int8")
+        module, inputs = capture(fn, *args)
+        assert run_pass(LowerSkinnyMm(), module, 90).matches == 1
+        check(module, inputs, fn, args)

@@ -21,6 +21,7 @@ from spec_ops.integrations.transformers.generate import SpeculativeOutput, Trans
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.mtp import NextNDraft, load_mtp
 from spec_ops.integrations.transformers.mxfp4 import read_mxfp4_as_stored
+from spec_ops.integrations.transformers.stored import read_as_stored
 
 register()
 
@@ -32,6 +33,7 @@ __all__ = [
     "TransformersModel",
     "load_eagle3",
     "load_mtp",
+    "read_as_stored",
     "read_mxfp4_as_stored",
     "register",
     "speculative_generate",

@@ -22,6 +22,8 @@ from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.mtp import holds_mtp, load_mtp
 from spec_ops.integrations.transformers.mxfp4 import quantization_method, read_mxfp4_as_stored
 from spec_ops.integrations.transformers.settings import GenerationSettings, resolve_settings
+from spec_ops.integrations.transformers.stored import METHODS as STORED
+from spec_ops.integrations.transformers.stored import read_as_stored
 from spec_ops.models.checkpoint import MACHINE_ERRORS, CheckpointError, first_line, read_fields
 from spec_ops.models.drafts import Draft, StandaloneDraft
 from spec_ops.models.fields import Fields
@@ -142,6 +144,11 @@ def _load_model(folder: Path, config: Any, device: torch.device | str, dtype: to
     weights = files[0] if len(files) == 1 else folder
     if torch.device(device).type == "cuda" and quantization_method(config) == "mxfp4":
         config = read_mxfp4_as_stored(config)
+    if quantization_method(config) in STORED:
+        try:
+            config = read_as_stored(config)
+        except ValueError as error:
+            raise CheckpointError(folder / "config.json", str(error).removeprefix("read_as_stored: ")) from None
     with _transformers_errors(weights):
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
     model, report = loaded

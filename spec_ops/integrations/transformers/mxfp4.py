@@ -39,7 +39,7 @@ def read_mxfp4_as_stored(config: PreTrainedConfig) -> PreTrainedConfig:
     Raises:
         ValueError: another method, or none.
     """
-    values, method = _quantization(config), quantization_method(config)
+    values, method = quantization_of(config), quantization_method(config)
     if method != "mxfp4":
         raise ValueError(f"read_mxfp4_as_stored: `config` must have the quantization method 'mxfp4', got {method!r}")
     changed = copy.deepcopy(config)
@@ -49,10 +49,10 @@ def read_mxfp4_as_stored(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def quantization_method(config: Any) -> str | None:
     """The name of a configuration's quantization method."""
-    return _quantization(config).get("quant_method")
+    return quantization_of(config).get("quant_method")
 
 
-def _quantization(config: Any) -> dict[str, Any]:
+def quantization_of(config: Any) -> dict[str, Any]:
     given = getattr(config, "quantization_config", None) or {}
     return given if isinstance(given, dict) else given.to_dict()
 

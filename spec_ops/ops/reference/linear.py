@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
-from spec_ops.backends.weight_format import dequantized
+from spec_ops.backends.weight_format import dequantized, for_columns
+
+
+def _dequantized(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None) -> torch.Tensor:
+    return dequantized(for_columns(weight, x.shape[1]), scale, zero)
 
 
 def skinny_mm(
@@ -16,7 +20,7 @@ def skinny_mm(
     scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = x.float() @ dequantized(weight, scale, zero).t()
+    out = x.float() @ _dequantized(x, weight, scale, zero).t()
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
@@ -51,7 +55,7 @@ def scaled_skinny_mm(
     scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = (x.float() @ dequantized(weight, scale, zero).t()) * _rstd(squares, x.shape[1], eps)
+    out = (x.float() @ _dequantized(x, weight, scale, zero).t()) * _rstd(squares, x.shape[1], eps)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)

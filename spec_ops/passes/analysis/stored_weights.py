@@ -1,10 +1,15 @@
-"""Weights of 8 bits that a graph dequantizes for a product: where they are stored, and which scales they share.
+"""Weights of 8 and 4 bits that a graph dequantizes for a product: where they are stored, and which scales they share.
 
     mm(x, convert(mul(convert(permute(weight)), scales)))
 
 `torch.compile` traces this of torchao's `Float8Tensor` (weight only), of transformers' fine-grained fp8 as our models call it,
-and of whoever writes `F.linear(x, (weight.float() * scale).to(x.dtype))`. Scales are broadcast, or repeated over blocks with
-`repeat_interleave`, or a view of the weight has its blocks as dimensions.
+of `StoredTensor`, and of whoever writes `F.linear(x, (weight.float() * scale).to(x.dtype))`. Scales are broadcast, or repeated
+over blocks with `repeat_interleave`, or a view of the weight has its blocks as dimensions. Numbers of 4 bits are those of
+`weight_format.unpacked`, and a zero point may follow the scales.
+
+    mul(mm(x, convert(permute(weight))), scales)
+
+is what torchao's `Int8Tensor` traces to.
 """
 
 from __future__ import annotations
@@ -14,28 +19,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from spec_ops.backends.weight_format import SCALE_DTYPES, weight_format
+from spec_ops.backends.weight_format import KINDS, SCALE_DTYPES, weight_format
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.graph import arg, insert, value
 from spec_ops.passes.analysis.rows import RESHAPES
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _SKINNY = (skinny_mm_op, add_skinny_mm_op, scaled_skinny_mm_op)
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_STORED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 _SWAPS = {aten.permute.default, aten.t.default, aten.transpose.int}
 _SAME = {aten.alias.default, aten.detach.default, aten.clone.default}
 _VIEWS = {
     *_SWAPS, aten.view.default, aten.reshape.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
     aten.squeeze.dim, aten.alias.default, aten.detach.default,
 }  # fmt: skip
-_DEPTH = 12  # nodes above a product in which a weight of 8 bits is looked for
+_DEPTH = 16  # nodes above a product in which a weight of 8 or 4 bits is looked for
 
 
 class StoredWeight(NamedTuple):
     """A weight as the graph has it.
 
     Attributes:
-        data: float8 or int8, as `[n, k]`, or `[k, n]` if `flipped`.
+        data: float8 or int8, as `[n, k]`, or `[k, n]` if `flipped`; two numbers of 4 bits in a byte, `[n, k / 2]`.
         scale, zero: as `[n, k]` of scales, or `[k, n]` if `flipped_scale`; of any rank if there is one scale. `zero` or None.
         shape: the scales', `[n, k]`.
     """
@@ -66,8 +71,8 @@ def weight_bytes(node: fx.Node) -> int:
     """The bytes that move for the weight of a product of two matrices, and 0 for any other node."""
     if node.op != "call_function":
         return 0
-    if (int4 := int4_rows(node)) is not None:
-        return _bytes(int4[1].data, int4[1].scale, int4[1].zero)
+    if (found := int4_rows(node)) is not None:
+        return _bytes(found[1].data, found[1].scale, found[1].zero)
     if node.target in _SKINNY:
         return _bytes(*(arg(node, name) for name in ("weight", "scale", "zero")))
     if node.target not in (aten.mm.default, aten.addmm.default):
@@ -76,10 +81,10 @@ def weight_bytes(node: fx.Node) -> int:
     if not isinstance(value(right), torch.Tensor):
         return 0
     try:
-        stored = dequantized(right)
+        stored = dequantized(right) or ((after := scaled_after(node)) and after[1])
     except NoFormatError:
         stored = None
-    return _bytes(right) if stored is None else 2 * _bytes(right) + _bytes(stored.data, stored.scale)
+    return _bytes(right) if stored is None else 2 * _bytes(right) + _bytes(stored.data, stored.scale, stored.zero)
 
 
 def _bytes(*nodes: Any) -> int:
@@ -88,7 +93,7 @@ def _bytes(*nodes: Any) -> int:
 
 
 class NoFormatError(Exception):
-    """Why a product with a weight of 8 bits is left as it is."""
+    """Why a product with a weight of 8 or 4 bits is left as it is."""
 
 
 class _Spread(NamedTuple):
@@ -107,14 +112,17 @@ def is_stored(node: Any) -> bool:
 
 
 def dequantized(right: fx.Node) -> StoredWeight | None:
-    """The weight of 8 bits that `right [k, n]` is computed of; None if there is none.
+    """The weight of 8 or 4 bits that `right [k, n]` is computed of; None if there is none, or if it has no scales yet.
 
     Raises:
         NoFormatError: `right` is computed of one, but not in a form that is known.
     """
-    if value(right).dtype in FLOAT8 or not _holds_float8(right, _DEPTH):
+    if value(right).dtype in _STORED or not _holds_stored(right, _DEPTH) or _bare_int8(right) is not None:
         return None
     node, flipped = _peeled(right, True)
+    zeros = None
+    if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
+        node, zeros = next(((a, b) for a, b in _factors(node) if a.target is aten.mul.Tensor), (node, None))
     shape, parts, blocks = value(node).shape, None, None
     if node.target is aten.mul.Tensor:
         parts = _factors(node)
@@ -128,29 +136,88 @@ def dequantized(right: fx.Node) -> StoredWeight | None:
                 continue
             numbers = viewed.args[0]
         data, data_flipped = _peeled(numbers, flipped)
-        if value(data).dtype not in FLOAT8 or value(data).dim() != 2:
+        if (bytes_of := _of_4_bits(data)) is not None:
+            data = bytes_of
+        elif value(data).dtype == torch.uint8:
+            continue
+        if value(data).dtype not in _STORED or value(data).dim() != 2:
             continue
         spread = _spread(scales) if blocks is None else _of_blocks(scales, blocks)
-        return _checked(data, data_flipped, spread, flipped)
-    raise NoFormatError("its weight of 8 bits is not dequantized as numbers times scales")
+        return _checked(data, data_flipped, spread, flipped, None if zeros is None else _spread(zeros))
+    raise NoFormatError("its weight of 8 or 4 bits is not dequantized as numbers times scales")
+
+
+def _bare_int8(right: Any) -> tuple[fx.Node, bool] | None:
+    """The int8 that `right [k, n]` is a conversion of, without scales, and whether that is `[k, n]`."""
+    data, flipped = _peeled(right, True)
+    converted = value(right).dtype.is_floating_point and value(data).dtype == torch.int8 and value(data).dim() == 2
+    return (data, flipped) if converted and is_stored(data) else None
+
+
+def scaled_after(node: Any) -> tuple[fx.Node, StoredWeight] | None:
+    """The product `node` with an int8 weight, times a scale for each column or one for all: the node that multiplies, and the
+    weight. None for any other node.
+
+    Raises:
+        NoFormatError: a product with int8 that nothing, or something else, multiplies.
+    """
+    if node.target is not aten.mm.default or (found := _bare_int8(node.args[1])) is None:
+        return None
+    n = value(node).shape[1]
+    (user, *others) = node.users or [None]
+    factors = _factors(user) if user is not None and user.target is aten.mul.Tensor and not others else []
+    for product, scales in factors:
+        shape = tuple(value(scales).shape)
+        if product is not node or value(user).dtype != value(node).dtype or shape[-1:] not in ((n,), (1,)):
+            continue
+        base = scales
+        while base.op == "call_function" and base.target in {*RESHAPES, *_SAME, prims.convert_element_type.default}:
+            base = base.args[0]
+        if value(scales).numel() == shape[-1] == value(base).numel() and value(base).dtype in SCALE_DTYPES:
+            return user, StoredWeight(*found, base, False, (shape[-1], 1))
+    raise NoFormatError("its weight of 8 bits has no scale for each column")
+
+
+def _of_4_bits(node: Any) -> fx.Node | None:
+    """The bytes that `node [n, k]` holds the numbers of, as `weight_format.unpacked` computes them."""
+    xor = _arithmetic(node, 8, aten.sub)
+    xor = xor.args[0] if getattr(xor, "target", None) is prims.convert_element_type.default else xor
+    view = _arithmetic(xor, 8, aten.bitwise_xor)
+    if getattr(view, "target", None) not in RESHAPES or (cat := view.args[0]).target is not aten.cat.default:
+        return None
+    halves, dim = arg(cat, "tensors"), arg(cat, "dim")
+    if len(halves) != 2 or dim not in (2, -1) or any(h.target is not aten.unsqueeze.default for h in halves):
+        return None
+    low = _arithmetic(halves[0].args[0], 15, aten.bitwise_and)
+    high = _arithmetic(halves[1].args[0], 4, aten.__rshift__, aten.bitwise_right_shift)
+    if low is None or low is not high or value(low).dtype != torch.uint8 or value(low).dim() != 2:
+        return None
+    n, half = value(low).shape
+    return low if tuple(value(cat).shape) == (n, half, 2) and tuple(value(node).shape) == (n, 2 * half) else None
+
+
+def _arithmetic(node: Any, number: int, *operations: Any) -> Any:
+    """The first operand of one of `operations` whose second is `number`; None if `node` is nothing of that kind."""
+    packet = getattr(getattr(node, "target", None), "overloadpacket", None)
+    return node.args[0] if packet in operations and tuple(node.args[1:]) == (number,) and not node.kwargs else None
 
 
 def _factors(product: fx.Node) -> list[tuple[Any, Any]]:
-    """The two factors of a product, in both orders; none if one is a number."""
+    """The two factors of a product or terms of a sum, in both orders; none if one is a number."""
     both = product.args
     return [both, both[::-1]] if all(isinstance(factor, fx.Node) for factor in both) else []  # type: ignore[list-item]
 
 
-def _holds_float8(node: Any, depth: int) -> bool:
-    """Whether a tensor of float8 is found above `node`, through views and elementwise operations."""
+def _holds_stored(node: Any, depth: int) -> bool:
+    """Whether a tensor of numbers of 8 bits is found above `node`, through views and elementwise operations."""
     if not isinstance(node, fx.Node) or depth == 0 or not isinstance(value(node), torch.Tensor):
         return False
-    if value(node).dtype in FLOAT8:
+    if value(node).dtype in _STORED:
         return True
     known = _VIEWS | _SAME | {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.expand.default}
     if node.op != "call_function" or node.target not in known | {prims.convert_element_type.default}:
         return False
-    return any(_holds_float8(parent, depth - 1) for parent in node.all_input_nodes)
+    return any(_holds_stored(parent, depth - 1) for parent in node.all_input_nodes)
 
 
 def _same(node: Any) -> Any:
@@ -163,13 +230,13 @@ def _same(node: Any) -> Any:
 def _peeled(node: Any, flipped: bool) -> tuple[Any, bool]:
     """`node` without conversions, copies and transpositions, and whether it is the transpose of what is asked about.
 
-    A conversion to float8 stays: it is no dequantization.
+    A conversion to 8 bits stays: it is no dequantization.
     """
     while node.op == "call_function" and value(node).dim() in (2, 4):
         if node.target in _SWAPS and value(node).dim() == 2:
             flipped ^= _swaps(node)
         elif node.target not in _SAME and (
-            node.target is not prims.convert_element_type.default or value(node).dtype in FLOAT8
+            node.target is not prims.convert_element_type.default or value(node).dtype in _STORED
         ):
             break
         node = node.args[0]
@@ -233,17 +300,21 @@ def _of_blocks(node: Any, blocks: tuple[int, ...]) -> _Spread:
     return _Spread(node, False, (blocks[1], blocks[3]))
 
 
-def _checked(data: fx.Node, data_flipped: bool, spread: _Spread, flipped: bool) -> StoredWeight:
+def _checked(data: fx.Node, data_flipped: bool, spread: _Spread, flipped: bool, zeros: _Spread | None = None) -> StoredWeight:
     """The weight, if its scales are those of a format. `flipped`: where numbers meet scales, they are `[k, n]`."""
     if not is_stored(data):
         raise NoFormatError("the weight is computed here")
-    if (dtype := value(data).dtype) != torch.float8_e4m3fn:
+    if (dtype := value(data).dtype) not in KINDS:
         raise NoFormatError(f"its weight is {dtype}, not float8_e4m3fn")
     scale = value(spread.base)
     shape = (1, 1) if scale.numel() == 1 else (1, *scale.shape) if scale.dim() == 1 else tuple(scale.shape)
     swapped = spread.swapped != flipped and scale.numel() > 1
     shape, repeats = (shape[::-1] if swapped else shape), (spread.repeats[::-1] if flipped else spread.repeats)
     sizes = value(data).shape[::-1] if data_flipped else value(data).shape
+    if zeros is not None:
+        same = (zeros.swapped, zeros.repeats, value(zeros.base).shape) == (spread.swapped, spread.repeats, scale.shape)
+        if not same or value(zeros.base).dtype != scale.dtype or dtype != torch.uint8:
+            raise NoFormatError("its zero points are not those of groups of 4 bits")
     try:
         stored = weight_format("lower_skinny_mm", torch.empty(sizes, dtype=dtype, device="meta"), _meta(scale, shape), None)
     except (TypeError, ValueError):
@@ -252,7 +323,7 @@ def _checked(data: fx.Node, data_flipped: bool, spread: _Spread, flipped: bool) 
     for size, times, shared in zip(shape, repeats, (stored.rows, stored.columns), strict=True):
         if size > 1 and times != shared:
             raise NoFormatError(f"its scales are not repeated for {stored.rows} x {stored.columns} numbers")
-    return StoredWeight(data, data_flipped, spread.base, swapped, shape)
+    return StoredWeight(data, data_flipped, spread.base, swapped, shape, None if zeros is None else zeros.base)
 
 
 def _meta(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

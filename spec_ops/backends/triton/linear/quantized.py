@@ -16,12 +16,16 @@ import triton.language as tl
 
 @triton.jit
 def numbers(block, dtype: tl.constexpr, BITS: tl.constexpr):
-    """What a block `[..., stored]` of a weight holds, `[..., k]` of `dtype`: float8, or two numbers of -8 to 7 in each int8.
+    """What a block `[..., stored]` of a weight holds, `[..., k]` of `dtype`: float8, int8, or two numbers of -8 to 7 a byte.
 
     No conversion is one of those that a multiprocessor does 16 of at a time: float8 becomes bfloat16 by float16 and float32,
-    all exact, and a number of 4 bits plus 8 is put in the last bits of 128 (of 1024 in float16), whose unit these are.
+    all exact. An integer of 8 bits plus 128 is put in the last bits of 1024 in float16, whose unit these are, and a number of 4
+    bits plus 8 in those of 1024, or of 128 in bfloat16.
     """
-    if BITS == 8:
+    if BITS == 8 and block.dtype == tl.int8:
+        bits = ((block.to(tl.int16) & 0xFF) ^ 0x80) | 0x6400
+        wide = (bits.to(tl.float16, bitcast=True) - 1152).to(tl.float32).to(dtype)
+    elif BITS == 8:
         wide = block.to(tl.float16).to(tl.float32).to(dtype)
     else:
         BASE: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400

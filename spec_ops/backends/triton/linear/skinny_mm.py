@@ -31,7 +31,7 @@ from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
 from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
-from spec_ops.backends.weight_format import WeightFormat, columns_of, weight_format
+from spec_ops.backends.weight_format import WeightFormat, columns_of, for_columns, weight_format
 
 CHUNK = 64  # of k: what one row of shared memory holds (128 bytes)
 WARPGROUP = tl.constexpr(64)  # columns from which a tile is one product of 128 threads
@@ -331,9 +331,9 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
         ValueError: more than `MAX_ROWS` rows, 2^31 outputs or more, another k than the weight's or no multiple of 64, or a
             weight that TMA cannot read.
     """
-    weight, scale, zero = weights
-    stored = weight_format(name, *weights)
-    (m, k), n = x.shape, weight.shape[0]
+    (m, k), (data, scale, zero) = x.shape, weights
+    weight = for_columns(data, k)
+    stored, n = weight_format(name, weight, scale, zero), weight.shape[0]
     if k != columns_of(weight):
         raise ValueError(f"{name}: `x` must have the {columns_of(weight)} columns of `weight`, got {k}")
     if m > MAX_ROWS:
@@ -409,9 +409,10 @@ def ahead() -> Iterator[Variant]:
 def stored_ahead() -> list[tuple[str, WeightFormat]]:
     """Formats of a weight of 4096 columns, by name."""
     return [
-        ("float8", WeightFormat(8, 1, 4096)),
-        ("float8 in blocks", WeightFormat(8, 128, 128)),
-        ("int4", WeightFormat(4, 1, 128)),
+        ("float8", WeightFormat("float8", 1, 4096)),
+        ("float8 in blocks", WeightFormat("float8", 128, 128)),
+        ("int8", WeightFormat("int8", 1, 4096)),
+        ("int4", WeightFormat("int4", 1, 128)),
     ]
 
 
@@ -425,8 +426,8 @@ def variants(
     for arch in (a for a in ARCHS if a >= 90):  # older ones have no tensor descriptors, and no pass gives them these products
         chosen.setdefault(choose(*shape, 132, arch, stored), []).append(arch)
     m, n, k = shape
-    stored = stored or WeightFormat(16, n, k)
-    element, packed = {16: ("bf16", 1), 8: ("fp8e4nv", 1), 4: ("i8", 2)}[stored.bits]
+    stored = stored or WeightFormat("plain", n, k)
+    element, packed = {"plain": ("bf16", 1), "float8": ("fp8e4nv", 1), "int8": ("i8", 1), "int4": ("u8", 2)}[stored.kind]
     for config, archs in chosen.items():
         blocks = {
             "x": f"tensordesc<bf16{_block_shape(config.block_m, config)}>",

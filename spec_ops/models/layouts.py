@@ -1,0 +1,211 @@
+"""Layouts in which checkpoints store linear layers of 8 and 4 bits, and what they become: `StoredTensor`s.
+
+| method | tensors of a layer | numbers |
+|---|---|---|
+| GPTQ | `qweight` int32 `[k / 8, n]`, `qzeros` int32 `[k / group, n / 8]`, `scales` `[k / group, n]`, `g_idx` | 4 or 8 bits |
+| AWQ (gemm) | `qweight` int32 `[k, n / 8]`, `qzeros` int32 `[k / group, n / 8]`, `scales` `[k / group, n]` | 4 bits |
+| compressed-tensors | `weight_packed` int32 `[n, k / 8]`, `weight_scale`, `weight_zero_point`, `weight_shape` | 4 or 8 bits |
+| compressed-tensors | `weight` float8_e4m3fn or int8 `[n, k]`, `weight_scale` | 8 bits |
+
+8 numbers of 4 bits are in an int32, 4 of 8 bits, the first in the lowest bits; AWQ has them in the order 0 2 4 6 1 3 5 7. All
+but `weight` are unsigned, with zero points; GPTQ stores zero points less 1 (`checkpoint_format` "gptq_v2" does not). A layer
+becomes what `spec_ops.backends.weight_format` describes, without another rounding.
+
+Sources: GPTQModel's and AutoAWQ's formats, compressed-tensors' `pack_quantized`, `naive_quantized`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from spec_ops.backends.weight_format import GROUPS, SCALE_DTYPES, packed
+from spec_ops.models.stored_tensor import StoredTensor
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+_PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+_PLAIN = ("weight", "weight_scale", "weight_zero_point")
+_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Layout(NamedTuple):
+    """How a checkpoint stores linear layers.
+
+    Attributes:
+        marks: names of tensors that only a quantized layer has.
+        names: of all tensors of a layer but its bias; not every layer has each.
+        stored: the weight of tensors by name, of `n` rows and `k` columns, as a tensor of a dtype.
+    """
+
+    marks: tuple[str, ...]
+    names: tuple[str, ...]
+    stored: Callable[[Tensors, int, int, torch.dtype], StoredTensor]
+
+
+def layout_of(quantization: Mapping[str, Any]) -> Layout:
+    """The layout that a checkpoint's `quantization_config` names.
+
+    Raises:
+        ValueError: naming the field whose value is of a layout that is not known.
+    """
+    method = quantization.get("quant_method")
+    if method == "gptq":
+        bits, form = cast(int, quantization.get("bits")), quantization.get("checkpoint_format") or "gptq"
+        _expect("bits", bits, (4, 8))
+        _expect("checkpoint_format", form, ("gptq", "gptq_v2"))
+
+        def gptq(tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> StoredTensor:
+            return _gptq(tensors, n, k, dtype, bits, 1 if form == "gptq" else 0)
+
+        return Layout(("qweight",), ("qweight", "qzeros", "scales", "g_idx"), gptq)
+    if method == "awq":
+        _expect("bits", quantization.get("bits", quantization.get("w_bit")), (4,))
+        _expect("version", str(quantization.get("version", quantization.get("format", "gemm"))).lower(), ("gemm",))
+        return Layout(("qweight",), ("qweight", "qzeros", "scales"), _awq)
+    if method == "compressed-tensors":
+        for name, group in (quantization.get("config_groups") or {}).items():
+            _check_group(name, group, quantization.get("format"))
+        for name in ("kv_cache_scheme", "transform_config"):
+            _expect(name, quantization.get(name) or None, (None,))
+        sparsity = (quantization.get("sparsity_config") or {}).get("format") or "dense"
+        _expect("sparsity_config.format", sparsity, ("dense",))
+        names = tuple(dict.fromkeys((*_PACKED, *_PLAIN, *_ACTIVATIONS)))
+        return Layout(("weight_packed", "weight_scale"), names, _compressed)
+    raise ValueError(f"`quant_method` must be one of ['gptq', 'awq', 'compressed-tensors'], got {method!r}")
+
+
+def _expect(field: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        wanted = f"one of {list(known)}" if len(known) > 1 else str(known[0])
+        raise ValueError(f"`{field}` must be {wanted}, got {value!r}")
+
+
+def _check_group(name: str, group: Mapping[str, Any], default: Any) -> None:
+    """One of the `config_groups` of compressed-tensors."""
+    form, weights = group.get("format") or default, group.get("weights")
+    _expect(f"config_groups.{name}.format", form, _FORMATS)
+    if not weights:
+        raise ValueError(f"`config_groups.{name}.weights` must be given, got {weights!r}")
+    kind = (weights.get("type") or "int", weights.get("num_bits"))
+    if kind not in (("int", 4), ("int", 8), ("float", 8)):
+        raise ValueError(f"`config_groups.{name}.weights` must be int of 4 or 8 bits or float of 8, got {kind[0]} of {kind[1]}")
+
+
+def _gptq(tensors: Tensors, n: int, k: int, dtype: torch.dtype, bits: int, less: int) -> StoredTensor:
+    groups = _scales(tensors, "scales").shape[0]
+    per = 32 // bits
+    _check(tensors, qweight=(k // per, n), qzeros=(groups, n // per), scales=(groups, n))
+    numbers = _unpacked(tensors["qweight"].t(), bits)
+    zeros = (_unpacked(tensors["qzeros"], bits) + less) & (2**bits - 1) if less else _unpacked(tensors["qzeros"], bits)
+    order = None
+    if (index := tensors.get("g_idx")) is not None:
+        _check(tensors, g_idx=(k,))
+        order = _order(index.long(), k // groups, "g_idx")
+    return _affine(numbers, tensors["scales"].t(), zeros.t(), bits, dtype, order)
+
+
+def _awq(tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> StoredTensor:
+    groups = _scales(tensors, "scales").shape[0]
+    _check(tensors, qweight=(k, n // 8), qzeros=(groups, n // 8), scales=(groups, n))
+    place = torch.tensor(_AWQ_ORDER).argsort()  # of column i among the 8 in an int32
+    numbers, zeros = (
+        _unpacked(tensors[name], 4).unflatten(1, (-1, 8))[:, :, place].flatten(1).t() for name in ("qweight", "qzeros")
+    )
+    return _affine(numbers, tensors["scales"].t(), zeros, 4, dtype, None)
+
+
+def _compressed(tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> StoredTensor:
+    scale = _scales(tensors, "weight_scale")
+    scale = scale.reshape(1, 1) if scale.numel() == 1 else scale
+    if "weight_packed" not in tensors:
+        _check(tensors, weight=(n, k))
+        if (zero := tensors.get("weight_zero_point")) is not None and bool(zero.float().any()):
+            raise ValueError("`weight_zero_point` must be 0 with 8 bits")
+        return StoredTensor(tensors["weight"], _regrouped(scale, k) if scale.shape[1] > 1 else scale, dtype=dtype)
+    words, given = tensors["weight_packed"], tensors.get("weight_shape")
+    if given is not None and given.tolist() != [n, k]:
+        raise ValueError(f"`weight_shape` must be {[n, k]}, got {given.tolist()}")
+    bits = 32 * words.shape[-1] // k
+    if bits not in (4, 8) or tuple(words.shape) != (n, k * bits // 32):
+        raise ValueError(f"`weight_packed` must be [{n}, {k // 8}] or [{n}, {k // 4}], got {list(words.shape)}")
+    scale = scale.expand(n, -1)
+    zeros, order = None, None
+    if (zero := tensors.get("weight_zero_point")) is not None:
+        _check(tensors, weight_zero_point=(n * bits // 32, scale.shape[1]))
+        zeros = _unpacked(zero.t(), bits).t()
+    if (index := tensors.get("weight_g_idx")) is not None:
+        _check(tensors, weight_g_idx=(k,))
+        order = _order(index.long(), k // scale.shape[1], "weight_g_idx")
+    return _affine(_unpacked(words, bits), scale, zeros, bits, dtype, order)
+
+
+def _scales(tensors: Tensors, name: str) -> torch.Tensor:
+    if (scale := tensors.get(name)) is None or scale.dim() > 2 or scale.dtype not in SCALE_DTYPES:
+        got = None if scale is None else f"{scale.dtype} of {list(scale.shape)}"
+        raise ValueError(f"`{name}` must be of float32, bfloat16 or float16 and of two dimensions, got {got}")
+    return scale if scale.dim() == 2 else scale.view(-1, 1)
+
+
+def _check(tensors: Tensors, **shapes: tuple[int, ...]) -> None:
+    for name, shape in shapes.items():
+        if (tensor := tensors.get(name)) is None or tuple(tensor.shape) != shape:
+            raise ValueError(f"`{name}` must be {list(shape)}, got {None if tensor is None else list(tensor.shape)}")
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The unsigned numbers in int32 `[r, c]`, `[r, c * 32 / bits]`."""
+    if words.dtype != torch.int32:
+        raise ValueError(f"packed numbers must be int32, got {words.dtype}")
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> shifts) & (2**bits - 1)).flatten(1)
+
+
+def _order(index: torch.Tensor, size: int, name: str) -> torch.Tensor | None:
+    """The columns by their groups, of which `index` has a number each; None if they are in order."""
+    if bool((index < 0).all()):  # compressed-tensors: not set
+        return None
+    order = index.argsort(stable=True)
+    if not torch.equal(index[order], torch.arange(len(index), device=index.device) // size):
+        raise ValueError(f"`{name}` must have {size} columns for each group")
+    return None if torch.equal(order, torch.arange(len(index), device=index.device)) else order
+
+
+def _affine(
+    numbers: torch.Tensor,
+    scale: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
+    order: torch.Tensor | None,
+) -> StoredTensor:
+    """Unsigned `numbers [n, k]` in the order of their groups if `order` is None, `scale [n, groups]`, zero points alike."""
+    k, middle = numbers.shape[1], 2 ** (bits - 1)
+    if order is not None:
+        numbers = numbers[:, order]
+    signed = (numbers - middle).to(torch.int8)
+    shift = None if zeros is None or bool((zeros == middle).all()) else middle - zeros
+    scale = scale.contiguous()
+    if bits == 8:
+        if shift is not None:
+            raise ValueError(f"zero points of 8 bits must be {middle}, the middle, got others")
+        return StoredTensor(
+            signed.contiguous(), scale if scale.shape[1] == 1 else _regrouped(scale, k), dtype=dtype, order=order
+        )
+    # In float32 the products of a scale of 16 bits with a zero point are exact.
+    zero = None if shift is None else _regrouped(shift * scale.float(), k)
+    scale = _regrouped(scale if zero is None else scale.float(), k)
+    return StoredTensor(packed(signed), scale, zero, dtype=dtype, order=order)
+
+
+def _regrouped(scale: torch.Tensor, k: int) -> torch.Tensor:
+    """`scale [n, groups]`, repeated where the groups of k columns are larger than kernels take."""
+    size = k // scale.shape[1]
+    known = next((group for group in reversed(GROUPS) if size % group == 0), None)
+    if known is None or size * scale.shape[1] != k:
+        raise ValueError(f"groups must be multiples of {GROUPS[0]} columns, got {scale.shape[1]} for {k} columns")
+    return scale if size in GROUPS else scale.repeat_interleave(size // known, 1)

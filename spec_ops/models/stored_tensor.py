@@ -1,0 +1,116 @@
+"""A weight of 8 or 4 bits in the place of a linear layer's: the layer stays a `torch.nn.Linear`.
+
+torchao's tensors are the model for it. This one holds any format of `spec_ops.backends.weight_format`, needs no kernel of
+another package, and traces to a dequantization that the pass `lower_skinny_mm` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from spec_ops.backends.weight_format import columns_of, dequantized, weight_format
+
+aten = torch.ops.aten
+_PARTS = ("data_", "scale", "zero", "order")
+
+
+class StoredTensor(torch.Tensor):
+    """A weight `[n, k]` of a linear layer, stored in 8 or 4 bits. Rows keep their dtype and meet the dequantized weight.
+
+    Other operations than `torch.nn.functional.linear`, copies and moves are refused.
+
+    Args:
+        data, scale, zero: see `spec_ops.backends.weight_format`; not copied.
+        dtype: what the tensor says its dtype is.
+        order: `[k]` int64: column i of what is stored is column `order[i]` of the weight. None: they are in order.
+
+    Raises:
+        TypeError, ValueError: a weight of no known format; `order` of another shape or dtype.
+    """
+
+    data_: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    order: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        data: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        order: torch.Tensor | None = None,
+    ) -> StoredTensor:
+        shape = (data.shape[0], columns_of(data))
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device)  # type: ignore[attr-defined]
+
+    def __init__(
+        self,
+        data: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        order: torch.Tensor | None = None,
+    ) -> None:
+        weight_format("StoredTensor", data, scale, zero)
+        if order is not None and (order.shape != self.shape[1:] or order.dtype != torch.int64):
+            raise ValueError(
+                f"StoredTensor: `order` must be [{self.shape[1]}] of torch.int64, got {order.dtype} of {list(order.shape)}"
+            )
+        self.data_, self.scale, self.zero, self.order = data, scale, zero, order
+
+    def dequantize(self) -> torch.Tensor:
+        """`[n, k]` in float32."""
+        weight = dequantized(self.data_, self.scale, self.zero)
+        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        kind = weight_format("StoredTensor", self.data_, self.scale, self.zero)
+        return f"StoredTensor({list(self.shape)}, {kind}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return [name for name in _PARTS if getattr(self, name) is not None], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], dtype: torch.dtype, *_: Any) -> StoredTensor:
+        return cls(parts["data_"], parts["scale"], parts.get("zero"), dtype=dtype, order=parts.get("order"))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> StoredTensor:
+        """The tensor with its parts changed."""
+        parts = {name: change(part) for name in _PARTS if (part := getattr(self, name)) is not None}
+        return StoredTensor.__tensor_unflatten__(parts, dtype or self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return _linear(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is aten.linear.default:
+            return _linear(*args, **kwargs)
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0]._each(func)
+        if func is aten.clone.default:
+            return args[0]._each(torch.clone)
+        if func is aten._to_copy.default:
+            device, blocking = kwargs.get("device"), not kwargs.get("non_blocking", False)
+            return args[0]._each(lambda part: part.to(device, non_blocking=not blocking, copy=True), kwargs.get("dtype"))
+        raise NotImplementedError(f"StoredTensor: a weight of 8 or 4 bits is for `linear` alone, got {func}")
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not isinstance(weight, StoredTensor) or isinstance(input, StoredTensor):
+        raise NotImplementedError("StoredTensor: `linear` takes one as `weight` alone")
+    rows = input if weight.order is None else input.index_select(-1, weight.order)
+    return F.linear(rows, dequantized(weight.data_, weight.scale, weight.zero).to(input.dtype), bias)

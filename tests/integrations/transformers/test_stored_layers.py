@@ -1,0 +1,145 @@
+"""Quantized checkpoints through transformers: GPTQ, AWQ and compressed-tensors read as they are stored, and torchao's."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from spec_ops.integrations.transformers import TransformersGenerator, read_as_stored
+from spec_ops.integrations.transformers.loading import load_checkpoints
+from spec_ops.models import CheckpointError
+from spec_ops.models.stored_tensor import StoredTensor
+from tests.helpers.layouts import LAYOUTS
+from tests.integrations.transformers.test_fp8 import exact_model, linears
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+IDS = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def saved(folder: Path, kind: str) -> PreTrainedModel:
+    """A checkpoint in the layout `kind`; returns the model that it means."""
+    model = exact_model()
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    values = {}
+    for name, layer in linears(model).items():
+        parts, values, exact = LAYOUTS[kind](tensors.pop(f"{name}.weight"))
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        layer.weight.copy_(exact)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": values}))
+    return model
+
+
+def load(folder: Path) -> PreTrainedModel:
+    config = read_as_stored(AutoConfig.from_pretrained(folder))
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_checkpoint_is_the_dequantized_model(tmp_path, kind):
+    plain = saved(tmp_path, kind)
+    model = load(tmp_path)
+    for name, layer in linears(plain).items():
+        own = model.get_submodule(name)
+        assert type(own) is nn.Linear
+        assert type(own.weight.data) is StoredTensor
+        torch.testing.assert_close(own.weight.dequantize(), layer.weight, rtol=2**-22, atol=0)
+    assert type(model.lm_head.weight.data) is torch.Tensor
+    logits = [m(IDS).logits for m in (model, plain)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gptq in the order of activations", "awq", "packed", "float8", "int8"])
+def test_speculation_gives_the_models_own_text(tmp_path, kind):
+    draft = saved(tmp_path, kind)
+    model = load(tmp_path)
+    want = model.generate(IDS, **GREEDY)
+    with TransformersGenerator(model, draft, compile=False) as generator:
+        assert torch.equal(generator.generate(IDS, **GREEDY), want)
+    assert torch.equal(model.generate(IDS, **GREEDY), want)
+
+
+def test_the_command_lines_loader_reads_as_stored(tmp_path):
+    saved(tmp_path, "awq")
+    target, _ = load_checkpoints(tmp_path, None, device="cpu", dtype=torch.bfloat16)
+    layers = [module for module in target.decoder.modules() if isinstance(module, nn.Linear)]
+    assert layers
+    assert all(type(layer.weight.data) is StoredTensor and layer.weight.dtype == torch.bfloat16 for layer in layers)
+    # float16, or float32 beside zero points: scales are not rounded to the model's dtype.
+    assert {layer.weight.scale.dtype for layer in layers} == {torch.float32}
+    target.close()
+
+
+Q = "model.layers.0.mlp.up_proj"
+
+
+def reshaped(tensors: dict) -> None:
+    tensors[f"{Q}.scales"] = tensors[f"{Q}.scales"][:2].clone()
+
+
+def misnamed(tensors: dict) -> None:
+    tensors["model.layers.0.mlp.other.qweight"] = tensors.pop(f"{Q}.qweight")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        (reshaped, {}, r"model.layers.0.mlp.up_proj: `qzeros` must be \[2, 48\], got \[4, 48\]"),
+        (lambda t: t.pop(f"{Q}.qzeros"), {}, r"model.layers.0.mlp.up_proj: `qzeros` must be \[4, 48\], got None"),
+        (misnamed, {}, "model.layers.0.mlp.other must be a linear layer of LlamaForCausalLM"),
+        (lambda t: t.pop(f"{Q}.qweight"), {}, "must hold every tensor of LlamaForCausalLM.*up_proj.weight"),
+        (lambda t: None, {"bits": 3}, r"quantization_config: `bits` must be one of \[4, 8\], got 3"),
+        (lambda t: None, {"checkpoint_format": "marlin"}, "`checkpoint_format` must be .* got 'marlin'"),
+        (lambda t: None, {"quant_method": "squeeze"}, "must be a method of transformers, got 'squeeze'"),
+        (lambda t: None, {"quant_method": "aqlm"}, "aqlm"),
+    ],
+)
+def test_damaged_and_unknown_checkpoints_are_named(tmp_path, tensors, config, message):
+    saved(tmp_path, "gptq")
+    state = load_file(tmp_path / "model.safetensors")
+    tensors(state)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] |= config
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoints(tmp_path, None, device="cpu", dtype=torch.float32)
+
+
+def test_other_methods_are_refused(tmp_path):
+    model = exact_model()
+    with pytest.raises(ValueError, match=r"read_as_stored: quantization_config: `quant_method` must be .* got None"):
+        read_as_stored(model.config)
+    config = copy.deepcopy(model.config)
+    config.quantization_config = {"quant_method": "awq", "bits": 4, "version": "gemv"}
+    with pytest.raises(ValueError, match="read_as_stored: quantization_config: `version` must be gemm, got 'gemv'"):
+        read_as_stored(config)
+
+
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_torchaos_checkpoints(tmp_path, name):
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    from transformers import TorchAoConfig
+
+    exact_model().save_pretrained(tmp_path / "exact")
+    config = TorchAoConfig(getattr(torchao, name)(set_inductor_config=False))
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", quantization_config=config, dtype=torch.float32)
+    made.save_pretrained(tmp_path / "quantized")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", dtype=torch.float32).eval()
+    kind = getattr(torchao, name.removesuffix("WeightOnlyConfig") + "Tensor")
+    assert all(isinstance(layer.weight.data, kind) for layer in linears(model).values())
+    want = model.generate(IDS, **GREEDY)
+    with TransformersGenerator(model, exact_model(), compile=False) as generator:
+        assert torch.equal(generator.generate(IDS, **GREEDY), want)
+    target, _ = load_checkpoints(tmp_path / "quantized", None, device="cpu", dtype=torch.float32)
+    assert any(isinstance(getattr(m, "weight", None), kind) for m in target.decoder.modules())
+    target.close()

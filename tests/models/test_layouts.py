@@ -1,0 +1,91 @@
+"""Layouts of GPTQ, AWQ and compressed-tensors: each is the weight that its format says, without another rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_ops.backends.weight_format import weight_format
+from spec_ops.models.layouts import layout_of
+from tests.helpers.layouts import LAYOUTS, awq, float8, gptq, int8, packed
+
+N, K = 96, 256
+WEIGHT = torch.randn(N, K, generator=torch.Generator().manual_seed(0)) + 0.1
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_weights_are_what_the_format_says(kind):
+    tensors, config, exact = LAYOUTS[kind](WEIGHT)
+    layout = layout_of(config)
+    assert any(mark in tensors for mark in layout.marks)
+    assert set(tensors) <= set(layout.names)
+    stored = layout.stored(tensors, N, K, torch.bfloat16)
+    assert (stored.shape, stored.dtype) == ((N, K), torch.bfloat16)
+    assert stored.dequantize().dtype == torch.float32
+    torch.testing.assert_close(stored.dequantize().double(), exact, rtol=2**-23, atol=0)
+    assert (exact - WEIGHT).abs().max() < 0.4  # or they would be numbers without meaning
+    found = weight_format("", stored.data_, stored.scale, stored.zero)
+    assert found.kind == ("float8" if "float8" in kind else "int8" if "8" in kind else "int4")
+    assert (stored.order is not None) == ("order" in kind)
+    assert (stored.zero is not None) == (kind in ("gptq", "gptq v2", "gptq in the order of activations", "awq")) or (
+        kind == "packed with zero points"
+    )
+
+
+def damaged(make, change) -> tuple[dict, dict]:
+    tensors, config, _ = make(WEIGHT)
+    change(tensors)
+    return tensors, config
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (gptq, lambda t: t.pop("qzeros"), r"`qzeros` must be \[4, 12\], got None"),
+        (gptq, lambda t: t.update(qweight=t["qweight"][1:]), r"`qweight` must be \[32, 96\], got \[31, 96\]"),
+        (gptq, lambda t: t.update(qweight=t["qweight"].long()), "packed numbers must be int32, got torch.int64"),
+        (gptq, lambda t: t["g_idx"].zero_(), "`g_idx` must have 64 columns for each group"),
+        (gptq, lambda t: t.update(scales=t["scales"].double()), "`scales` must be of float32, bfloat16 or float16"),
+        (lambda w: gptq(w, 8), lambda t: None, "zero points of 8 bits must be 128"),
+        (awq, lambda t: t.update(qzeros=t["qzeros"][:2]), r"`qzeros` must be \[4, 12\], got \[2, 12\]"),
+        (packed, lambda t: t.update(weight_shape=torch.tensor([K, N])), r"`weight_shape` must be \[96, 256\], got \[256, 96\]"),
+        (packed, lambda t: t.update(weight_packed=t["weight_packed"][:, :5]), r"`weight_packed` must be \[96, 32\] or"),
+        (packed, lambda t: t.pop("weight_scale"), "`weight_scale` must be of float32, bfloat16 or float16 .* got None"),
+        (packed, lambda t: t.update(weight_scale=t["weight_scale"].repeat(1, 4)), "groups must be multiples of 32 columns"),
+        (float8, lambda t: t.update(weight=t["weight"][:, :128]), r"`weight` must be \[96, 256\], got \[96, 128\]"),
+        (int8, lambda t: t.update(weight_zero_point=torch.ones(N, 1)), "`weight_zero_point` must be 0 with 8 bits"),
+    ],
+)
+def test_damaged_tensors_are_named(make, change, message):
+    tensors, config = damaged(make, change)
+    with pytest.raises(ValueError, match=message):
+        layout_of(config).stored(tensors, N, K, torch.bfloat16)
+
+
+CT = float8(WEIGHT)[1]
+WEIGHTS = CT["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "aqlm"}, r"`quant_method` must be one of \['gptq', 'awq', 'compressed-tensors'\], got 'aqlm'"),
+        ({"quant_method": "gptq", "bits": 3}, r"`bits` must be one of \[4, 8\], got 3"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "`checkpoint_format` must be .* got 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "`version` must be gemm, got 'gemv'"),
+        (CT | {"kv_cache_scheme": {"num_bits": 8}}, "`kv_cache_scheme` must be None"),
+        (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "`sparsity_config.format` must be dense, got 'sparse-24"),
+        (
+            CT | {"config_groups": {"a": WEIGHTS | {"format": "nvfp4-pack-quantized"}}},
+            "`config_groups.a.format` must be .* got 'nvfp4-pack-quantized'",
+        ),
+        (
+            CT | {"config_groups": {"a": WEIGHTS | {"weights": {"type": "int", "num_bits": 3}}}},
+            "`config_groups.a.weights` must be int of 4 or 8 bits or float of 8, got int of 3",
+        ),
+        (CT | {"config_groups": {"a": WEIGHTS | {"weights": None}}}, "`config_groups.a.weights` must be given"),
+    ],
+)
+def test_unknown_layouts_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        layout_of(config)

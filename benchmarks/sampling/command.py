@@ -59,5 +59,5 @@ def bench_sampling(
         out=json,
     )
     if not fine:
-        console.print("[red]some results are wrong or some kernels failed[/red]")
+        console.print("[red]some of our results are wrong, or some of our kernels failed[/red]")
         raise typer.Exit(1)

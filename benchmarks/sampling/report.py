@@ -92,7 +92,7 @@ def run(
     time_budget: float | None,
     out: Path | None,
 ) -> bool:
-    """Measure, show the tables and write the file, also when interrupted. True if nothing was wrong or failed."""
+    """Measure, show the tables and write the file, also when interrupted. True if no kernel of ours was wrong or failed."""
     deadline = math.inf if time_budget is None else time.monotonic() + time_budget
     copy = measure_ceilings(device, copy_rate, matmul=1.0).copy
     console.print(f"copy {copy / 1e12:.3g} TB/s")
@@ -117,4 +117,4 @@ def run(
             wide.print(notes_table(notes))
     if left := total - len(rows) - len(notes):
         console.print(f"[yellow]time budget spent: {left} of {total} not measured[/yellow]")
-    return not any(note.failed for note in notes)
+    return not any(note.failed and note.backend.startswith(OURS) for note in notes)

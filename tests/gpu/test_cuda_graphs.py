@@ -126,7 +126,8 @@ def test_rounds_that_change_logits_are_one_graph(pair, config, temperature):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step()
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):  # as `generate` calls it
+            step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

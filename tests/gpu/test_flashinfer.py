@@ -459,6 +459,6 @@ def test_a_host_plan_is_named_in_the_report():
     q, caches, call, _, _ = gqa_case(4, tree=False, page_size=64, group=4, kv_dtype=BF16)
     named = spec_ops.explain(lambda: spec_ops.mha_target_verify(q, *caches, **call, backend="flashinfer-fa2"))
     assert any("flashinfer-fa2" in line for line in named.kernels())
-    assert "1 calls plan on the host and run outside CUDA graphs" in str(named)
+    assert "1 call plans on the host and runs outside CUDA graphs" in str(named)
     auto = spec_ops.explain(lambda: spec_ops.mha_target_verify(q, *caches, **call))
     assert "flashinfer-fa2 plans on the host" in auto.kernels()[0]

@@ -54,8 +54,11 @@ def test_error_is_that_of_the_loop(name, dtype):
     for tokens, (hidden, inner) in zip(TOKENS, [(256, 192), (320, 128)] * 5, strict=True):
         args = call(FORMS[name], tokens, 4, 24, hidden, inner, dtype, routing="zipf", dropped=0.1)
         wanted = exact(args)
-        # Ours adds in the order of the inner dimension; in float32 a product that adds blocks first is closer.
-        slack = 2 * torch.finfo(dtype).eps * wanted.square().mean().sqrt().item() if dtype == torch.float32 else 1e-7
+        slack = 1e-7
+        if dtype == torch.float32:
+            # Ours adds in the order of the inner dimension, where roundings add up as a random walk; the loop's products add
+            # blocks first, and are closer.
+            slack = torch.finfo(dtype).eps / 2 * hidden**0.5 * wanted.square().mean().sqrt().item()
         assert error(moe_experts_op(*on_gpu(args)), wanted) <= 1.1 * error(eager(on_gpu(args)), wanted) + slack
 
 

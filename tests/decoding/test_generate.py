@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import numpy as np
@@ -53,18 +54,25 @@ def make_draft(kind: str, target: CausalLM, seed: int = 2):
     return draft.to(device)
 
 
+@functools.cache
+def target_and_text(mla: bool) -> tuple[CausalLM, list[list[int]]]:
+    target = make_target(mla)
+    return target, generate(target, None, PROMPTS, max_new_tokens=24, page_size=4).tokens
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["gqa", "mla"])
 def target(request) -> CausalLM:
-    return make_target(request.param)
+    return target_and_text(request.param)[0]
 
 
 @pytest.fixture(scope="module")
 def plain_tokens(target) -> list[list[int]]:
-    return generate(target, None, PROMPTS, max_new_tokens=24, page_size=4).tokens
+    return target_and_text(target.config.is_mla)[1]
 
 
-@pairwise(kind=["eagle3", "mtp", "standalone", "self"], config=CHAINS + TREES, batch=[1, 3, 8])
-def test_greedy_speculation_equals_plain_greedy(target, plain_tokens, kind, config, batch):
+@pairwise(mla=[False, True], kind=["eagle3", "mtp", "standalone", "self"], config=CHAINS + TREES, batch=[1, 3, 8])
+def test_greedy_speculation_equals_plain_greedy(mla, kind, config, batch):
+    target, plain_tokens = target_and_text(mla)
     draft = make_draft(kind, target)
     result = generate(target, draft, PROMPTS[:batch], config, max_new_tokens=24, page_size=4)
     assert result.tokens == plain_tokens[:batch]

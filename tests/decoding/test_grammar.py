@@ -85,18 +85,18 @@ def expected(target) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "config"),
+    ("kind", "config", "rows"),
     [
-        (None, None),
-        ("eagle3", SpeculationConfig(3)),
-        ("self", SpeculationConfig(5)),
-        ("mtp", SpeculationConfig(3, 4, 10)),
-        ("standalone", SpeculationConfig(2, 2)),
-        ("lookup", SpeculationConfig(4)),
+        (None, None, 3),
+        (None, None, 8),
+        ("eagle3", SpeculationConfig(3), 3),
+        ("self", SpeculationConfig(5), 8),
+        ("mtp", SpeculationConfig(3, 4, 10), 3),
+        ("standalone", SpeculationConfig(2, 2), 8),
+        ("lookup", SpeculationConfig(4), 3),
     ],
     ids=lambda value: config_id(value) if isinstance(value, SpeculationConfig) else str(value),
 )
-@pytest.mark.parametrize("rows", [3, 8])
 def test_greedy_text_is_that_of_plain_decoding(target, expected, kind, config, rows):
     draft = PromptLookup() if kind == "lookup" else None if kind is None else make_draft(kind, target)
     generator = Generator(target, draft, config, max_batch_size=rows, max_seq_len=80, page_size=4)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from spec_ops.decoding import Generator, RoundState, SamplingParams, SpeculationConfig
-from tests.decoding.test_generate import PROMPTS, config_id, make_draft, make_target
+from tests.decoding.test_generate import PROMPTS, make_draft, make_target
+from tests.helpers.pairs import pairwise
 
 CONFIGS = [SpeculationConfig(3), SpeculationConfig(3, 4, 10), SpeculationConfig(5, 2, 2)]
 
@@ -24,9 +25,7 @@ def histories(generator: Generator, count: int) -> list[list[int]]:
     return histories[:count]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "standalone", "self"])
-@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pairwise(kind=["eagle3", "mtp", "standalone", "self"], config=CONFIGS, temperature=[0.0, 1.0])
 def test_history_is_prompt_and_output(target, kind, config, temperature):
     generator = Generator(target, make_draft(kind, target), config, max_batch_size=4, max_seq_len=60, page_size=4)
     sampling = SamplingParams(temperature, seed=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 
@@ -13,6 +14,7 @@ from spec_ops.decoding import Generator, PromptLookup, SamplingParams, Speculati
 from spec_ops.decoding.lengths import GAIN, PROBE, WARMING, LengthChooser, Planned
 from tests.decoding.test_generate import PROMPTS, full_prefill, make_draft, make_target
 from tests.decoding.test_refill import LateReader
+from tests.helpers.pairs import pairwise
 from tests.passes.test_compile import OPTIONS
 
 LENGTHS = (0, 1, 3, 5, 7)
@@ -38,13 +40,18 @@ def make(kind: str, target):
     return make_draft(kind, target)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "standalone", "self", "lookup", "lookup+eagle3"])
-def test_rounds_of_any_length_may_follow_each_other(any_length, monkeypatch, target, kind, late):
+@functools.cache
+def target_and_text(mla: bool):
+    target = make_target(mla)
+    return target, generate(target, None, PROMPTS + REPEATED, max_new_tokens=20, page_size=4).tokens
+
+
+@pairwise(kind=["eagle3", "mtp", "standalone", "self", "lookup", "lookup+eagle3"], late=[False, True], mla=[False, True])
+def test_rounds_of_any_length_may_follow_each_other(any_length, monkeypatch, kind, late, mla):
     """Greedy text, and rows that are refilled between rounds of different lengths."""
     if late:
         monkeypatch.setattr(sys.modules[Generator.__module__], "OutputReader", LateReader)
-    plain = generate(target, None, PROMPTS + REPEATED, max_new_tokens=20, page_size=4).tokens
+    target, plain = target_and_text(mla)
     result = generate(target, make(kind, target), PROMPTS + REPEATED, AUTO, max_new_tokens=20, page_size=4, max_batch_size=5)
     assert result.tokens == plain
     stats = result.stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 
@@ -23,6 +24,8 @@ PARAMS = [
     SamplingParams(0.0, repetition_penalty=1.4, frequency_penalty=0.3),
     SamplingParams(1.1, presence_penalty=0.7, logit_bias={5: 2.0}, suppress_tokens=[1], bad_words_ids=[[2, 3], [4]], seed=5),
 ]
+MIXED = [PARAMS[i % len(PARAMS)] for i in range(len(PROMPTS))]
+STOPS = [7, 11]
 
 
 class LateReader:
@@ -57,13 +60,15 @@ def target():
     return make_target(False)
 
 
-def singly(target, draft, config, params, stops=()):
+@functools.cache
+def singly(target, kind, config):
     """Each prompt in a generator of one row; it draws as row `i` of a call does."""
+    draft = None if kind is None else make_draft(kind, target)
     generator = Generator(target, draft, config, max_batch_size=1, **SIZES)
     found = []
     for i in range(len(PROMPTS)):
         limits = [1] * i + [LIMITS[i]]  # those before it end at once
-        call = generator.generate(PROMPTS[: i + 1], max_new_tokens=limits, sampling=params[: i + 1], stop_tokens=stops)
+        call = generator.generate(PROMPTS[: i + 1], max_new_tokens=limits, sampling=MIXED[: i + 1], stop_tokens=STOPS)
         found.append(call.tokens[-1])
     return found
 
@@ -75,11 +80,10 @@ def singly(target, draft, config, params, stops=()):
 )
 def test_tokens_are_those_of_one_prompt_at_a_time(target, kind, config, late):
     draft = None if kind is None else make_draft(kind, target)
-    params = [PARAMS[i % len(PARAMS)] for i in range(len(PROMPTS))]
-    expected = singly(target, draft, config, params, stops=[7, 11])
+    expected = singly(target, kind, config)
     generator = Generator(target, draft, config, max_batch_size=3, **SIZES)
     for _ in range(2):  # what a call leaves behind does not matter to the next
-        assert generator.generate(PROMPTS, max_new_tokens=LIMITS, sampling=params, stop_tokens=[7, 11]).tokens == expected
+        assert generator.generate(PROMPTS, max_new_tokens=LIMITS, sampling=MIXED, stop_tokens=STOPS).tokens == expected
     assert len(generator._rounds) == 1
 
 
@@ -108,8 +112,7 @@ def test_requests_wait_for_pages(target, late):
         Generator(target, draft, num_pages=most - 1, **SIZES).generate(PROMPTS, max_new_tokens=LIMITS)
 
 
-@pytest.mark.parametrize("kind", [None, "eagle3", "standalone"])
-@pytest.mark.parametrize("size", [1, 7, 40])
+@pytest.mark.parametrize(("kind", "size"), [(None, 7), ("eagle3", 1), ("eagle3", 40), ("standalone", 7)])
 def test_long_prompts_run_in_pieces(target, kind, size, monkeypatch):
     draft = None if kind is None else make_draft(kind, target)
     expected = Generator(target, draft, max_batch_size=3, **SIZES).generate(PROMPTS, max_new_tokens=LIMITS)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.forked import run_code
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -25,13 +24,12 @@ def name(page: Path) -> str:
 
 
 RUN_ALL = """
-import contextlib, io, json, sys, traceback, types
+import contextlib, io, json, pathlib, sys, traceback, types
 
-import torch
 from tests.helpers.inductor_unbuilt import unbuilt
 
 failed = {}
-for number, (name, program) in enumerate(json.load(sys.stdin).items()):
+for number, (name, program) in enumerate(json.loads(pathlib.Path("programs.json").read_text()).items()):
     page = types.ModuleType(f"page_{number}")
     sys.modules[page.__name__] = page  # where Dynamo looks up the globals of what it traces
     try:
@@ -53,16 +51,8 @@ def test_blocks_run(tmp_path):
     for package, used in (("transformers", "transformers import"), ("torchao", " quantize\n")):
         if importlib.util.find_spec(package) is None:
             programs = {page: text for page, text in programs.items() if used not in text}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL],
-        input=json.dumps(programs),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    (tmp_path / "programs.json").write_text(json.dumps(programs))
+    done = run_code(RUN_ALL, tmp_path, timeout=500)
     assert done.returncode == 0, done.stderr
     failed = json.loads(done.stdout.splitlines()[-1])
     assert not failed, "\n".join(f"{page}: {error}" for page, error in failed.items())

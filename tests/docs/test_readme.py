@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.forked import run_code
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ for name, layers in (("target", 2), ("draft", 1)):
 
 
 def run(code: str, folder: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    done = run_code(code, folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

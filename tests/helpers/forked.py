@@ -15,6 +15,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+from tests.helpers.paths import ROOT
+
 
 @functools.cache
 def _forking() -> Any:
@@ -50,18 +52,26 @@ def finish(processes: list[BaseProcess], timeout: float) -> None:
             process.join()
 
 
-def run_script(path: Path, *args: str, timeout: float = 300) -> CompletedProcess[str]:
-    """`python PATH ARGS`."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "printed"
-        process = start(_script, str(path), args, output=output)
+def run_script(path: Path, *args: str, folder: Path = ROOT, timeout: float = 300) -> CompletedProcess[str]:
+    """`python PATH ARGS` in `folder`."""
+    with tempfile.TemporaryDirectory() as printed_to:
+        output = Path(printed_to) / "printed"
+        process = start(_script, str(path), args, str(folder), output=output)
         finish([process], timeout)
         printed = [Path(f"{output}.{name}").read_text(encoding="utf-8") for name in ("out", "err")]
         assert process.exitcode is not None
         return CompletedProcess([str(path), *args], process.exitcode, *printed)
 
 
-def _script(path: str, args: tuple[str, ...]) -> None:
+def run_code(code: str, folder: Path, timeout: float = 300) -> CompletedProcess[str]:
+    """`python -c CODE` in `folder`, which gets a file of it: Dynamo and Triton read the sources of what they compile."""
+    path = folder / "code_of_test.py"
+    path.write_text(code, encoding="utf-8")
+    return run_script(path, folder=folder, timeout=timeout)
+
+
+def _script(path: str, args: tuple[str, ...], folder: str) -> None:
+    os.chdir(folder)
     sys.argv = [path, *args]
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from spec_ops.backends.weight_format import GROUPS, SCALE_DTYPES, packed
-from spec_ops.models.stored_tensor import StoredTensor
+from spec_ops.models.stored_tensor import Inputs, StoredTensor
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
@@ -68,14 +68,23 @@ def layout_of(quantization: Mapping[str, Any]) -> Layout:
         _expect("version", str(quantization.get("version", quantization.get("format", "gemm"))).lower(), ("gemm",))
         return Layout(("qweight",), ("qweight", "qzeros", "scales"), _awq)
     if method == "compressed-tensors":
-        for name, group in (quantization.get("config_groups") or {}).items():
-            _check_group(name, group, quantization.get("format"))
+        found = {
+            name: _inputs_of_group(name, group, quantization.get("format"))
+            for name, group in (quantization.get("config_groups") or {}).items()
+        }
+        if len(set(found.values())) > 1:
+            raise ValueError(f"`config_groups` must have the same `input_activations`, got {found}")
         for name in ("kv_cache_scheme", "transform_config"):
             _expect(name, quantization.get(name) or None, (None,))
         sparsity = (quantization.get("sparsity_config") or {}).get("format") or "dense"
         _expect("sparsity_config.format", sparsity, ("dense",))
         names = tuple(dict.fromkeys((*_PACKED, *_PLAIN, *_ACTIVATIONS)))
-        return Layout(("weight_packed", "weight_scale"), names, _compressed)
+        inputs = next(iter(found.values()), None)
+
+        def compressed(tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> StoredTensor:
+            return _with_inputs(_compressed(tensors, n, k, dtype), inputs, tensors)
+
+        return Layout(("weight_packed", "weight_scale"), names, compressed)
     raise ValueError(f"`quant_method` must be one of ['gptq', 'awq', 'compressed-tensors'], got {method!r}")
 
 
@@ -85,8 +94,9 @@ def _expect(field: str, value: Any, known: tuple[Any, ...]) -> None:
         raise ValueError(f"`{field}` must be {wanted}, got {value!r}")
 
 
-def _check_group(name: str, group: Mapping[str, Any], default: Any) -> None:
-    """One of the `config_groups` of compressed-tensors."""
+def _inputs_of_group(name: str, group: Mapping[str, Any], default: Any) -> tuple[Inputs, bool] | None:
+    """How layers of one of compressed-tensors' `config_groups` round their rows, and whether with scales of their own; None if
+    they do not."""
     form, weights = group.get("format") or default, group.get("weights")
     _expect(f"config_groups.{name}.format", form, _FORMATS)
     if not weights:
@@ -94,6 +104,30 @@ def _check_group(name: str, group: Mapping[str, Any], default: Any) -> None:
     kind = (weights.get("type") or "int", weights.get("num_bits"))
     if kind not in (("int", 4), ("int", 8), ("float", 8)):
         raise ValueError(f"`config_groups.{name}.weights` must be int of 4 or 8 bits or float of 8, got {kind[0]} of {kind[1]}")
+    _expect(f"config_groups.{name}.output_activations", group.get("output_activations"), (None,))
+    if not (rows := group.get("input_activations")):
+        return None
+    where = f"config_groups.{name}.input_activations"
+    _expect(f"{where}.num_bits", rows.get("num_bits"), (8,))
+    _expect(f"{where}.symmetric", rows.get("symmetric", True), (True,))
+    # Dynamic scales of whole batches would let a row's tokens depend on its neighbours.
+    dynamic = bool(rows.get("dynamic"))
+    _expect(f"{where}.strategy", rows.get("strategy") or "tensor", ("token", "group") if dynamic else ("tensor",))
+    size = rows.get("group_size") or 0 if rows.get("strategy") == "group" else 0
+    return Inputs("float8" if rows.get("type") == "float" else "int8", size), dynamic
+
+
+def _with_inputs(weight: StoredTensor, found: tuple[Inputs, bool] | None, tensors: Tensors) -> StoredTensor:
+    """`weight` of a layer that rounds its rows."""
+    if found is None:
+        return weight
+    (inputs, dynamic), scale = found, tensors.get("input_scale")
+    if not dynamic and (scale is None or scale.numel() != 1):
+        raise ValueError(f"`input_scale` must be one number, got {None if scale is None else list(scale.shape)}")
+    if inputs.group and weight.shape[1] % inputs.group:
+        raise ValueError(f"groups of activations must divide {weight.shape[1]} columns, got {inputs.group}")
+    parts = {"order": weight.order, "input_scale": None if dynamic else scale}
+    return StoredTensor(weight.data_, weight.scale, weight.zero, dtype=weight.dtype, inputs=inputs, **parts)
 
 
 def _gptq(tensors: Tensors, n: int, k: int, dtype: torch.dtype, bits: int, less: int) -> StoredTensor:

@@ -7,7 +7,7 @@ another package, and traces to a dequantization that the pass `lower_skinny_mm` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,33 @@ import torch.nn.functional as F
 from spec_ops.backends.weight_format import columns_of, dequantized, weight_format
 
 aten = torch.ops.aten
-_PARTS = ("data_", "scale", "zero", "order")
+_PARTS = ("data_", "scale", "zero", "order", "input_scale")
+_RANGES = {"float8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
+
+
+class Inputs(NamedTuple):
+    """To which numbers a layer rounds its rows, as checkpoints of 8-bit activations ask for; they keep their dtype.
+
+    Attributes:
+        kind: `"float8"` or `"int8"`, symmetric.
+        group: columns of a row that share a scale; 0: all of them.
+    """
+
+    kind: str
+    group: int = 0
+
+    def rounded(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """`rows [..., k]`, with the scale `[1]` or one from the greatest magnitude of each group."""
+        low, high = _RANGES[self.kind]
+        values = rows.unflatten(-1, (-1, self.group)) if self.group else rows
+        if scale is None:
+            steps = values.abs().amax(-1, keepdim=True) / ((high - low) / 2)
+            steps = torch.where(steps == 0, torch.finfo(steps.dtype).eps, steps)
+        else:
+            steps = scale.to(rows.dtype)
+        numbers = (values / steps).clamp(low, high)
+        numbers = numbers.round() if self.kind == "int8" else numbers.to(torch.float8_e4m3fn).to(rows.dtype)
+        return (numbers * steps).view(rows.shape)
 
 
 class StoredTensor(torch.Tensor):
@@ -27,15 +53,18 @@ class StoredTensor(torch.Tensor):
         data, scale, zero: see `spec_ops.backends.weight_format`; not copied.
         dtype: what the tensor says its dtype is.
         order: `[k]` int64: column i of what is stored is column `order[i]` of the weight. None: they are in order.
+        inputs: how rows are rounded before they meet the weight; None: not at all.
+        input_scale: `[1]`: of all rows, for `inputs` without groups. None: each row has its own.
 
     Raises:
-        TypeError, ValueError: a weight of no known format; `order` of another shape or dtype.
+        TypeError, ValueError: a weight of no known format; `order` or `input_scale` of another shape or dtype.
     """
 
     data_: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
     order: torch.Tensor | None
+    input_scale: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -46,6 +75,8 @@ class StoredTensor(torch.Tensor):
         *,
         dtype: torch.dtype,
         order: torch.Tensor | None = None,
+        inputs: Inputs | None = None,
+        input_scale: torch.Tensor | None = None,
     ) -> StoredTensor:
         shape = (data.shape[0], columns_of(data))
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device)  # type: ignore[attr-defined]
@@ -58,13 +89,18 @@ class StoredTensor(torch.Tensor):
         *,
         dtype: torch.dtype,
         order: torch.Tensor | None = None,
+        inputs: Inputs | None = None,
+        input_scale: torch.Tensor | None = None,
     ) -> None:
         weight_format("StoredTensor", data, scale, zero)
         if order is not None and (order.shape != self.shape[1:] or order.dtype != torch.int64):
             raise ValueError(
                 f"StoredTensor: `order` must be [{self.shape[1]}] of torch.int64, got {order.dtype} of {list(order.shape)}"
             )
+        if input_scale is not None and (inputs is None or inputs.group or input_scale.numel() != 1):
+            raise ValueError(f"StoredTensor: `input_scale` must be one number, for `inputs` without groups, got {inputs}")
         self.data_, self.scale, self.zero, self.order = data, scale, zero, order
+        self.inputs, self.input_scale = inputs, input_scale
 
     def dequantize(self) -> torch.Tensor:
         """`[n, k]` in float32."""
@@ -75,17 +111,20 @@ class StoredTensor(torch.Tensor):
         kind = weight_format("StoredTensor", self.data_, self.scale, self.zero)
         return f"StoredTensor({list(self.shape)}, {kind}, dtype={self.dtype}, device={str(self.device)!r})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return [name for name in _PARTS if getattr(self, name) is not None], self.dtype
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, Inputs | None]]:
+        return [name for name in _PARTS if getattr(self, name) is not None], (self.dtype, self.inputs)
 
     @classmethod
-    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], dtype: torch.dtype, *_: Any) -> StoredTensor:
-        return cls(parts["data_"], parts["scale"], parts.get("zero"), dtype=dtype, order=parts.get("order"))
+    def __tensor_unflatten__(
+        cls, parts: dict[str, torch.Tensor], rest: tuple[torch.dtype, Inputs | None], *_: Any
+    ) -> StoredTensor:
+        optional = {name: parts.get(name) for name in ("order", "input_scale")}
+        return cls(parts["data_"], parts["scale"], parts.get("zero"), dtype=rest[0], inputs=rest[1], **optional)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> StoredTensor:
         """The tensor with its parts changed."""
         parts = {name: change(part) for name in _PARTS if (part := getattr(self, name)) is not None}
-        return StoredTensor.__tensor_unflatten__(parts, dtype or self.dtype)
+        return StoredTensor.__tensor_unflatten__(parts, (dtype or self.dtype, self.inputs))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,5 +151,6 @@ class StoredTensor(torch.Tensor):
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(weight, StoredTensor) or isinstance(input, StoredTensor):
         raise NotImplementedError("StoredTensor: `linear` takes one as `weight` alone")
-    rows = input if weight.order is None else input.index_select(-1, weight.order)
+    rows = input if weight.inputs is None else weight.inputs.rounded(input, weight.input_scale)
+    rows = rows if weight.order is None else rows.index_select(-1, weight.order)
     return F.linear(rows, dequantized(weight.data_, weight.scale, weight.zero).to(input.dtype), bias)

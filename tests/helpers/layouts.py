@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 GROUP = 64
+STATIC_SCALE = 0.02  # of activations: those of a norm are within 448 of it
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Part = dict[str, torch.Tensor]
@@ -73,15 +75,15 @@ def awq(weight: torch.Tensor) -> tuple:
     return tensors, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, exact
 
 
-def _scheme(form: str, kind: str, bits: int, strategy: str, symmetric: bool = True, inputs: bool | None = None) -> dict:
-    """A `quantization_config` of compressed-tensors. `inputs`: activations in 8 bits, dynamic if True."""
+def _scheme(form: str, kind: str, bits: int, strategy: str, symmetric: bool = True, inputs: str | None = None) -> dict:
+    """A `quantization_config` of compressed-tensors. `inputs`: the strategy of activations in 8 bits."""
     weights = {"type": kind, "num_bits": bits, "strategy": strategy, "symmetric": symmetric, "dynamic": False}
     if strategy == "group":
         weights["group_size"] = GROUP
     group: dict[str, Any] = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": form}
     if inputs is not None:
-        strategy = "token" if inputs else "tensor"
-        group["input_activations"] = {"type": kind, "num_bits": 8, "strategy": strategy, "symmetric": True, "dynamic": inputs}
+        group["input_activations"] = {"type": kind, "num_bits": 8, "symmetric": True, "dynamic": inputs != "tensor"}
+        group["input_activations"] |= {"strategy": inputs, "group_size": GROUP if inputs == "group" else None}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -102,21 +104,48 @@ def packed(weight: torch.Tensor, bits: int = 4, symmetric: bool = True, strategy
     return tensors, _scheme("pack-quantized", "int", bits, strategy, symmetric), exact
 
 
-def float8(weight: torch.Tensor, strategy: str = "channel", inputs: bool | None = True) -> tuple:
+def float8(weight: torch.Tensor, strategy: str = "channel", inputs: str | None = "token") -> tuple:
     rows = weight.float().abs().amax(1, keepdim=True) if strategy == "channel" else weight.float().abs().amax().reshape(1)
     scale = (rows / 448).bfloat16()
     data = (weight.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
     tensors: Part = {"weight": data, "weight_scale": scale}
-    if inputs is False:
-        tensors["input_scale"] = torch.tensor([0.02])
+    if inputs == "tensor":
+        tensors["input_scale"] = torch.tensor([STATIC_SCALE])
     return tensors, _scheme("float-quantized", "float", 8, strategy, inputs=inputs), data.double() * scale.double()
 
 
 def int8(weight: torch.Tensor) -> tuple:
     scale = (weight.float().abs().amax(1, keepdim=True) / 127).bfloat16()
     data = (weight.float() / scale.float()).round().clamp(-127, 127).to(torch.int8)
-    config = _scheme("int-quantized", "int", 8, "channel", inputs=True)
+    config = _scheme("int-quantized", "int", 8, "channel", inputs="token")
     return {"weight": data, "weight_scale": scale}, config, data.double() * scale.double()
+
+
+def rounding(config: dict) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What the layers of a `quantization_config` do to their rows, row by row; None if nothing."""
+    groups = config.get("config_groups") or {"": {}}
+    if (inputs := groups.get("group_0", {}).get("input_activations")) is None:
+        return None
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        rows = [_rounded_row(row, inputs) for row in x.reshape(-1, x.shape[-1])]
+        return torch.stack(rows).view(x.shape)
+
+    return rounded
+
+
+def _rounded_row(row: torch.Tensor, inputs: dict) -> torch.Tensor:
+    parts = row.split(inputs.get("group_size") or len(row))
+    out = []
+    for part in parts:
+        range_ = 448 if inputs["type"] == "float" else 127.5
+        step = part.abs().max() / range_ if inputs["dynamic"] else torch.tensor(STATIC_SCALE)
+        if inputs["type"] == "float":
+            numbers = (part / step).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        else:
+            numbers = (part / step).round().clamp(-128, 127)
+        out.append(numbers * step)
+    return torch.cat(out)
 
 
 LAYOUTS: dict[str, Any] = {
@@ -131,6 +160,8 @@ LAYOUTS: dict[str, Any] = {
     "packed rows": lambda w: packed(w, strategy="channel"),
     "packed of 8 bits": lambda w: packed(w, 8),
     "float8": float8,
-    "float8 of one scale, static inputs": lambda w: float8(w, "tensor", False),
+    "float8 without inputs": lambda w: float8(w, inputs=None),
+    "float8 with groups of inputs": lambda w: float8(w, inputs="group"),
+    "float8 of one scale, static inputs": lambda w: float8(w, "tensor", "tensor"),
     "int8": int8,
 }

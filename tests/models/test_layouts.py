@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from spec_ops.backends.weight_format import weight_format
 from spec_ops.models.layouts import layout_of
-from tests.helpers.layouts import LAYOUTS, awq, float8, gptq, int8, packed
+from tests.helpers.layouts import LAYOUTS, awq, float8, gptq, int8, packed, rounding
 
 N, K = 96, 256
 WEIGHT = torch.randn(N, K, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -32,6 +33,34 @@ def test_weights_are_what_the_format_says(kind):
     )
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_rows_are_rounded_as_the_checkpoint_says(kind):
+    tensors, config, exact = LAYOUTS[kind](WEIGHT)
+    stored = layout_of(config).stored(tensors, N, K, torch.float32)
+    rows = 3 * torch.randn(2, 3, K, generator=torch.Generator().manual_seed(2))
+    rows[0, 0] = 1e-9  # of a scale that is not zero
+    rounded = rounding(config)
+    want = (rows if rounded is None else rounded(rows)).double() @ exact.t()
+    torch.testing.assert_close(F.linear(rows, stored).double(), want, rtol=1e-5, atol=1e-4)
+    assert torch.equal(F.linear(torch.zeros(1, K), stored), torch.zeros(1, N))
+    if rounded is not None:
+        assert not torch.allclose(want, rows.double() @ exact.t(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if not kind.startswith(("gptq", "awq"))])
+def test_weights_are_those_of_compressed_tensors(kind):
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason="compressed-tensors is not installed")
+    from compressed_tensors.quantization import QuantizationConfig
+
+    tensors, config, _ = LAYOUTS[kind](WEIGHT)
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    theirs = compressors.BaseCompressor.get_value_from_registry(config["format"])
+    wide = {name: t.float() if name == "weight_scale" else t for name, t in tensors.items()}
+    want = theirs.decompress(wide, scheme)["weight"]
+    got = layout_of(config).stored(tensors, N, K, torch.bfloat16).dequantize()
+    torch.testing.assert_close(got, want, rtol=2**-23, atol=0)
+
+
 def damaged(make, change) -> tuple[dict, dict]:
     tensors, config, _ = make(WEIGHT)
     change(tensors)
@@ -53,6 +82,7 @@ def damaged(make, change) -> tuple[dict, dict]:
         (packed, lambda t: t.pop("weight_scale"), "`weight_scale` must be of float32, bfloat16 or float16 .* got None"),
         (packed, lambda t: t.update(weight_scale=t["weight_scale"].repeat(1, 4)), "groups must be multiples of 32 columns"),
         (float8, lambda t: t.update(weight=t["weight"][:, :128]), r"`weight` must be \[96, 256\], got \[96, 128\]"),
+        (lambda w: float8(w, "tensor", "tensor"), lambda t: t.pop("input_scale"), "`input_scale` must be one number, got None"),
         (int8, lambda t: t.update(weight_zero_point=torch.ones(N, 1)), "`weight_zero_point` must be 0 with 8 bits"),
     ],
 )
@@ -64,6 +94,7 @@ def test_damaged_tensors_are_named(make, change, message):
 
 CT = float8(WEIGHT)[1]
 WEIGHTS = CT["config_groups"]["group_0"]
+INPUTS = WEIGHTS["input_activations"]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +114,16 @@ WEIGHTS = CT["config_groups"]["group_0"]
             CT | {"config_groups": {"a": WEIGHTS | {"weights": {"type": "int", "num_bits": 3}}}},
             "`config_groups.a.weights` must be int of 4 or 8 bits or float of 8, got int of 3",
         ),
+        (
+            CT | {"config_groups": {"a": WEIGHTS | {"input_activations": INPUTS | {"symmetric": False}}}},
+            "`config_groups.a.input_activations.symmetric` must be True, got False",
+        ),
+        (
+            CT | {"config_groups": {"a": WEIGHTS | {"input_activations": INPUTS | {"strategy": "tensor"}}}},
+            r"`config_groups.a.input_activations.strategy` must be one of \['token', 'group'\], got 'tensor'",
+        ),
+        (CT | {"config_groups": {"a": WEIGHTS, "b": WEIGHTS | {"input_activations": None}}}, "must have the same `input_act"),
+        (CT | {"config_groups": {"a": WEIGHTS | {"output_activations": INPUTS}}}, "`config_groups.a.output_activations` must"),
         (CT | {"config_groups": {"a": WEIGHTS | {"weights": None}}}, "`config_groups.a.weights` must be given"),
     ],
 )

@@ -176,7 +176,10 @@ def test_kernels_fit_without_spills(variant):
     import triton
 
     # ptxas of triton 3.6 makes calls of TMA loads on sm_120, which take 8 or 16 bytes of arguments on the stack: no spill.
-    assert used.spill_bytes <= (16 if arch == 120 and triton.__version__.startswith("3.6.") else 0)
+    # And for 16 rows of int8 ptxas keeps 8 bytes on the stack of sm_100's kernel, outside of its loop.
+    outside = 8 if "skinny_mm int8, 16 x" in variant.name and arch in (100, 103) else 0
+    assert used.spill_bytes <= (16 if arch == 120 and triton.__version__.startswith("3.6.") else outside)
+    assert used.loop_spills == 0
     resident = ahead.resident_blocks(used, variant.num_warps, arch)
     assert resident == variant.programs if variant.early else resident >= variant.programs
 

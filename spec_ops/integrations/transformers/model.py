@@ -214,6 +214,11 @@ class TransformersModel(Target):
                     f"{where} must not have a `forward` of its own, which would never be called: remove it "
                     "(accelerate's: `accelerate.hooks.remove_hook_from_module`)"
                 )
+            if hasattr(module, "ct_decompress_hook"):
+                raise ValueError(
+                    f"{where} must not be compressed by compressed-tensors, whose hook decompresses it on its first forward: "
+                    "load it with `read_as_stored(config)`, or call it once before"
+                )
             if hooks and (module._forward_hooks or module._forward_pre_hooks):
                 raise ValueError(
                     f"{where} must not have forward hooks, which would never be called: rounds call its decoder and its LM "

@@ -32,7 +32,7 @@ def read_as_stored(config: PreTrainedConfig) -> PreTrainedConfig:
         config = read_as_stored(AutoConfig.from_pretrained(path))
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype="auto", device_map="cuda")
 
-    Rows are not quantized, also where the checkpoint has scales for activations.
+    Layers of compressed-tensors whose activations are of 8 bits round their rows as that package does.
 
     Args:
         config: of a checkpoint whose `quantization_config` has the method `gptq`, `awq`, `compressed-tensors` or `mxfp4`; not

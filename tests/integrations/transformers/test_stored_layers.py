@@ -16,7 +16,7 @@ from spec_ops.integrations.transformers import TransformersGenerator, read_as_st
 from spec_ops.integrations.transformers.loading import load_checkpoints
 from spec_ops.models import CheckpointError
 from spec_ops.models.stored_tensor import StoredTensor
-from tests.helpers.layouts import LAYOUTS
+from tests.helpers.layouts import LAYOUTS, rounding
 from tests.integrations.transformers.test_fp8 import exact_model, linears
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -33,10 +33,16 @@ def saved(folder: Path, kind: str) -> PreTrainedModel:
         parts, values, exact = LAYOUTS[kind](tensors.pop(f"{name}.weight"))
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         layer.weight.copy_(exact)
+        if (rounded := rounding(values)) is not None:
+            layer.register_forward_pre_hook(lambda _, args, rounded=rounded: (rounded(args[0]),))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": values}))
     return model
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -55,7 +61,24 @@ def test_a_checkpoint_is_the_dequantized_model(tmp_path, kind):
         torch.testing.assert_close(own.weight.dequantize(), layer.weight, rtol=2**-22, atol=0)
     assert type(model.lm_head.weight.data) is torch.Tensor
     logits = [m(IDS).logits for m in (model, plain)]
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    # A row near the middle of two numbers of 8 bits may be rounded to either.
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4 if rounding(config_of(tmp_path)) is None else 0.02)
+
+
+# With compressed-tensors 0.20, transformers 5.23 has a parameter of another shape for packed zero points, and raises.
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if not kind.startswith(("gptq", "awq")) and "zero" not in kind])
+def test_logits_are_those_of_compressed_tensors(tmp_path, kind):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    saved(tmp_path, kind)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with pytest.raises(ValueError, match=r"must not be compressed by compressed-tensors.*`read_as_stored\(config\)`"):
+        TransformersGenerator(theirs, exact_model())
+    want = theirs(IDS).logits
+    torch.testing.assert_close(load(tmp_path)(IDS).logits, want, rtol=1e-5, atol=1e-5)
+    if rounding(config_of(tmp_path)) is None:  # else differences in the last place may become those of 8 bits
+        text = theirs.generate(IDS, **GREEDY)
+        with TransformersGenerator(theirs, exact_model(), compile=False) as generator:  # decompressed by now
+            assert torch.equal(generator.generate(IDS, **GREEDY), text)
 
 
 @pytest.mark.parametrize("kind", ["gptq in the order of activations", "awq", "packed", "float8", "int8"])

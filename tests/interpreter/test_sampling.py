@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 
 from spec_ops.backends.triton.sampling import guide, probabilities, support
 from spec_ops.ops.reference import sampling as reference
+from tests.gpu.test_sampling import case
 from tests.interpreter.cases import Rng
 from tests.interpreter.resident import resident
 
@@ -159,6 +160,14 @@ def test_ties_at_the_boundary_go_to_the_lower_ids(share, room, monkeypatch):
     assert_same(share, flat, u, one, torch.tensor([70, 250, 0]), None, torch.tensor([0.0, 0.0, 0.9]))
     # 75 of 300; of the 200 likely ones of 260, and of what is left of them by top-k
     assert_same(share, flat, u, one, torch.tensor([0, 260, 100]), torch.tensor([0.25, 0.5, 0.125]), None)
+
+
+def test_min_p_cuts_all_that_top_p_lists():
+    """The least likely kept token lies above the list then: top-k first, whose last keys were once top-p's first."""
+    logits, _, *settings = (x[40:41] for x in case((150, 1, 50_257), torch.float16))
+    wanted = reference.sampling_support(logits, *settings)
+    assert (reference.kept_weights(logits, wanted, settings[0]) > 0).sum() == 81
+    assert torch.equal(support.sampling_support(logits, *settings)[:, :2], wanted[:, :2])
 
 
 @pytest.mark.parametrize("share", [ALONE, FEW], ids="chunks_{0.chunks}".format)

@@ -323,7 +323,7 @@ def settle_list(
         if limit == 0:
             limit = limit_of(p, base + tl.sum(tl.where(kept, weight, 0), 0))
         kept = kept & (reach - weight < limit)
-    kept = (kept & (key >= floor)) | (place == best)
+    kept = ((kept & (key >= floor)) | (place == best)) & (i < size)
     return place, weight, kept
 
 

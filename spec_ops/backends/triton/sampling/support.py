@@ -185,6 +185,7 @@ def sampling_support_kernel(
         if TOPS:
             step = tl.zeros([], tl.int32)
             pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
+            fresh = tl.zeros([], tl.int32) + 1
             if searching > 0:
                 mine = list_at + chunk * CANDIDATES
                 count, heavy, every = list_candidates(
@@ -261,7 +262,7 @@ def sampling_support_kernel(
                     ties = ties + 1
                     searching = searching * 0
                 if searching > 0:
-                    if step > 0:
+                    if fresh == 0:
                         pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
                     counts, weights = tally(
                         logits, stride, start, steps, vocab, pivots, top, scale, turn % 2 == 0, SHIFT, PIVOTS, ROWS, LANE
@@ -271,6 +272,7 @@ def sampling_support_kernel(
                     )  # fmt: skip
                     turn += 1
                     step += 1
+                    fresh = fresh * 0
                     reached = tl.where(searching == 1, counts >= k, weights >= limit)
                     low = tl.maximum(low, tl.max(tl.where(reached, pivots, low), 0))
                     high = tl.minimum(high, tl.min(tl.where(reached, high, pivots), 0))
@@ -326,6 +328,8 @@ def sampling_support_kernel(
                     earlier += tl.sum(tl.where(ids < start, weight, 0), 0)
                     own += tl.sum(tl.where((ids >= start) & (ids < stop), weight, 0), 0)
                     least = tl.min(tl.where(kept, place, BEYOND), 0)
+                    if least == BEYOND:  # min-p cuts all of the list, and is what decides
+                        least = lowest
                     if tokens is not None:  # noqa: SIM102  decided while compiling, unlike what follows
                         if everything:
                             own = own * 0  # so that nobody looks for the token

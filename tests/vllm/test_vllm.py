@@ -23,12 +23,17 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RELEASES = [Path(folder) for folder in os.environ.get("VLLM_RELEASES", "").split(os.pathsep) if folder]
+BY_RELEASE = pytest.mark.parametrize(
+    "folder", [None, *RELEASES], ids=lambda folder: "installed" if folder is None else folder.name
+)
 EAGLE3, MTP = ({"method": method, "num_speculative_tokens": 3} for method in ("eagle3", "mtp"))
 
 
-def run(*command: str, ours: bool = False, timeout: int = 400) -> subprocess.CompletedProcess:
+def run(*command: str, ours: bool = False, first: Path | None = None, timeout: int = 400) -> subprocess.CompletedProcess:
+    """A process of this environment; with the packages in `first` before all others."""
+    path = os.pathsep.join(str(folder) for folder in (first, ROOT, HERE / "stubs") if folder is not None)
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE / "stubs")]), "VLLM_CPU_KVCACHE_SPACE": "1",
+        **os.environ, "PYTHONPATH": path, "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DISABLE_COMPILE_CACHE": "1", "SPEC_OPS_ON_CPU": "1" if ours else "",
     }  # fmt: skip
     return subprocess.run(
@@ -88,9 +93,10 @@ print("STATE", before, made.__name__, made.get_name() == chosen.name, kinds, imp
 """
 
 
-def test_registration_offers_a_name():
+@BY_RELEASE
+def test_registration_offers_a_name(folder):
     """The class under it is one that vLLM's argument, its registry and its layers accept."""
-    done = run("-c", REGISTERED)
+    done = run("-c", REGISTERED, first=folder)
     assert "STATE False SpecOpsBackend True True True" in done.stdout, done.stderr[-3000:]
 
 
@@ -129,20 +135,36 @@ print("VALIDATED")
 """
 
 
-def test_vllm_refuses_in_words_what_is_not_supported():
-    done = run("-c", VALIDATED)
+@BY_RELEASE
+def test_vllm_refuses_in_words_what_is_not_supported(folder):
+    done = run("-c", VALIDATED, first=folder)
     assert "VALIDATED" in done.stdout, done.stderr[-3000:]
 
 
-def test_every_symbol_is_there():
-    done = run("-m", "spec_ops", "check", "vllm")
+@BY_RELEASE
+def test_every_symbol_is_there(folder):
+    done = run("-m", "spec_ops", "check", "vllm", first=folder)
     assert done.returncode == 0, done.stdout
-    assert f"vLLM {symbols.version()}: in the tested range" in done.stdout
+    assert f"vLLM {symbols.version() if folder is None else folder.name}: in the tested range" in done.stdout
 
 
-@pytest.mark.parametrize("folder", RELEASES, ids=lambda folder: folder.name)
-def test_every_symbol_of_other_releases_is_there(folder):
-    assert symbols.problems(folder / "vllm", folder.name) == []
+REFUSED = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.config import AttentionConfig
+AttentionConfig(backend="SPEC_OPS")
+"""
+
+
+def test_another_release_is_refused_in_words(tmp_path):
+    """And an engine whose user asks for the backend all the same does not start."""
+    info = tmp_path / "vllm-0.34.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.34.0\n")
+    done = run("-c", REFUSED, first=tmp_path)
+    assert "spec_ops does not offer --attention-backend SPEC_OPS: vLLM 0.34.0 was not tested: 0.26 to 0.33 were" in done.stderr
+    assert done.returncode != 0
+    assert "Unknown attention backend: 'SPEC_OPS'" in done.stderr
 
 
 def test_plain_decoding():
@@ -178,17 +200,21 @@ LATENT = pytest.mark.skipif(not has_latent_attention(), reason="this vLLM has no
 
 
 @LATENT
-def test_latent_attention():
-    found = serve("latent")
-    assert found["tokens"] == plain("latent")
-    assert found["calls"]["mla_draft_decode"] > 10
+@pytest.mark.parametrize("options", [{}, {"speculative_config": MTP}], ids=["plain", "mtp"])
+def test_latent_attention(options):
+    """Compared with vLLM's own under the same speculation: its prefill of latent attention on a CPU writes other tokens once
+    other requests are beside a prompt."""
+    stock, found = serve("latent", ours=False, **options), serve("latent", **options)
+    assert not stock["calls"]
+    assert found["tokens"] == stock["tokens"]
+    assert found["calls"]["mla_target_verify" if options else "mla_draft_decode"] > 10
 
 
-@LATENT
-def test_a_chain_of_mtp_over_latent_attention():
-    found = serve("latent", speculative_config=MTP)
-    assert found["tokens"] == plain("latent")
-    assert found["calls"]["mla_target_verify"] > 10
+def test_our_passes_in_vllms_compiler():
+    """A product of ours needs bfloat16 and a GPU's rows: here the passes see the graphs, and the tokens stay."""
+    found = serve("target", enforce_eager=False, passes={})
+    assert found["tokens"] == plain("target")
+    assert found["graphs"] > 0
 
 
 def test_what_is_not_supported_ends_the_start():

@@ -37,6 +37,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "backends": rounds.backends,
     "passes": rounds.passes,
     "sampled": rounds.sampled,
+    "models": rounds.models,
     "planned": rounds.planned,
     "compilation": rounds.compilation,
     "peers": peers.rounds,

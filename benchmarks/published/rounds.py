@@ -196,6 +196,25 @@ def sampled(results: Path) -> str:
     return paragraph(intro) + "\n\n" + table(header, lines)
 
 
+def models(results: Path) -> str:
+    """Rounds of models of transformers beside those of our own class."""
+    file = "h200-models"
+    rows = [row for row in load(file, results)["rows"] if row["passes"]]
+    place = {(row["model"], row["bs"], row["context"], row["round"], row["path"]): row for row in rows}
+    lines = []
+    for (model, bs, context, kind, path), row in place.items():
+        own = place.get((model, bs, context, kind, "own"))
+        if path == "transformers" and own is not None:
+            times = [f"{row['ms']:.2f}", f"{own['ms']:.2f}", f"{row['ms'] / own['ms']:.3f}", f"{row['floor_ms']:.2f}"]
+            counts = [f"{row['kernels']:.0f}", f"{own['kernels']:.0f}"]
+            lines.append([label(model), f"{bs}, {context}", kind, *times, *counts, f"{row['first_call_s']:.0f}"])
+    intro = "A model of transformers beside our own class of the same shape, milliseconds a round (`python -m benchmarks round"
+    intro += f" --path own --path transformers --plain`, `benchmarks/results/{file}.json`). The first call compiles, cold and"
+    intro += " beside other compilations:"
+    header = ("model", "batch, context", "kind", "transformers", "own", "ratio", "floor", "kernels", "own", "first call, s")
+    return paragraph(intro) + "\n\n" + table(header, lines)
+
+
 def planned(results: Path) -> str:
     """What a round costs with kernels that plan on the host."""
     rows = [row for row in load_rounds("h200-round-backends", results)["rows"] if row["model"].startswith("llama-3.1-8b")]

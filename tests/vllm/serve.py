@@ -45,9 +45,8 @@ def main() -> None:
         config["post_grad_custom_pre_pass"].listener = reports.append
         options["compilation_config"] = options.get("compilation_config", {}) | {"inductor_compile_config": config}
     calls = count_calls()
-    engine = LLM(
-        model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=8, seed=0, **options,
-    )  # fmt: skip
+    options = {"max_num_seqs": 8} | options
+    engine = LLM(model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=256, seed=0, **options)
     sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
     made = [
         engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)

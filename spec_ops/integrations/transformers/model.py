@@ -28,6 +28,7 @@ from spec_ops.integrations.transformers.probe import (
     extend_from_start,
     probe,
 )
+from spec_ops.integrations.transformers.torchao_int4 import computing_int4
 from spec_ops.models.config import KVRows
 from spec_ops.models.paged import PagedKVCache
 from spec_ops.models.target import PositionLimit, Target, TargetOutput
@@ -311,6 +312,7 @@ def _switch_first(model: PreTrainedModel, switch_experts: bool, argument: Argume
     with ExitStack() as entered:
         entered.enter_context(attending(model, NAME))  # each may refuse; nothing has changed then
         entered.enter_context(reading_as_stored(model, argument))
+        entered.enter_context(computing_int4(model, argument))
         if switch_experts:
             entered.enter_context(experts.using_experts(model, experts.NAME))
         made = entered.pop_all()

@@ -10,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
+from spec_ops.backends.weight_format import dequantized
 from spec_ops.integrations.transformers import TransformersGenerator, read_as_stored
 from spec_ops.integrations.transformers.loading import load_checkpoints
+from spec_ops.integrations.transformers.torchao_int4 import has_kernels
 from spec_ops.models import CheckpointError
 from spec_ops.models.stored_tensor import StoredTensor
 from tests.helpers.layouts import LAYOUTS, rounding
+from tests.helpers.stored_weights import stored
 from tests.integrations.transformers.test_fp8 import exact_model, linears
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -148,11 +151,57 @@ def test_other_methods_are_refused(tmp_path):
         read_as_stored(config)
 
 
+def int4_checkpoint(folder: Path, torchao, **options) -> PreTrainedModel:
+    """A checkpoint that `Int4WeightOnlyConfig` makes on a GPU; returns the model that it means."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    model = exact_model()
+    config = TorchAoConfig(torchao.Int4WeightOnlyConfig(group_size=128)).to_dict()
+    model.save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    for name, layer in linears(model).items():
+        data, scale, zero = stored(layer.weight, "int4-128")
+        layer.weight.copy_(dequantized(data, scale, zero))
+        parts = data.view(torch.int8), scale.t().contiguous(), zero.t().contiguous()
+        state[f"{name}.weight"] = torchao.Int4Tensor(*parts, [1, 128], layer.weight.shape, **options)
+    tensors, metadata = flatten_tensor_state_dict(state)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", **metadata})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    return model
+
+
+def test_torchaos_int4_without_its_kernels(tmp_path):
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    if has_kernels():
+        pytest.skip("mslk is installed")
+    plain = int4_checkpoint(tmp_path, torchao)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    weights = {name: layer.weight for name, layer in linears(model).items()}
+    assert all(isinstance(weight.data, torchao.Int4Tensor) for weight in weights.values())
+    want = plain.generate(IDS, **GREEDY)
+    with TransformersGenerator(model, plain, compile=False) as generator:
+        assert torch.equal(generator.generate(IDS, **GREEDY), want)
+        assert all(type(layer.weight.data) is StoredTensor for layer in linears(model).values())
+        layer = model.model.layers[0].mlp.up_proj
+        assert layer.weight.data_.data_ptr() == weights["model.layers.0.mlp.up_proj"].qdata.data_ptr()  # no copy
+    assert all(layer.weight is weights[name] for name, layer in linears(model).items())
+
+
+def test_torchaos_int4_for_rows_of_8_bits_is_named(tmp_path):
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    if has_kernels():
+        pytest.skip("mslk is installed")
+    int4_checkpoint(tmp_path, torchao, activation_dtype=torch.float8_e4m3fn)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"`target` must have int4 weights for bfloat16 rows .*float8_e4m3fn rows in mod"):
+        TransformersGenerator(model, exact_model())
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight.data, torchao.Int4Tensor)
+
+
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_torchaos_checkpoints(tmp_path, name):
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    from transformers import TorchAoConfig
-
     exact_model().save_pretrained(tmp_path / "exact")
     config = TorchAoConfig(getattr(torchao, name)(set_inductor_config=False))
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", quantization_config=config, dtype=torch.float32)

@@ -3,7 +3,7 @@
     python -m benchmarks.code_generation                                                  # prints
     python -m benchmarks.code_generation --json benchmarks/results/cpu-code-generation.json
 
-Dynamo, AOTAutograd, the graph passes (all but two) and Inductor's lowering, scheduling and code generation for sm_90, for an
+Dynamo, AOTAutograd, the graph passes and Inductor's lowering, scheduling and code generation for sm_90, for an
 EAGLE-3 chain over a narrow GQA target: the widths of a model change none of that work. Compiling the kernels comes on top. From
 the root of the repository, since it borrows `tests/helpers/inductor_cuda.py`.
 """
@@ -19,11 +19,9 @@ import torch
 from benchmarks.rows import write_rows
 from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig
-from tests.helpers.inductor_cuda import generate
+from tests.helpers.inductor_cuda import generate_round
 
 CASES = [(4, 3), (8, 3), (16, 3), (32, 3), (8, 1), (8, 2), (8, 5)]  # layers, steps
-# The nodes that these passes insert get their fake values from ops that enter a device guard, which a torch without CUDA lacks.
-OFF = {"fuse_draft_steps": False, "share_op_inputs": False}
 
 
 def seconds(layers: int, steps: int) -> float:
@@ -37,16 +35,8 @@ def seconds(layers: int, steps: int) -> float:
         prefill_backend="reference",
     )  # fmt: skip
     module = generator.round(4)
-    named = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    distinct = {id(tensor): tensor.detach() for tensor in named.values()}
-
-    def run(*tensors: torch.Tensor) -> tuple:
-        by_id = dict(zip(distinct, tensors, strict=True))
-        torch.func.functional_call(module, {name: by_id[id(tensor)] for name, tensor in named.items()}, ())
-        return ()
-
     start = time.process_time()
-    generate(run, *distinct.values(), passes=OFF)
+    generate_round(module)
     return time.process_time() - start
 
 

@@ -24,6 +24,7 @@ _VIEWS = {
     torch.ops.aten.unsqueeze.default,
     torch.ops.aten.squeeze.dim,
     torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
 }
 
 
@@ -42,11 +43,14 @@ class ShareOpInputs(GraphPass):
             if not all(isinstance(n, int) for n in (*fake.shape, *fake.stride())):
                 result.refuse(node, f"an input of {count} ops has sizes that are not known while compiling")
                 continue
-            target = torch.ops.prims.inductor_force_stride_order.default
+            args: tuple
+            target, args = torch.ops.prims.inductor_force_stride_order.default, (node, list(fake.stride()))
+            if fake.numel() == 1:  # for which Inductor ignores that op: `seq_lens` of one request
+                target, args = torch.ops.aten.as_strided.default, (node, list(fake.shape), list(fake.stride()), 0)
             # The fake value is passed, since the op's eager form would copy. Returned views of the value share memory: all of
             # them become views of the buffer, or none.
             users = list(node.users) if is_returned(node) else [user for user, _ in paths]
-            buffer = insert(graph, node.next, target, (node, list(fake.stride())), source=node, result=fake)
+            buffer = insert(graph, node.next, target, args, source=node, result=fake)
             for user in users:
                 user.replace_input_with(node, buffer)
             result.did(node, f"one buffer for {count} ops")

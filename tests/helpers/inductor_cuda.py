@@ -130,11 +130,17 @@ def _properties() -> Iterator[None]:
         (_triton, "has_triton", lambda: True),
         (_triton, "triton_hash_with_backend", lambda: "none"),
         (AsyncCompile, "triton", lambda *_: None),  # would start to compile the kernels
+        # Its own fake copies, and a copy between fake CUDA tensors needs a torch with CUDA.
+        (torch.ops.prims.inductor_force_stride_order.default, "prim_meta_impl", _strided_like),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, function in pretended:
             stack.enter_context(mock.patch.object(owner, name, staticmethod(function)))
         yield
+
+
+def _strided_like(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
 
 
 class Generated(NamedTuple):
@@ -157,6 +163,19 @@ def generate(fn: Callable, *args: torch.Tensor, passes: dict[str, bool] | None =
             lowering.run(*inputs)
             code, _ = lowering.codegen()
     return Generated(code.value, order)
+
+
+def generate_round(module: torch.nn.Module, passes: dict[str, bool] | None = None) -> Generated:
+    """`generate` for a round, a module without arguments, whose parameters and buffers are the inputs."""
+    named = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    distinct = {id(tensor): tensor.detach() for tensor in named.values()}
+
+    def run(*tensors: torch.Tensor) -> tuple:
+        by_id = dict(zip(distinct, tensors, strict=True))
+        torch.func.functional_call(module, {name: by_id[id(tensor)] for name, tensor in named.items()}, ())
+        return ()
+
+    return generate(run, *distinct.values(), passes=passes)
 
 
 def launches(code: str) -> list[str]:

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import spec_ops
 from spec_ops.passes.share_op_inputs import ShareOpInputs
+from tests.helpers.inductor_cuda import generate, launches
 from tests.helpers.pass_harness import capture, run_pass, switched_off, targets, texts
 
 FORCE = torch.ops.prims.inductor_force_stride_order.default
@@ -116,6 +117,23 @@ def test_graph_inputs_are_buffers():
         return out
 
     check(fn, 0)
+
+
+def test_a_single_number_is_computed_once():
+    """Inductor ignores a stride order where there is one element, as in the lengths of one request."""
+
+    def fn(x, lens, k_cache, v_cache, table):
+        seq_lens = torch.where(lens > 2, lens + 1, 0)
+        for _ in range(3):
+            x = spec_ops.mha_draft_decode(x, k_cache, v_cache, table, seq_lens)
+        return x
+
+    caches = [torch.zeros(2, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
+    x = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
+    args = x, torch.full((1,), 5, dtype=torch.int32), *caches, torch.zeros(1, 2, dtype=torch.int32)
+    on, off = (launches(generate(fn, *args, passes={"share_op_inputs": switch}).code) for switch in (True, False))
+    assert on == ["kernel_0"] + ["mha_draft_decode"] * 3
+    assert len(off) == 6
 
 
 def test_sizes_that_are_not_known_are_refused():

@@ -119,13 +119,14 @@ def _accept_logits(kind: str, device: str) -> None:
         assert torch.equal(mine.cpu(), wanted), kind
 
 
-def _rope_append_kv(dtype: torch.dtype, scale: float, device: str) -> None:
+def _rope_append_kv(dtype: torch.dtype, scale: float, normed: bool, device: str) -> None:
     """Rows of caches before and after those that are written; a dropped slot."""
     rng = Rng("rope_append_kv")
     q, k, v = (rng.tensor(5, heads, 32) for heads in (9, 3, 3))
     pools = [rng.tensor(5, 8, 3, 32).to(dtype) for _ in range(2)]
     slots = torch.tensor([3, -1, 39, 0, 17])
-    args = q, k, v, rng.tensor(5, 12), rng.tensor(5, 12), *pools, slots, scale, scale
+    norms = (rng.tensor(32), rng.tensor(32), 1e-6) if normed else ()
+    args = q, k, v, rng.tensor(5, 12), rng.tensor(5, 12), *pools, slots, scale, scale, *norms
     expected, given = Copy(args, "cpu"), Copy(args, device)
     wanted, got = reference_rope.rope_append_kv(*expected.args), rope.rope_append_kv(*given.args).cpu()
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
@@ -191,9 +192,9 @@ def cases() -> list[Case]:
         found.append(Case(f"accept_sampled_logits, {kind}", (f"accept_logits_{kernel}_kernel",), run))
     for op, kernels in (("sample_logits", ()), ("sampling_probs", ("sampling_probs_kernel",))):
         found.append(Case(op, ("sampling_support_kernel", *kernels), functools.partial(_sampling, op)))
-    for dtype, scale in ((torch.float32, 1.0), (FP8, 0.25)):
-        run = functools.partial(_rope_append_kv, dtype, scale)
-        name = f"rope_append_kv, {str(dtype).removeprefix('torch.')}"
+    for dtype, scale, normed in ((torch.float32, 1.0, False), (FP8, 0.25, False), (torch.float32, 1.0, True)):
+        run = functools.partial(_rope_append_kv, dtype, scale, normed)
+        name = f"rope_append_kv, {str(dtype).removeprefix('torch.')}{', norms' if normed else ''}"
         found.append(Case(name, ("rope_append_kv_kernel",), run, interpreted=dtype != FP8))
     for m, n, k in ((4, 50, 1088), (16, 40, 1024), (31, 130, 832), (64, 130, 704)):
         found.append(Case(f"skinny_mm, {m} rows", ("skinny_mm_kernel",), functools.partial(_skinny_mm, m, n, k)))

@@ -1,4 +1,5 @@
-"""RoPE and the KV append that follows it, as one op: one launch instead of three, and keys pass through memory once.
+"""RoPE and the KV append that follows it, as one op: one launch instead of three, and keys pass through memory once. Where a
+model normalizes its heads before RoPE, the op does that too.
 
 Source: FlashInfer `rope_quantize_fp8_append_paged_kv_cache`, TensorRT-LLM's fused QKV preprocessing. RoPE: arXiv:2104.09864.
 """
@@ -14,7 +15,7 @@ from spec_ops.ops.kv_cache import check_cache, check_layout, check_place
 from spec_ops.ops.reference import rope as reference
 
 
-def _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots) -> None:
+def _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm) -> None:
     check = Checker("rope_append_kv")
     check.tensor("q", q, rank=3, dtypes=FLOAT_DTYPES)
     n, _, dim = q.shape
@@ -32,17 +33,22 @@ def _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots) -> None:
         check.fail("cos", f"of 1 to {dim // 2} columns (half of `q`'s last dimension)", f"shape {tuple(cos.shape)}")
     check.tensor("sin", sin, shape=(n, cos.shape[1]), dtypes=(torch.float32,), device=q.device)
     check.tensor("slots", slots, shape=(n,), dtypes=INDEX_DTYPES, device=q.device)
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            check.tensor(name, weight, shape=(dim,), dtypes=FLOAT_DTYPES, device=q.device)
 
 
-def _rope_append_kv_fake(q, k, v, cos, sin, k_cache, v_cache, slots, *_scales):
-    _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots)
+def _rope_append_kv_fake(
+    q, k, v, cos, sin, k_cache, v_cache, slots, _k_scale, _v_scale, q_norm=None, k_norm=None, _norm_eps=0.0
+):
+    _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm)
     check_place("rope_append_kv", k_cache=k_cache, v_cache=v_cache)
     return q.new_empty(q.shape)
 
 
 rope_append_kv_op = define_op(
     "rope_append_kv(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor slots, float k_scale, float v_scale) -> Tensor",
+    "Tensor slots, float k_scale, float v_scale, Tensor? q_norm=None, Tensor? k_norm=None, float norm_eps=0.0) -> Tensor",
     reference.rope_append_kv,
     _rope_append_kv_fake,
     cuda="spec_ops.backends.triton.cache.rope_append:rope_append_kv",
@@ -61,17 +67,23 @@ def rope_append_kv(
     *,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
 ) -> torch.Tensor:
     """Rotate queries and keys, write keys and values into paged caches in place, and return the rotated queries.
 
     The half-split ("NeoX", Hugging Face) layout: dimension `i` of the first `r = cos.shape[-1]` rotates with dimension `i + r`;
-    dimensions from `2 * r` on pass through unrotated. Arithmetic in float32.
+    dimensions from `2 * r` on pass through unrotated. Arithmetic in float32, rounded once.
 
     Args:
         q: `[n, num_q_heads, head_dim]` float32, bfloat16 or float16, any strides (a slice of a fused projection is fine).
         k, v: `[n, num_kv_heads, head_dim]` and `[n, num_kv_heads, v_head_dim]`, dtype of `q`.
         cos, sin: `[n, r]` float32, of each token's position; `2 * r <= head_dim`.
         k_cache, v_cache, slots, k_scale, v_scale: as in `append_kv`; unless they are fp8, caches have the dtype of `q`.
+        q_norm, k_norm: `[head_dim]` float32, bfloat16 or float16, the weights of RMS norms of each head of `q` and `k` before
+            they are rotated (Qwen3's); None for no norm.
+        norm_eps: added to the mean square of a head, at least 0.
 
     Returns:
         `[n, num_q_heads, head_dim]`, contiguous, dtype of `q`: every row is rotated, also where its slot is negative.
@@ -80,8 +92,10 @@ def rope_append_kv(
         TypeError, ValueError: naming the argument, before anything is written. IndexError on CPU for a slot past the end.
     """
     if not fakes_check():
-        _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots)
+        _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm)
     check = Checker("rope_append_kv")
+    if not isinstance(norm_eps, (int, float)) or not 0 <= norm_eps < float("inf"):
+        check.fail("norm_eps", "a finite number of at least 0", repr(norm_eps))
     k_factor = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
     v_factor = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
-    return rope_append_kv_op(q, k, v, cos, sin, k_cache, v_cache, slots, k_factor, v_factor)
+    return rope_append_kv_op(q, k, v, cos, sin, k_cache, v_cache, slots, k_factor, v_factor, q_norm, k_norm, float(norm_eps))

@@ -12,6 +12,39 @@ from tests.interpreter.cases import Copy
 PAGES, PAGE = 5, 8
 
 
+def heads_of(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalized and rotated, in float64."""
+    x, half = x.double(), cos.shape[1]
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.double()
+    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos.double(), sin.double())[:, None]
+    return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
+
+
+@pytest.mark.parametrize("normed", ["queries and keys", "queries", "keys"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "half"), [(4, 2, 16, 8), (9, 3, 32, 16), (12, 10, 12, 4), (8, 1, 6, 3), (1, 1, 2, 1)]
+)
+def test_norms(heads, kv_heads, dim, half, normed):
+    """Against float64. The weight has another dtype than the rows; a head of zeros stays zero."""
+    g = torch.Generator().manual_seed(heads * dim)
+    slots = torch.tensor([3, -1, 17, 0])
+    q, k, v = (torch.randn(4, h, dim, generator=g) * 3 for h in (heads, kv_heads, kv_heads))
+    q[1, 0] = 0
+    k_cache, v_cache = (torch.zeros(PAGES, PAGE, kv_heads, dim) for _ in range(2))
+    angle = torch.randn(4, half, generator=g)
+    q_norm, k_norm = (torch.randn(dim, generator=g).half() for _ in range(2))
+    given = q_norm if "queries" in normed else None, k_norm if "keys" in normed else None
+    got = rope.rope_append_kv(q, k, v, angle.cos(), angle.sin(), k_cache, v_cache, slots, 1.0, 1.0, *given, 1e-5)
+    for weight, x, out in ((given[0], q, got), (given[1], k[slots >= 0], k_cache.flatten(0, 1)[slots[slots >= 0]])):
+        rows = slice(None) if x is q else slots >= 0
+        cos, sin = angle.cos()[rows], angle.sin()[rows]
+        want = reference.rotate(x, cos, sin).double() if weight is None else heads_of(x, cos, sin, weight, 1e-5)
+        # Some ten float32 operations on values of up to a few units; without the norm they are three times as large.
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=3e-6)
+    assert not got[1, 0].any()
+    assert torch.equal(v_cache.flatten(0, 1)[slots[slots >= 0]], v[slots >= 0])
+
+
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "v_dim", "half"),

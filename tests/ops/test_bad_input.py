@@ -312,6 +312,11 @@ for name in ("k", "v"):
 for name in ("cos", "sin"):
     bad_tensor("rope_append_kv", name, dtype=torch.bfloat16)
     wrong("rope_append_kv", name, "shape (2, 8)", **{name: torch.zeros(2, DIM // 2)})
+for name in ("q_norm", "k_norm"):
+    wrong("rope_append_kv", name, "shape (15,)", **{name: torch.zeros(DIM - 1)})
+    wrong("rope_append_kv", name, "float64", TypeError, **{name: torch.zeros(DIM, dtype=torch.float64)})
+for value in (-1e-6, float("nan"), float("inf"), "1e-6"):
+    wrong("rope_append_kv", "norm_eps", repr(value), norm_eps=value)
 wrong("rope_append_kv", "cos", "shape (3, 9)", cos=torch.zeros(3, DIM // 2 + 1))
 wrong("rope_append_kv", "sin", "shape (3, 7)", sin=torch.zeros(3, DIM // 2 - 1))
 wrong("rope_append_kv", "q", "float64", TypeError, q=torch.zeros(3, HEADS, DIM, dtype=torch.float64))

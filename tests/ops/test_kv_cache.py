@@ -370,6 +370,40 @@ def test_compiled_attention_sees_rows_appended_in_the_same_graph(kind, device):
     assert (by_hand - without).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope_append_kv_normalizes_heads_first(dtype, device):
+    """Against `F.rms_norm` and a complex rotation in float64."""
+    g = torch.Generator().manual_seed(3)
+    value_dtype = torch.bfloat16 if dtype == FP8 else dtype
+    q, k, v = (torch.randn(3, h, HEAD_DIM, generator=g).mul(3).to(value_dtype).to(device) for h in (5, HEADS, HEADS))
+    weights = [torch.randn(HEAD_DIM, generator=g).to(value_dtype).to(device) for _ in range(2)]
+    angle = torch.randn(3, HEAD_DIM // 2, generator=g).to(device)
+    want_q, want_k = (
+        rotated_in_float64(torch.nn.functional.rms_norm(x.double(), (HEAD_DIM,), w.double(), 1e-5), angle)
+        for x, w in zip((q, k), weights, strict=True)
+    )
+    factors = scales(dtype, "k_scale", "v_scale")
+    _, k_cache, v_cache = mha_caches(dtype, device, "layers")
+    slots = torch.tensor([17, -1, 8], device=device)
+    norms = {"q_norm": weights[0], "k_norm": weights[1], "norm_eps": 1e-5}
+    got = spec_ops.rope_append_kv(q, k, v[..., :V_DIM], angle.cos(), angle.sin(), k_cache, v_cache, slots, **factors, **norms)
+    # float32 arithmetic, then one rounding to the dtype.
+    bound = 16 * torch.finfo(torch.float32).eps + torch.finfo(value_dtype).eps
+    assert (got.double() - want_q).abs().max() <= bound * want_q.abs().max()
+    # A key may round to the neighbour of float64's value; in e4m3 a neighbour is an eighth away.
+    step = 0.13 if dtype == FP8 else bound
+    for row, slot in ((0, 17), (2, 8)):
+        key = k_cache[slot // PAGE_SIZE, slot % PAGE_SIZE].double() * factors.get("k_scale", 1.0)
+        assert (key - want_k[row]).abs().max() <= step * want_k[row].abs().max()
+
+
+def rotated_in_float64(x, angle):
+    half = angle.shape[1]
+    turned = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
+    turned = turned * torch.polar(torch.ones_like(angle).double(), angle.double())[:, None]
+    return torch.cat([turned.real, turned.imag, x[..., 2 * half :].double()], -1)
+
+
 @pytest.mark.parametrize("half", [HEAD_DIM // 2, HEAD_DIM // 4], ids=["whole", "part"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rope_append_kv_is_rotation_then_append(dtype, half, device):
@@ -384,9 +418,7 @@ def test_rope_append_kv_is_rotation_then_append(dtype, half, device):
     angle = torch.randn(len(slots), half, generator=g).to(device) * 5
 
     def rotated(x):
-        turned = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
-        turned = turned * torch.polar(torch.ones_like(angle).double(), angle.double())[:, None]
-        return torch.cat([turned.real, turned.imag, x[..., 2 * half :].double()], -1)
+        return rotated_in_float64(x, angle)
 
     _, k_cache, v_cache = mha_caches(dtype, device, "layers")
     _, want_k, want_v = mha_caches(dtype, device, "layers")

@@ -135,7 +135,8 @@ def rope_append_kv_sample(s: Source) -> tuple[Any, ...]:
     half = s.integer(1, k.shape[-1] // 2)
     q = s.any_layout(s.normal(n, s.integer(1, 9), k.shape[-1], dtype=dtype))
     angles = [s.any_layout(s.normal(n, half)) for _ in range(2)]
-    return (q, k, v.to(dtype), *angles, k_cache, v_cache, slots, *scales)
+    norms = [s.to(s.normal(k.shape[-1], dtype=s.pick(*FLOATS))) if s.pick(False, True) else None for _ in range(2)]
+    return (q, k, v.to(dtype), *angles, k_cache, v_cache, slots, *scales, *norms, s.pick(1e-6, 0.5))
 
 
 def stored_weight(s: Source, n: int, k: int, dtype: torch.dtype) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ from torch import fx
 from spec_ops.backends.registry import device_arch
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_silu_mul_op, scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.graph import arg, calls, insert, value
+from spec_ops.passes.analysis.norms import RMSNorm, find_norms, is_convert, only_user, other_operand
 from spec_ops.passes.analysis.rows import RESHAPES
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.lower_skinny_mm import Rule, Rules, operands, product_refusal, stored_weight
@@ -46,15 +47,6 @@ AFTER_NORM: Rules = {90: (Rule(max_m=32, max_n=48 * 132, min_k=4096, min_bytes=3
 
 class _NotFusedError(Exception):
     """Why a norm keeps a kernel of its own."""
-
-
-class _Norm(NamedTuple):
-    """`out = x * rsqrt(mean(x ** 2, -1) + eps) * weight`, in float32, of the dtype of `x`."""
-
-    x: fx.Node
-    eps: float
-    weight: fx.Node
-    out: fx.Node
 
 
 class _Front(NamedTuple):
@@ -85,8 +77,8 @@ class FuseNormLinear(GraphPass):
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
         if not list(calls(graph, skinny_mm_op)):
             return
-        for node in calls(graph, aten.rsqrt.default):
-            if (norm := _norm(node)) is None:
+        for norm in find_norms(graph):
+            if value(norm.x).dtype == torch.float32:  # no product before it is `skinny_mm`
                 continue
             *outer, n = value(norm.x).shape
             what = f"RMSNorm of {math.prod(outer)} x {n}"
@@ -104,59 +96,6 @@ class FuseNormLinear(GraphPass):
             result.did(norm.out, f"{what} in the product of {n} x {k} before it and {' and '.join(after)} after it")
 
 
-def _only_user(node: fx.Node, target: Any) -> fx.Node | None:
-    users = list(node.users)
-    return users[0] if len(users) == 1 and users[0].target is target else None
-
-
-def _other(node: fx.Node, known: Any) -> Any:
-    """The operand of a binary `node` besides `known`; None if that is not one of two."""
-    if len(node.args) != 2 or node.kwargs:
-        return None
-    first, second = node.args
-    return second if first is known else first if second is known else None
-
-
-def _is_convert(node: Any, dtype: torch.dtype) -> bool:
-    return isinstance(node, fx.Node) and node.target is prims.convert_element_type.default and node.args[1] == dtype
-
-
-def _norm(rsqrt: fx.Node) -> _Norm | None:
-    """The RMS norm over rows that `rsqrt` is part of, if nothing but its result is read elsewhere.
-
-    Two forms are known: `(x * rstd * weight).to(dtype)` and `(x * rstd).to(dtype) * weight`.
-    """
-    plus = rsqrt.args[0]
-    if not isinstance(plus, fx.Node) or plus.target not in (aten.add.Tensor, aten.add.Scalar) or plus.kwargs:
-        return None
-    mean, eps = plus.args
-    if not isinstance(mean, fx.Node) or mean.target is not aten.mean.dim or not isinstance(eps, (int, float)):
-        return None
-    square: Any = mean.args[0]
-    if arg(mean, "dim") not in ([-1], [value(square).dim() - 1]) or not arg(mean, "keepdim"):
-        return None
-    if square.target is not aten.pow.Tensor_Scalar or square.args[1] != 2 or not _is_convert(square.args[0], torch.float32):
-        return None
-    exact = square.args[0]
-    scaled = _only_user(rsqrt, aten.mul.Tensor)
-    if scaled is None or _other(scaled, rsqrt) is not exact or set(exact.users) != {square, scaled}:
-        return None
-    if not all(len(node.users) == 1 for node in (square, mean, plus)):
-        return None
-    x = exact.args[0]
-    if (product := _only_user(scaled, aten.mul.Tensor)) is not None:
-        weight, out = _other(product, scaled), _only_user(product, prims.convert_element_type.default)
-        if _is_convert(weight, torch.float32):
-            weight = weight.args[0]
-    else:
-        rounded = _only_user(scaled, prims.convert_element_type.default)
-        out = None if rounded is None or not _is_convert(rounded, value(x).dtype) else _only_user(rounded, aten.mul.Tensor)
-        weight = None if out is None else _other(out, rounded)
-    if out is None or value(out).dtype != value(x).dtype or not isinstance(weight, fx.Node):
-        return None
-    return _Norm(x, float(eps), weight, out)
-
-
 def _unshaped(node: Any) -> Any:
     """The value that `node` is a reshape of, with rows of the same length."""
     while isinstance(node, fx.Node) and node.target in RESHAPES and _width(node) == _width(node.args[0]):
@@ -169,7 +108,7 @@ def _width(node: Any) -> int:
     return shape[-1] if shape else 1
 
 
-def _front(norm: _Norm, arch: int | None) -> _Front:
+def _front(norm: RMSNorm, arch: int | None) -> _Front:
     total = _unshaped(norm.x)
     if total.target is not aten.add.Tensor or len(total.args) != 2 or total.kwargs:
         raise _NotFusedError("what it normalizes is not the sum of a residual and a product")
@@ -286,13 +225,13 @@ def _silu_mul(products: Sequence[fx.Node]) -> _SiluMul:
 
 def _silu_of(node: fx.Node, gate: _Columns, exact: fx.Node, pieces: list[tuple[fx.Node, _Columns, fx.Node]]) -> _SiluMul | None:
     """The `silu(gate) * up` that begins with `exact`, the gate `node` in float32; `up` is among `pieces`."""
-    if not _is_convert(exact, torch.float32) or (activated := _silu(exact)) is None:
+    if not is_convert(exact, torch.float32) or (activated := _silu(exact)) is None:
         return None
-    rounded = _only_user(activated, prims.convert_element_type.default)
-    out = None if rounded is None or not _is_convert(rounded, DTYPE) else _only_user(rounded, aten.mul.Tensor)
+    rounded = only_user(activated, prims.convert_element_type.default)
+    out = None if rounded is None or not is_convert(rounded, DTYPE) else only_user(rounded, aten.mul.Tensor)
     if out is None or value(out).dtype != DTYPE:
         return None
-    other = _other(out, rounded)
+    other = other_operand(out, rounded)
     ups = [up for part, up, user in pieces if part is other and user is out and up.width == gate.width]
     return _SiluMul(gate, ups[0], out) if ups and value(other).shape == value(node).shape else None
 
@@ -300,8 +239,8 @@ def _silu_of(node: fx.Node, gate: _Columns, exact: fx.Node, pieces: list[tuple[f
 def _silu(x: fx.Node) -> fx.Node | None:
     """`x / (1 + exp(-x))` or `x * sigmoid(x)`, if nothing but its result is read elsewhere."""
     if len(gates := [user for user in x.users if user.target is aten.sigmoid.default]) == 1:
-        product = _only_user(gates[0], aten.mul.Tensor)
-        return product if product is not None and _other(product, gates[0]) is x and len(x.users) == 2 else None
+        product = only_user(gates[0], aten.mul.Tensor)
+        return product if product is not None and other_operand(product, gates[0]) is x and len(x.users) == 2 else None
     chain: list[fx.Node] = [x]
     for target in (aten.neg.default, aten.exp.default, (aten.add.Tensor, aten.add.Scalar), aten.div.Tensor):
         targets = target if isinstance(target, tuple) else (target,)
@@ -314,7 +253,7 @@ def _silu(x: fx.Node) -> fx.Node | None:
     return quotient if right and all(len(node.users) == 1 and not node.kwargs for node in chain[1:-1]) else None
 
 
-def _fuse(graph: fx.Graph, norm: _Norm, front: _Front, skinny: list[fx.Node], silu: _SiluMul | None) -> None:
+def _fuse(graph: fx.Graph, norm: RMSNorm, front: _Front, skinny: list[fx.Node], silu: _SiluMul | None) -> None:
     product, residual, total = front
     x, weight, _, *stored = _parts(product)
     m, n = value(product).shape

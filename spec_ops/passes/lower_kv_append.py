@@ -17,7 +17,6 @@ A layer of up to `MAX_ROWS` rows takes 1.0 to 1.6 us less (`benchmarks/results/h
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -27,23 +26,14 @@ from torch._inductor import config as inductor_config
 from spec_ops.backends.call import FP8_DTYPES
 from spec_ops.backends.registry import device_arch
 from spec_ops.ops.kv_cache import append_kv_lowered, append_kv_op, append_mla_kv_lowered, append_mla_kv_op
+from spec_ops.passes.analysis.buffers import is_computed
 from spec_ops.passes.analysis.graph import AUTO_FUNCTIONALIZED, calls, mutated_input, value
-from spec_ops.passes.analysis.rows import RESHAPES, is_pointwise
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.row_scatter import register_lowerings
-
-aten = torch.ops.aten
 
 _LOWERED = {append_kv_op: append_kv_lowered, append_mla_kv_op: append_mla_kv_lowered}
 _ROWS = {append_kv_op: ("k", "v"), append_mla_kv_op: ("c_kv", "k_rope")}
 _CACHES = {append_kv_op: ("k_cache", "v_cache"), append_mla_kv_op: ("kv_cache",)}
-_VIEWS = RESHAPES | {
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.select.int, aten.slice.Tensor, aten.expand.default,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.as_strided.default, aten.alias.default,
-    operator.getitem,
-}  # fmt: skip
-_INLINED = {aten.index.Tensor, aten.embedding.default, aten.gather.default, aten.constant_pad_nd.default}
-
 MAX_ROWS = 128  # most rows measured: 32 requests of 4 tokens
 E4M3_ARCH = 89  # the first architecture for which Triton converts to e4m3
 
@@ -87,7 +77,7 @@ def _obstacle(node: fx.Node, op: Any, context: PassContext) -> str | None:
         return "the cache is made in this graph"
     if len(set(bases)) < len(bases):
         return "both caches are views of one tensor, so Inductor would write them one after the other"
-    computed = {name: _is_computed(source) for name, source in rows.items()}
+    computed = {name: is_computed(source) for name, source in rows.items()}
     if not any(computed.values()):
         return f"{' and '.join(rows)} are buffers already: there is nothing to fuse"
     for name, source in rows.items():
@@ -99,13 +89,3 @@ def _obstacle(node: fx.Node, op: Any, context: PassContext) -> str | None:
         if slots.nbytes < inductor_config.score_fusion_memory_threshold:
             return f"Inductor fuses no kernels that share as little as {slots.nbytes} bytes of slots"
     return None
-
-
-def _is_computed(node: Any) -> bool:
-    """Whether Inductor computes the rows in a kernel that it can extend by a scatter: views of pointwise work. Anything else is
-    a buffer: an input, a product, the result of an op of ours."""
-    while node.op == "call_function" and node.target in _VIEWS:
-        node = node.args[0]
-    if node.target is aten.cat.default:
-        return any(map(_is_computed, node.args[0]))
-    return node.op == "call_function" and (node.target in _INLINED or is_pointwise(node.target))

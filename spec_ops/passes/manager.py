@@ -33,6 +33,7 @@ from spec_ops.passes.elide_host_syncs import ElideHostSyncs
 from spec_ops.passes.elide_unread_inputs import ElideUnreadInputs
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
+from spec_ops.passes.fuse_rope_append import FuseRopeAppend
 from spec_ops.passes.history import History
 from spec_ops.passes.hoist_row_select import HoistRowSelect
 from spec_ops.passes.lower_kv_append import LowerKvAppend
@@ -62,6 +63,7 @@ PASSES: tuple[GraphPass, ...] = (
     FuseDraftSteps(),
     HoistRowSelect(),
     MergeLinears(),
+    FuseRopeAppend(),
     LowerKvAppend(),
     LowerSkinnyMm(),
     FuseNormLinear(),

@@ -452,7 +452,7 @@ def test_streamed_text_is_the_decoded_text():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "deepseek_v3"])
 @SHAPES
 def test_compiled_round_on_cuda(name, config):
     """One CUDA graph per bucket, and the tokens of eager attention."""

@@ -1,0 +1,107 @@
+"""RoPE of transformers' models in the launch that appends: tokens stay equal, and a layer launches what our own class launches.
+
+Launches are those of generated CUDA code, which needs no GPU. Heads are as in the 8B models, so that attention, RoPE and
+appends are what they are there. The widths are small: which products `skinny_mm` computes depends on their sizes alone
+(`tests/passes/test_lower_skinny_mm.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import spec_ops.passes
+from benchmarks.round.shapes import SHAPES, Shape
+from benchmarks.round.through_transformers import build_model, taken_over
+from spec_ops.decoding import Generator, SpeculationConfig
+from spec_ops.integrations.transformers import TransformersGenerator
+from tests.helpers.inductor_cuda import generate_round, launches
+from tests.helpers.pass_harness import compile_interpreted
+from tests.helpers.tiny_transformers import batch, eager_tokens, make_model
+
+LAYERS = 3
+# Layers of the tiny models whose RoPE goes into the append; 0: Gemma-3 computes the weights of its norms of heads.
+FUSED = {"llama": 3, "qwen3": 3, "gpt_oss": 3, "gemma3": 0}
+
+
+def shape(name: str) -> Shape:
+    whole = SHAPES[name].with_layers(LAYERS)
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+    return replace(whole, target=replace(whole.target, **sizes), draft_vocab=256)
+
+
+def round_launches(name: str, path: str, steps: int, batch_size: int = 1) -> list[str]:
+    """What a round launches, generated kernels by no number: those of equal layers may differ in how often they are used.
+    `steps` of the draft; 0 for plain decoding."""
+    torch.manual_seed(0)
+    sizes = shape(name)
+    if path == "own":
+        target, draft = sizes.build("cpu", torch.bfloat16)
+    else:
+        target, draft = taken_over(build_model(sizes, "cpu", torch.bfloat16), sizes)
+    generator = Generator(
+        target, draft if steps else None, SpeculationConfig(max(steps, 1)), compile=False, max_batch_size=batch_size,
+        max_seq_len=256, page_size=64, prefill_backend="reference",
+    )  # fmt: skip
+    found = launches(generate_round(generator.round(batch_size)).code)
+    return ["kernel" if launch.startswith("kernel_") else launch for launch in found]
+
+
+def layers(found: list[str], attention: str) -> list[list[str]]:
+    """The launches of each layer that attends with `attention`: from its RoPE to the next layer's."""
+    starts = [place for place, launch in enumerate(found) if launch == "rope_append_kv"]
+    pieces = [found[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    return [piece for piece in pieces if attention in piece]
+
+
+# Append with RoPE, attention, output product, norm, gate and up, SiLU, down, norm, the next layer's product.
+LAYER = ["rope_append_kv", "", "mm", "kernel", "mm", "kernel", "mm", "kernel", "mm"]
+
+
+def layer(attention: str) -> list[str]:
+    return [launch or attention for launch in LAYER]
+
+
+@pytest.fixture(scope="module")
+def own() -> list[str]:
+    return round_launches("llama-8b", "own", 0)
+
+
+def test_our_own_class(own):
+    assert layers(own, "mha_draft_decode")[1:-1] == [layer("mha_draft_decode")] * (LAYERS - 2)
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "qwen3-8b", "mistral-7b"])
+def test_plain_decoding_through_transformers(own, name):
+    found = round_launches(name, "transformers", 0)
+    assert layers(found, "mha_draft_decode")[1:-1] == [layer("mha_draft_decode")] * (LAYERS - 2)
+    assert len(found) <= len(own)
+
+
+def test_a_round_with_a_draft():
+    through, own = (round_launches("llama-8b", path, 1, batch_size=2) for path in ("transformers", "own"))
+    for found in (through, own):
+        assert layers(found, "mha_target_verify")[1:-1] == [layer("mha_target_verify")] * (LAYERS - 2)
+    assert len(through) <= len(own)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_tokens_stay_those_of_generate(monkeypatch, name):
+    """In float32, by the graph that the passes make, run node by node."""
+    reports: list = []
+
+    def compiled(module):
+        fn, found = compile_interpreted(module)
+        reports.append(found)
+        return fn
+
+    monkeypatch.setattr(spec_ops.passes, "compile", compiled)
+    ids, mask = batch()
+    with TransformersGenerator(make_model(name), compile=True, max_seq_len=40, page_size=4) as generator:
+        tokens = generator.generate(ids, mask, max_new_tokens=20, eos_token_id=(), return_dict_in_generate=True).tokens
+    assert tokens == eager_tokens(name)
+    ((report,),) = reports
+    (result,) = (result for result in report.results if result.name == "fuse_rope_append")
+    assert result.matches == FUSED[name], [note.text for note in result.refused]

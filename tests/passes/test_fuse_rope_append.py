@@ -1,0 +1,222 @@
+"""fuse_rope_append: which rotations it finds, that results stay the same bit for bit in float32, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+
+import spec_ops
+from spec_ops.ops.kv_cache import append_kv_op
+from spec_ops.ops.rope import rope_append_kv_op
+from spec_ops.passes import PassManager
+from spec_ops.passes.analysis.graph import op_of
+from spec_ops.passes.fuse_rope_append import FuseRopeAppend
+from tests.helpers import rope_models as models
+from tests.helpers.inductor_cuda import generate, launches
+from tests.helpers.pass_harness import capture, run_pass, switched_off, texts
+from tests.helpers.rope_models import inputs, layers
+
+FP8 = torch.float8_e4m3fn
+
+
+def ops(module: fx.GraphModule) -> list:
+    return [op_of(node) for node in module.graph.nodes if op_of(node) in (append_kv_op, rope_append_kv_op)]
+
+
+def check(fn: Callable, args: list[torch.Tensor], matches: int, refused: str = "") -> fx.GraphModule:
+    """The pass rewrites so many appends and refuses the others with that reason; float32 results stay equal."""
+    module, given = capture(fn, *args)
+    expected = module(*[a.clone() for a in given])
+    appends = ops(module).count(append_kv_op)
+    result = run_pass(FuseRopeAppend(), module)
+    module.recompile()
+    assert result.matches == matches == len(result.done) == ops(module).count(rope_append_kv_op), texts(result.refused)
+    assert len(result.refused) == appends - matches
+    assert refused in texts(result.refused)
+    if args[0].dtype == torch.float32 and args[-1].dtype == torch.float32:
+        for got, want in zip(module(*[a.clone() for a in given]), expected, strict=True):
+            assert torch.equal(got, want)
+    return module
+
+
+ROTATIONS = [models.transformers_rope, models.partial, models.chunks, models.in_float32]
+
+
+@pytest.mark.parametrize("rope", ROTATIONS, ids=lambda fn: fn.__name__)
+def test_rotations(rope):
+    check(layers(rope), inputs(), 2)
+
+
+@pytest.mark.parametrize("rope", ROTATIONS, ids=lambda fn: fn.__name__)
+def test_rotations_in_bfloat16(rope):
+    check(layers(rope), inputs(torch.bfloat16), 2)
+
+
+def test_queries_and_keys_may_be_written_differently():
+    check(layers(models.chunks, q_rope=models.in_float32), inputs(), 2)
+
+
+def test_fp8_caches():
+    check(layers(scale=0.5), inputs(torch.bfloat16, FP8), 2)
+
+
+@pytest.mark.parametrize("norm", [models.rms_norm, models.builtin_norm], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("rope", [models.transformers_rope, models.partial], ids=lambda fn: fn.__name__)
+def test_norms_of_heads(rope, norm):
+    def both(q, k, q_norm, k_norm):
+        return norm(q, q_norm), norm(k, k_norm)
+
+    module = check(layers(rope, prepare=both), inputs(), 2)
+    fused = [node for node in module.graph.nodes if op_of(node) is rope_append_kv_op]
+    assert [node.kwargs[name].op for node in fused for name in ("q_norm", "k_norm")] == ["placeholder"] * 4
+    assert [node.kwargs["norm_eps"] for node in fused] == [pytest.approx(1e-6)] * 2
+    check(layers(rope, prepare=both), inputs(torch.bfloat16), 2)
+
+
+def test_angles_are_made_once():
+    module = check(layers(), inputs(torch.bfloat16), 2)
+    fused = [node for node in module.graph.nodes if op_of(node) is rope_append_kv_op]
+    assert len({(node.kwargs["cos"], node.kwargs["sin"]) for node in fused}) == 1
+    assert fused[0].kwargs["cos"].meta["val"].shape == (6, models.DIM // 2)
+
+
+def test_caches_that_are_views_of_a_pool():
+    def fn(x, weight, positions, slots, table, lens, q_norm, k_norm, pool):
+        return layers()(x, weight, positions, slots, table, lens, q_norm, k_norm, *(c for pair in pool for c in pair))
+
+    pool = torch.stack([torch.stack(inputs()[-4:-2]), torch.stack(inputs()[-2:])])
+    check(fn, [*inputs()[:-4], pool], 2)
+
+
+def only(which: str, norm: Callable = models.rms_norm) -> Callable:
+    def prepare(q, k, q_norm, k_norm):
+        return (norm(q, q_norm), k) if which == "q" else (q, norm(k, k_norm))
+
+    return prepare
+
+
+def other_epsilons(q, k, q_norm, k_norm):
+    return models.rms_norm(q, q_norm), models.rms_norm(k, k_norm, 1e-5)
+
+
+def computed_weight(q, k, q_norm, k_norm):
+    return models.rms_norm(q, 1 + q_norm), models.rms_norm(k, 1 + k_norm)
+
+
+def over_all_heads(q, k, q_norm, k_norm):
+    """OLMo-2's norms."""
+    return (models.rms_norm(x.flatten(-2), w.repeat(x.shape[2])).view(x.shape) for x, w in ((q, q_norm), (k, k_norm)))
+
+
+def later(x, t):
+    """Rotated by other angles."""
+    cos, sin = t["two frequencies"]
+    whole = [torch.cat([table[..., : models.DIM // 2]] * 2, -1) for table in (cos + 0.5, sin + 0.5)]
+    return models.transformers_rope(x, {"whole": whole})
+
+
+NO_ROTATION = "are not known to be rotated: "
+NEAR_MISSES = {
+    "interleaved": (layers(models.interleaved), NO_ROTATION),
+    "backwards": (layers(models.backwards), NO_ROTATION + "its halves are not rotated by the same angles"),
+    "two frequencies": (layers(models.two_frequencies), NO_ROTATION + "its halves are not rotated by the same angles"),
+    "angles by head": (layers(models.by_head), NO_ROTATION),
+    "scaled afterwards": (layers(models.scaled), NO_ROTATION + "it is not two halves that rotate into each other"),
+    "no rotation": (layers(lambda x, _: x), "keys " + NO_ROTATION + "it is not two halves"),
+    "queries do not rotate": (layers(q_rope=lambda x, _: x), "queries " + NO_ROTATION),
+    "other angles": (layers(q_rope=later), "rotate by different angles"),
+    "part of the queries": (layers(q_rope=models.partial), "rotate by different angles"),
+    "computed before": (
+        layers(models.doubled_first),
+        "the keys are computed, which Inductor does in the kernel that rotates them",
+    ),
+    "only queries are normalized": (layers(prepare=only("q")), "only the queries are normalized"),
+    "only keys are normalized": (layers(prepare=only("k")), "only the keys are normalized"),
+    "other epsilons": (layers(prepare=other_epsilons), "different epsilons"),
+    "weights are computed": (layers(prepare=computed_weight), "the keys are computed"),
+    "norm over all heads": (layers(prepare=over_all_heads), "the keys are computed"),
+    "keys are read": (layers(after=lambda out, q, k, v: k.sum()), "the rotated keys have other readers"),
+    "queries are read": (layers(after=lambda out, q, k, v: q + 1), "the rotated queries have other readers"),
+    "no attention": (layers(attend=False), "no attention calls read what it appends"),
+}
+
+
+@pytest.mark.parametrize(("fn", "refused"), NEAR_MISSES.values(), ids=NEAR_MISSES)
+def test_near_misses(fn, refused):
+    check(fn, inputs(), 0, refused)
+
+
+def test_two_attention_calls():
+    def fn(x, weight, positions, slots, table, lens, q_norm, k_norm, k_cache, v_cache):
+        def after(out, q, *_):
+            return spec_ops.mha_target_verify(q, k_cache, v_cache, table, lens - 1)
+
+        step = layers(after=after, count=1)
+        return step(x, weight, positions, slots, table, lens, q_norm, k_norm, k_cache, v_cache)
+
+    check(fn, inputs(count=1), 0, "2 attention calls read what it appends")
+
+
+def sources(node: fx.Node) -> set[fx.Node]:
+    """What `node` is computed from, and `node`."""
+    found, queue = {node}, [node]
+    for current in queue:
+        queue += [source for source in current.all_input_nodes if source not in found]
+        found.update(current.all_input_nodes)
+    return found
+
+
+def test_the_append_waits_for_the_queries():
+    """Inductor moves nodes to their readers before our passes run."""
+    module, given = capture(layers(count=1), *inputs(count=1))
+    append = next(node for node in module.graph.nodes if op_of(node) is append_kv_op)
+    attention = next(node for node in module.graph.nodes if node.target is torch.ops.spec_ops.mha_target_verify.default)
+    late = sources(attention.args[0]) - sources(append)
+    for node in [node for node in module.graph.nodes if node in late]:
+        attention.prepend(node)
+    order = list(module.graph.nodes)
+    assert order.index(append) < min(map(order.index, late))
+    expected = module(*[a.clone() for a in given])
+    assert run_pass(FuseRopeAppend(), module).matches == 1
+    module.recompile()
+    for got, want in zip(module(*[a.clone() for a in given]), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_queries_computed_from_what_was_appended():
+    def fn(x, weight, positions, slots, table, lens, q_norm, k_norm, k_cache, v_cache):
+        t = models.tables(positions, x.dtype)
+        q, k, v = (x @ weight).unflatten(-1, (-1, models.DIM)).split([models.HEADS, models.KV_HEADS, models.KV_HEADS], 2)
+        spec_ops.append_kv(k_cache, v_cache, models.transformers_rope(k, t).flatten(0, 1), v.flatten(0, 1), slots)
+        scale = k_cache.amax()
+        q = (q.flatten(-2) * scale) @ torch.eye(models.HEADS * models.DIM)
+        q = models.transformers_rope(q.unflatten(-1, (-1, models.DIM)), t)
+        return spec_ops.mha_target_verify(q, k_cache, v_cache, table, lens)
+
+    check(fn, inputs(count=1), 0, "what it appends is read before the queries are computed")
+
+
+def test_off_switch(monkeypatch):
+    switched_off(FuseRopeAppend(), capture(layers(), *inputs())[0], monkeypatch)
+
+
+def test_it_runs_before_appends_are_lowered():
+    names = [p.name for p in PassManager().passes]
+    assert names.index("merge_linears") < names.index("fuse_rope_append") < names.index("lower_kv_append")
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["llama", "qwen3"])
+def test_generated_code_rotates_in_the_launch_that_appends(normed):
+    def both(q, k, q_norm, k_norm):
+        return models.rms_norm(q, q_norm), models.rms_norm(k, k_norm)
+
+    fn = layers(prepare=both) if normed else layers()
+    on, off = (
+        launches(generate(fn, *inputs(torch.bfloat16), passes={"fuse_rope_append": switch}).code) for switch in (True, False)
+    )
+    assert on.count("rope_append_kv") == 2
+    assert on[on.index("rope_append_kv") + 1] == "mha_target_verify"
+    assert len(on) < len(off)  # one less in each of two layers, and one more for the angles

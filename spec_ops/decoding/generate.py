@@ -35,7 +35,7 @@ from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.state import MAX_STOP_TOKENS, RoundState
 from spec_ops.decoding.stats import GenerationResult, GenerationStats
 from spec_ops.models.drafts import Draft
-from spec_ops.models.paged import PagedKVCache, refuse_autocast
+from spec_ops.models.paged import DEFAULT_PAGE_SIZE, PagedKVCache, refuse_autocast
 from spec_ops.models.target import Target
 
 MAX_PROCESSORS = 8  # functions whose rounds a generator keeps
@@ -57,7 +57,7 @@ class Generator:
         max_batch_size: most requests decoded at once; of a longer list of prompts, the next one takes the row of one that has
             ended. Buckets are the powers of two up to it.
         max_seq_len: most tokens of a request, prompt and new ones.
-        page_size: tokens per KV page, 1 to 128.
+        page_size: tokens per KV page, 1 to 128. The default is what the fast kernels take.
         num_pages: pages of the KV pools, which requests share: one begins when the pages for its prompt and its most new tokens
             are free. Default: enough for `max_batch_size` requests of `max_seq_len`.
         prefill_chunk_size: prompts run through the models in pieces of at most so many tokens; short ones together.
@@ -78,7 +78,7 @@ class Generator:
         *,
         max_batch_size: int = 8,
         max_seq_len: int = 2048,
-        page_size: int = 16,
+        page_size: int = DEFAULT_PAGE_SIZE,
         num_pages: int | None = None,
         prefill_chunk_size: int = 8192,
         cache_dtype: torch.dtype | None = None,

@@ -40,6 +40,9 @@ def refuse_autocast(where: str, device: torch.device) -> None:
         )
 
 
+DEFAULT_PAGE_SIZE = 64  # tokens: what the fast kernels take; below it MLA on Hopper is several times slower
+
+
 class PagedKVCache(nn.Module):
     """The KV caches of all layers of a model, as buffers with static addresses, so that CUDA graphs may mutate them.
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from spec_ops._numbers import integer
 from spec_ops.integrations.transformers.attention import LayerCall, append_and_attend, leave_note
 from spec_ops.integrations.transformers.probe import Argument, probe
-from spec_ops.models.paged import PagedAttention, PagedKVCache
+from spec_ops.models.paged import DEFAULT_PAGE_SIZE, PagedAttention, PagedKVCache
 
 
 class SpecCacheLayer(CacheLayerMixin):
@@ -63,7 +63,9 @@ class SpecCache(Cache):
         ValueError: naming what of the model or the sizes does not fit.
     """
 
-    def __init__(self, model: PreTrainedModel, batch_size: int, max_seq_len: int, *, page_size: int = 16) -> None:
+    def __init__(
+        self, model: PreTrainedModel, batch_size: int, max_seq_len: int, *, page_size: int = DEFAULT_PAGE_SIZE
+    ) -> None:
         batch_size = integer("SpecCache", "batch_size", batch_size, 1)
         max_seq_len = integer("SpecCache", "max_seq_len", max_seq_len, 1)
         page_size = integer("SpecCache", "page_size", page_size, 1, 128)

@@ -27,6 +27,7 @@ from spec_ops.integrations.transformers.settings import GenerationSettings, reso
 from spec_ops.integrations.transformers.steps import Pipeline, Step
 from spec_ops.integrations.transformers.stopping import Criterion, replace_settings, stop_when
 from spec_ops.models.drafts import Draft, Eagle3Draft, StandaloneDraft
+from spec_ops.models.paged import DEFAULT_PAGE_SIZE
 
 _TARGET, _DRAFT = (Argument("TransformersGenerator", name) for name in ("target", "draft"))
 
@@ -233,7 +234,7 @@ def speculative_generate(
     *,
     config: SpeculationConfig | None = None,
     compile: bool | None = None,
-    page_size: int = 16,
+    page_size: int = DEFAULT_PAGE_SIZE,
     cache_dtype: torch.dtype | None = None,
     backend: str = "auto",
     prefill_backend: str | None = None,

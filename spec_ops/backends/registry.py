@@ -51,7 +51,8 @@ class Backend:
         host_plan: needs host-side planning, so its calls cannot live inside a CUDA graph; used only by name.
         by_name: why `"auto"` never picks it, or None.
         deterministic: batch-invariant: a query's result depends on that query and the keys it sees alone, to the last bit;
-            calls with `deterministic=True` take the first by rank.
+            calls with `deterministic=True` take that of their device.
+        tree_paths: besides, a node of a tree has the bits of the same path as a chain, whatever slots it has.
         rank: the lowest eligible rank wins under `"auto"`, as long as no measured times say otherwise (`measured.py`).
         constraint: what the other fields cannot say, as a pure function of the call's facts and the architecture that returns
             the reason to refuse, or None.
@@ -76,6 +77,7 @@ class Backend:
     host_plan: bool = False
     by_name: str | None = None
     deterministic: bool = False
+    tree_paths: bool = False
     constraint: Callable[[AttentionMeta, int | None], str | None] | None = None
     requires: tuple[str, str] | None = None
     options: Mapping[str, float | torch.dtype | None] = field(default_factory=dict)
@@ -183,19 +185,32 @@ def validate_backend_name(check: Any, name: object) -> None:
         check.fail("backend", f"'auto' or one of {list(available_backends())}", repr(name))
 
 
-def attention_backend(check, name: object, deterministic: object) -> str:
-    """The name to select by: `name`, or with `deterministic` a batch-invariant backend, the same for every call: two such
-    backends do not agree in their bits."""
+def invariant_backend(arch: int | None) -> str:
+    """The batch-invariant backend of `arch` (None: the CPU), the same for every call: two of them do not agree in their bits.
+
+    Raises:
+        BackendError: there is none.
+    """
+    known = sorted((b for b in _BACKENDS.values() if b.deterministic), key=lambda b: b.rank)
+    for backend in known:
+        low, high = (0, 0) if backend.capabilities is None else backend.capabilities
+        if (arch is None) == (backend.capabilities is None) and low <= (arch or 0) <= high:
+            return backend.name
+    raise BackendError(f"no batch-invariant attention backend runs on {_place(arch)}; there are {[b.name for b in known]}")
+
+
+def attention_backend(check, name: object, deterministic: object, device: torch.device) -> str:
+    """The name to select by: `name`, or with `deterministic` the batch-invariant backend of the device."""
     validate_backend_name(check, name)
     assert isinstance(name, str)
     if not isinstance(deterministic, bool):
         check.fail("deterministic", "a bool", type(deterministic).__name__, TypeError)
     if not deterministic or (name != "auto" and _BACKENDS[name].deterministic):
         return name
-    invariant = [known for known in available_backends() if _BACKENDS[known].deterministic]
-    if name != "auto" or not invariant:
-        check.fail("backend", f"'auto' or one of {invariant} with `deterministic=True`", repr(name))
-    return invariant[0]
+    if name != "auto":
+        known = [known for known in available_backends() if _BACKENDS[known].deterministic]
+        check.fail("backend", f"'auto' or one of {known} with `deterministic=True`", repr(name))
+    return invariant_backend(device_arch(device))
 
 
 def plans_on_host(name: str) -> bool:

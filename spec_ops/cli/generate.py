@@ -16,6 +16,7 @@ from spec_ops.cli.options import (
     DraftPath,
     DType,
     FrequencyPenalty,
+    Invariant,
     KeepK,
     KeepP,
     MinP,
@@ -87,13 +88,15 @@ def generate(
     dtype: DType = "float32",
     quantize: Quantize = None,
     compile: Compile = False,
+    invariant: Invariant = False,
 ) -> None:
     """Continue a prompt with the shipped pair of models (byte-level, trained on Python sources) or with local checkpoints of
     transformers, streaming the text. A sampling option that is not given is the model's setting, else off."""
-    if compare and (plain or (temperature or 0.0) > 0 or dtype != "float32"):
+    if compare and (plain or (temperature or 0.0) > 0 or (dtype != "float32" and not invariant)):
         # In a short format the two ways round differently, and a near tie may rightly fall either way.
         raise typer.BadParameter(
-            "compares greedy texts in float32: leave out --plain, --temperature and --dtype", param_hint="--compare"
+            "compares greedy texts in float32, or with --invariant: leave out --plain, --temperature and --dtype",
+            param_hint="--compare",
         )
     place, weights, config = parse_device(device), parse_dtype(dtype), parse_config(steps, tree_width, tree_tokens)
     sampling = parse_sampling(temperature, top_k, top_p, min_p, seed)
@@ -126,8 +129,9 @@ def generate(
 
     kinds = ["plain", "speculative"] if compare else ["plain" if plain else "speculative"]
     options: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": len(text.tokens) + text.max_new_tokens, "compile": compile}
+    options["invariant"] = invariant
     # On a GPU float32 has no kernel, and "auto" would warn of it: equal texts are what it is for here.
-    options |= {"backend": "reference"} if compare and place.type == "cuda" else {}
+    options |= {"backend": "reference"} if compare and place.type == "cuda" and not invariant else {}
     # Both before the first runs: what is refused is found early.
     with refusing("--model / --draft / --tree-width / --max-new-tokens"):
         generators = {k: Generator(text.target, None if k == "plain" else text.draft, config, **options) for k in kinds}

@@ -120,6 +120,9 @@ Quantize = Annotated[
     ),
 ]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile rounds (CUDA graphs on a GPU).")]
+Invariant = Annotated[
+    bool, typer.Option("--invariant", help="Batch-invariant arithmetic: the same text with any draft, in bfloat16 too.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of sampling; default: drawn, and printed to repeat a run with.")]
 # Of a `SpeculationConfig`, for messages.
 _OPTIONS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 
 from spec_ops._numbers import integer
 from spec_ops._version import __version__
-from spec_ops.backends.registry import available_backends
+from spec_ops.backends.registry import available_backends, device_arch, get_backend, invariant_backend
 from spec_ops.decoding.arguments import Requests, TokenChoice, check_kinds, check_requests, check_sampling
 from spec_ops.decoding.batch import Admitted, Batch, OnTokens, StopWhen, on_first
 from spec_ops.decoding.config import SpeculationConfig
@@ -37,6 +38,7 @@ from spec_ops.decoding.stats import GenerationResult, GenerationStats
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import DEFAULT_PAGE_SIZE, PagedKVCache, refuse_autocast
 from spec_ops.models.target import Target
+from spec_ops.ops.eager_invariance import BatchInvariant
 
 MAX_PROCESSORS = 8  # functions whose rounds a generator keeps
 
@@ -65,6 +67,9 @@ class Generator:
         compile: compile rounds with `spec_ops.compile`: the graph passes, and one CUDA graph per bucket.
         backend: of every attention op. `"triton-deterministic"`: batch-invariant attention, see `spec_ops/ops/attention.py`.
         prefill_backend: of the prompts' ragged extend; default `backend`. Not every kernel provider has one.
+        invariant: batch-invariant: the tokens of a prompt are the same bits of arithmetic alone, beside others, in pieces, and
+            with any draft, so that greedy speculation gives the text of plain decoding in bfloat16 and float16 too
+            (`docs/guides/invariance.md`). An operation that has no such form is refused where it is first called.
 
     Raises:
         ValueError: naming the argument: of another kind or range, or a draft that does not fit the target.
@@ -85,6 +90,7 @@ class Generator:
         compile: bool = False,
         backend: str = "auto",
         prefill_backend: str | None = None,
+        invariant: bool = False,
     ) -> None:
         max_batch_size = integer("Generator", "max_batch_size", max_batch_size, 1)
         max_seq_len = integer("Generator", "max_seq_len", max_seq_len, 1)
@@ -99,10 +105,14 @@ class Generator:
         self.target, self.draft = target.eval(), draft
         self.config = config or SpeculationConfig()
         self.max_batch_size, self.max_seq_len, self.page_size = max_batch_size, max_seq_len, page_size
-        self.compile, self.backend = compile, backend
-        self.prefill_backend = backend if prefill_backend is None else prefill_backend
         weight = target.embed.weight
         self.device, self.dtype = weight.device, weight.dtype
+        self.compile, self.invariant = compile, bool(invariant)
+        if invariant:
+            self._check_invariant(backend, prefill_backend)
+            backend = invariant_backend(device_arch(self.device)) if backend == "auto" else backend
+        self.backend = backend
+        self.prefill_backend = backend if prefill_backend in (None, "auto") and invariant else prefill_backend or backend
         if isinstance(draft, PromptLookup):
             self._check_lookup(draft)
         model = draft_model(draft)
@@ -125,6 +135,23 @@ class Generator:
         self._running = threading.Lock()
         self.ranks = target.ranks
         self._check_ranks(model)
+
+    def _check_invariant(self, backend: str, prefill_backend: str | None) -> None:
+        """Refuse what is known not to be batch-invariant before anything is compiled."""
+        for name, value in (("backend", backend), ("prefill_backend", prefill_backend)):
+            known = None if value in (None, "auto") else get_backend(value)
+            if known is not None and not known.deterministic:
+                raise ValueError(f"Generator: `{name}` must be batch-invariant with `invariant=True`, got {value!r}")
+        if self.device.type == "cuda" and self.dtype == torch.float32:
+            raise ValueError("Generator: `target` must be bfloat16 or float16 on CUDA with `invariant=True`, got torch.float32")
+        if self.device.type == "cuda" and self.draft is not None and self.config.topk > 1:
+            raise ValueError(f"Generator: `config.topk` must be 1 on CUDA with `invariant=True`, got {self.config.topk}")
+        if self.target.ranks is not None:
+            raise ValueError("Generator: `target` must be whole on one GPU with `invariant=True`, got one that ranks share")
+
+    def _eagerly(self) -> contextlib.AbstractContextManager[Any]:
+        """Around what runs without being compiled."""
+        return BatchInvariant() if self.invariant else contextlib.nullcontext()
 
     def _pool(self, count: int) -> PagePool:
         return PagePool(count, self.page_size, self.config.reserve if self.draft is not None else 1)
@@ -172,7 +199,7 @@ class Generator:
             "target": (type(self.target).__name__, self.target.config, self.dtype),
             "draft": self.draft if draft is None else (type(draft).__name__, draft.config, draft.ranks is None),
             "config": self.config,
-            "compile": self.compile,
+            "compile": (self.compile, self.invariant),
         }
         for name in ("max_batch_size", "max_seq_len", "page_size", "num_pages", "prefill_chunk_size"):
             same[name] = getattr(self, name)
@@ -439,10 +466,14 @@ class Generator:
                     of_length = "" if length is None else f" and {length} draft steps"
                     message = f"compiling the round for batch size {bucket}{of_length} (once; later calls reuse it)"
                     bar.write(message, file=sys.stderr)
-                self._rounds[key] = compile_with_passes(module)
+                self._rounds[key] = compile_with_passes(module, invariant=self.invariant)
             else:
-                self._rounds[key] = module
+                self._rounds[key] = functools.partial(self._run_eagerly, module) if self.invariant else module
         return self._rounds[key]
+
+    def _run_eagerly(self, module: Callable[[], None]) -> None:
+        with self._eagerly():
+            module()
 
     def _load(
         self, batch: Batch, admitted: Sequence[Admitted], choice: TokenChoice, changes: LogitsChanges | None = None
@@ -484,7 +515,7 @@ class Generator:
         sampled, drafter = choice.sampled, None
         if self.draft is not None:
             drafter = make_drafter(self.draft, self.draft_cache, state, self.config, sampled=sampled, backend=self.backend)
-        with state.only(torch.zeros_like(state.finished).index_fill_(0, rows, True)):
+        with self._eagerly(), state.only(torch.zeros_like(state.finished).index_fill_(0, rows, True)):
             for piece in pieces(prompts, rows, state.block_tables[rows], self.prefill_chunk_size, self.prefill_backend):
                 positions, attention, last = piece.extend(self.target_cache)
                 output = self.target(piece.tokens(), positions, attention)
@@ -496,7 +527,8 @@ class Generator:
                     drafter.prefill(piece, output)
         drafts = self._drafts_of(state.batch_size, choice)
         if drafts is not None and drafter is not None:
-            drafts.hold(agreed(self.target, drafter))  # of all rows: those that had drafts get the same ones again
+            with self._eagerly():
+                drafts.hold(agreed(self.target, drafter))  # of all rows: those that had drafts get the same ones again
 
 
 def _padded(values: Sequence[int], length: int, padding: int) -> list[int]:

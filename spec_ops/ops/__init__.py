@@ -1,6 +1,7 @@
 """The operators: schema, fake implementation, validation and public wrapper, one file per family."""
 
 import spec_ops.ops.concatenate
+import spec_ops.ops.invariant
 import spec_ops.ops.linear  # noqa: F401  their ops have no public functions
 from spec_ops.ops.accept import Accepted, accept_greedy, accept_sampled, accept_sampled_logits
 from spec_ops.ops.attention import (

@@ -88,7 +88,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def check_options(check: Checker, scale, window_left, softcap, max_seq_len, backend, deterministic) -> tuple[int, str]:
+def check_options(
+    check: Checker, scale, window_left, softcap, max_seq_len, backend, deterministic, device: torch.device
+) -> tuple[int, str]:
     """What the numbers and names of an attention step must be; the window (-1 if it is one that hides nothing) and the backend
     to select by."""
     check.number("scale", scale, low=0.0)
@@ -98,7 +100,7 @@ def check_options(check: Checker, scale, window_left, softcap, max_seq_len, back
     check.number("softcap", softcap, low=0.0, inclusive=True)
     # Lengths are int32, so that a window of this length, which some models' configurations say for "none", hides nothing.
     window_left = -1 if window_left >= INT32_MAX else window_left
-    return window_left, attention_backend(check, backend, deterministic)
+    return window_left, attention_backend(check, backend, deterministic, device)
 
 
 def check_mask_len(check: Checker, q_len, tree_mask, mask_len) -> int:

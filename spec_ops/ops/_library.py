@@ -37,8 +37,18 @@ _CPU, _CUDA = (DispatchKeySet(key).raw_repr() for key in (DispatchKey.CPU, Dispa
 _BELOW_AUTOGRAD = _after_autograd_keyset.raw_repr() & ~DispatchKeySet(DispatchKey.ADInplaceOrView).raw_repr()
 
 
+# Of each op: whether its results are batch-invariant, or the argument that decides it (`define_op`).
+INVARIANCE: dict[torch._ops.OpOverload, bool | str] = {}
+
+
 def define_op(
-    schema: str, impl: Callable, fake: Callable, *, cuda: str | None = None, tags: tuple[torch.Tag, ...] = ()
+    schema: str,
+    impl: Callable,
+    fake: Callable,
+    *,
+    cuda: str | None = None,
+    tags: tuple[torch.Tag, ...] = (),
+    invariant: bool | str = False,
 ) -> torch._ops.OpOverload:
     """Register one operator.
 
@@ -50,6 +60,9 @@ def define_op(
             that to it (`fakes_check`).
         cuda: `"module:function"` of the kernel for CUDA tensors, which takes what `impl` takes; imported at its first call.
         tags: besides `pt2_compliant_tag`.
+        invariant: whether all implementations are batch-invariant: the bits of a row (a request, a token) of every result
+            depend on that row alone, not on how many others there are, nor on its place among them. Or the argument that
+            decides it: `"invariant"`, a bool, or `"backend"`, the name of a backend that declares it.
 
     Returns:
         The overload, kept by callers and passes as a module constant so that no call looks the op up by name. It raises
@@ -64,6 +77,7 @@ def define_op(
     packet, _, overload = name.partition(".")
     op = getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload or "default")
     _LIBRARY.impl(name, _inference_only(op, impl, on_cuda), "Autograd", with_keyset=True)
+    INVARIANCE[op] = invariant
     return op
 
 

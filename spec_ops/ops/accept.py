@@ -46,6 +46,7 @@ accept_greedy_op = define_op(
     reference.accept_greedy,
     lambda candidates, target_tokens, parents, path_len: _accepted_fake(candidates, path_len),
     cuda="spec_ops.backends.triton.sampling.accept:accept_greedy",
+    invariant=True,
 )
 accept_sampled_op = define_op(
     "accept_sampled(Tensor candidates, Tensor target_probs, Tensor uniforms, Tensor final_uniforms, Tensor? parents, "
@@ -67,6 +68,7 @@ accept_sampled_logits_op = define_op(
         candidates, path_len
     ),
     cuda="spec_ops.backends.triton.sampling.accept_logits:accept_sampled_logits",
+    invariant=True,
 )
 
 

@@ -27,10 +27,10 @@ Common contract (FlashInfer's and TensorRT-LLM's conventions):
   attention step accepts them so that naive code can pass all it has.
 * `deterministic=True` is the batch-invariant mode: a query's result depends, to the last bit, on that query and on the keys it
   sees in their slots, and on nothing else: not on other requests, the number of queries, the step (a chain's verify, its decode
-  and a ragged extend agree) or pages. It selects a backend declared so, `triton-deterministic` (CUDA, bfloat16 and float16).
-  The `reference` makes no such promise, so the CPU raises. Passes keep that backend; those that change a call's number of
-  queries change no bit. A tree's node sees its ancestors in the tree's slots: it agrees with a chain where its path has the
-  chain's slots. The mode is about attention alone: matrix products around it are the caller's.
+  and a ragged extend agree) or pages. It selects a backend declared so, `triton-deterministic` (CUDA, bfloat16 and float16)
+  or `reference-deterministic` (CPU). Passes keep that backend; those that change a call's number of queries change no bit. A
+  tree's node sees its ancestors in the tree's slots: on CUDA it agrees with a chain where its path has the chain's slots. The
+  mode is about attention alone: for all that is around it there is `spec_ops.compile(..., invariant=True)`.
 * `out` takes the result, which is returned, too: contiguous, of its shape and dtype, and no part of an input: one that overlaps
   queries or a cache is refused. Our own kernels write there; some of other packages write elsewhere, and are copied. With
   `out`, `seq_lens`, `block_tables`, `tree_mask` and `q_indptr` may be longer than the batch (of ragged queries: than
@@ -85,7 +85,7 @@ def _define(kind: str, step: str, overload: str = "", tags: tuple[torch.Tag, ...
         check_tensors(call)
         return call.q.new_empty(*call.q.shape[:-1], call.v_head_dim, dtype=output_dtype(call.backend, call.q.dtype))
 
-    return define_op(f"{schema}) -> Tensor", impl, fake, tags=tags)
+    return define_op(f"{schema}) -> Tensor", impl, fake, tags=tags, invariant="backend")
 
 
 def _define_out(kind: str, step: str) -> torch._ops.OpOverload:
@@ -101,7 +101,7 @@ def _define_out(kind: str, step: str) -> torch._ops.OpOverload:
         check_tensors(call)
         check_out(call, args[-1])
 
-    return define_op(f"{schema}, Tensor(a!) out) -> ()", impl, fake)
+    return define_op(f"{schema}, Tensor(a!) out) -> ()", impl, fake, invariant="backend")
 
 
 OPS = {f"{kind}_{step}": _define(kind, step) for kind in ("mha", "mla") for step in STEPS}
@@ -157,7 +157,7 @@ def _enter(name: str, args: tuple, deterministic: object, out: torch.Tensor | No
     mha = name.startswith("mha_")
     if mha and scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
-    window_left, backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic)
+    window_left, backend = check_options(check, scale, window_left, softcap, max_seq_len, backend, deterministic, q.device)
     if mha:
         k_scale = check.scale("k_scale", scales[0], "k_cache", cache.dtype)
         scales = (k_scale, check.scale("v_scale", scales[1], "v_cache", second.dtype))

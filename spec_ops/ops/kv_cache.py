@@ -102,12 +102,14 @@ append_kv_op = define_op(
     reference.append_kv,
     _append_kv_fake,
     cuda="spec_ops.backends.triton.cache.append:append_kv",
+    invariant=True,
 )
 append_mla_kv_op = define_op(
     f"append_mla_kv({_APPEND_MLA_KV}) -> ()",
     reference.append_mla_kv,
     _append_mla_kv_fake,
     cuda="spec_ops.backends.triton.cache.append:append_mla_kv",
+    invariant=True,
 )
 # What the pass `lower_kv_append` puts in place of the ops above: Inductor generates code for these. Tagged pointwise, which
 # each is to its rows, so that Inductor computes a `cat` in place. Not overloads: where two overloads have one signature and
@@ -118,6 +120,7 @@ append_kv_lowered = define_op(
     _no_output,
     cuda="spec_ops.backends.triton.cache.append:append_kv",
     tags=(torch.Tag.pointwise,),
+    invariant=True,
 )
 append_mla_kv_lowered = define_op(
     f"append_mla_kv_lowered({_APPEND_MLA_KV}) -> ()",
@@ -125,19 +128,27 @@ append_mla_kv_lowered = define_op(
     _no_output,
     cuda="spec_ops.backends.triton.cache.append:append_mla_kv",
     tags=(torch.Tag.pointwise,),
+    invariant=True,
 )
 # For a named backend: the ops above are what every pass and model uses, and need no choice at run time.
 append_kv_by_op = define_op(
-    f"append_kv.by({_APPEND_KV}, str backend) -> ()", functools.partial(_run_by, "append_kv"), _append_kv_fake
+    f"append_kv.by({_APPEND_KV}, str backend) -> ()",
+    functools.partial(_run_by, "append_kv"),
+    _append_kv_fake,
+    invariant=True,
 )
 append_mla_kv_by_op = define_op(
-    f"append_mla_kv.by({_APPEND_MLA_KV}, str backend) -> ()", functools.partial(_run_by, "append_mla_kv"), _append_mla_kv_fake
+    f"append_mla_kv.by({_APPEND_MLA_KV}, str backend) -> ()",
+    functools.partial(_run_by, "append_mla_kv"),
+    _append_mla_kv_fake,
+    invariant=True,
 )
 move_kv_op = define_op(
     "move_kv(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots) -> ()",
     reference.move_kv,
     _move_kv_fake,
     cuda="spec_ops.backends.triton.cache.append:move_kv",
+    invariant=True,
 )
 
 

@@ -24,6 +24,7 @@ page_table_op = define_op(
     reference.page_table,
     lambda req_to_token, req, lens, page_size, max_pages: _int32(lens, lens.shape[0], max_pages),
     cuda="spec_ops.backends.triton.cache.indices:page_table",
+    invariant=True,
 )
 # An op of its own, and no overload, so that passes have one table to know: it is for callers outside of compiled functions.
 page_table_out_op = define_op(
@@ -31,12 +32,14 @@ page_table_out_op = define_op(
     reference.page_table_out,
     lambda *args: None,
     cuda="spec_ops.backends.triton.cache.indices:page_table_out",
+    invariant=True,
 )
 kv_indices_op = define_op(
     f"kv_indices({_SOURCE}, SymInt capacity) -> (Tensor, Tensor)",
     reference.kv_indices,
     lambda req_to_token, req, lens, capacity: (_int32(lens, lens.shape[0] + 1), _int32(lens, capacity)),
     cuda="spec_ops.backends.triton.cache.indices:kv_indices",
+    invariant=True,
 )
 draft_kv_indices_op = define_op(
     f"draft_kv_indices({_SOURCE}, int step, int num_steps, int topk, int page_size, SymInt capacity) -> (Tensor, Tensor)",
@@ -46,6 +49,7 @@ draft_kv_indices_op = define_op(
         _int32(lens, capacity),
     ),
     cuda="spec_ops.backends.triton.cache.indices:draft_kv_indices",
+    invariant=True,
 )
 draft_kv_indices_steps_op = define_op(
     f"draft_kv_indices_steps({_SOURCE}, int num_steps, int topk, int page_size, SymInt capacity, int rows) -> (Tensor, Tensor)",
@@ -55,6 +59,7 @@ draft_kv_indices_steps_op = define_op(
         _int32(lens, rows, capacity),
     ),
     cuda="spec_ops.backends.triton.cache.indices:draft_kv_indices_steps",
+    invariant=True,
 )
 
 

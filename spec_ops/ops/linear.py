@@ -13,7 +13,7 @@ from spec_ops.backends.weight_format import columns_of, for_columns, weight_form
 from spec_ops.ops._library import define_op
 from spec_ops.ops.reference import linear as reference
 
-__all__ = ["add_skinny_mm_op", "scaled_silu_mul_op", "scaled_skinny_mm_op", "skinny_mm_op"]
+__all__ = ["add_skinny_mm_op", "invariant_weight", "scaled_silu_mul_op", "scaled_skinny_mm_op", "skinny_mm_op"]
 
 
 def _sizes(op, x, weight, scale, zero):
@@ -25,18 +25,20 @@ def _sizes(op, x, weight, scale, zero):
     return x.shape[0], weight.shape[0]
 
 
-def _skinny_mm_fake(x, weight, bias, scale=None, zero=None):
+def _skinny_mm_fake(x, weight, bias, scale=None, zero=None, invariant=False):
     return x.new_empty(*_sizes("skinny_mm", x, weight, scale, zero))
 
 
 # `x [m, k] @ weight [n, k]^T + bias [n]`, summed in float32, as a contiguous `[m, n]` of the dtype of `x`. A weight of 8 or 4
 # bits comes with `scale` and perhaps `zero` (`backends/weight_format.py`). On CUDA: x of bfloat16 or float16, m up to 64, k a
-# multiple of 64, rows of `weight` contiguous and aligned to 16 bytes; anything else is a ValueError.
+# multiple of 64, rows of `weight` contiguous and aligned to 16 bytes; anything else is a ValueError. `invariant`:
+# batch-invariant, for any m, with weights of 16 bits.
 skinny_mm_op = define_op(
-    "skinny_mm(Tensor x, Tensor weight, Tensor? bias, Tensor? scale=None, Tensor? zero=None) -> Tensor",
+    "skinny_mm(Tensor x, Tensor weight, Tensor? bias, Tensor? scale=None, Tensor? zero=None, bool invariant=False) -> Tensor",
     reference.skinny_mm,
     _skinny_mm_fake,
-    cuda="spec_ops.backends.triton.linear.skinny_mm:skinny_mm",
+    cuda="spec_ops.backends.triton.linear.invariant:skinny_mm",
+    invariant="invariant",
 )
 
 # An RMS norm between two products is divided among them, since its factor of a row, `rstd = rsqrt(mean(y^2) + eps)`, can be
@@ -85,4 +87,14 @@ scaled_silu_mul_op = define_op(
     reference.scaled_silu_mul,
     _scaled_silu_mul_fake,
     cuda="spec_ops.backends.triton.linear.norm:scaled_silu_mul",
+    invariant=True,
 )
+
+
+def invariant_weight(right: torch.Tensor, arch: int | None) -> bool:
+    """Whether `skinny_mm(invariant=True)` computes products with `right [k, n]`, a transposed weight, on `arch` (None: CPU). A
+    fact of the weight alone: were it one of the rows too, products of few and of many rows would differ."""
+    if arch is None or arch < 90:  # tensor memory access
+        return False
+    aligned = right.stride(0) == 1 and right.stride(1) >= right.shape[0] and right.stride(1) % 8 == 0
+    return right.dtype.itemsize == 2 and aligned and right.storage_offset() % 8 == 0 and right.shape[0] % 64 == 0

@@ -16,6 +16,7 @@ lookup_drafts_op = define_op(
     reference.lookup_drafts,
     lambda tokens, lens, num_steps, max_ngram, min_ngram: tokens.new_empty(tokens.shape[0], num_steps, dtype=torch.int64),
     cuda="spec_ops.backends.triton.drafting.lookup:lookup_drafts",
+    invariant=True,
 )
 
 

@@ -33,14 +33,16 @@ route_experts_op = define_op(
     reference.route_experts,
     _route_experts_fake,
     cuda="spec_ops.backends.triton.moe.route:route_experts",
+    invariant=True,
 )
 moe_experts_op = define_op(
     "moe_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
     "Tensor? down_bias, str activation, bool gated, bool interleaved, bool transposed, float? limit, float alpha, float beta, "
-    "Tensor? gate_up_scale=None, Tensor? down_scale=None) -> Tensor",
+    "Tensor? gate_up_scale=None, Tensor? down_scale=None, bool invariant=False) -> Tensor",
     reference.moe_experts,
     lambda x, *_rest, **_scales: x.new_empty(x.shape),
     cuda="spec_ops.backends.triton.moe.experts:moe_experts",
+    invariant="invariant",  # a token at a time: otherwise which experts others go to decides how sums are divided
 )
 
 

@@ -52,6 +52,7 @@ rope_append_kv_op = define_op(
     reference.rope_append_kv,
     _rope_append_kv_fake,
     cuda="spec_ops.backends.triton.cache.rope_append:rope_append_kv",
+    invariant=True,
 )
 
 

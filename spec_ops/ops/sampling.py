@@ -51,6 +51,7 @@ sampling_support_op = define_op(
     reference.sampling_support,
     _support_fake,
     cuda="spec_ops.backends.triton.sampling.support:sampling_support",
+    invariant=True,
 )
 sample_logits_op = define_op(
     "sample_logits(Tensor logits, Tensor uniforms, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p) "
@@ -58,6 +59,7 @@ sample_logits_op = define_op(
     reference.sample_logits,
     lambda logits, *_: (logits.new_empty(logits.shape[:-1], dtype=torch.int64), _support_fake(logits)),
     cuda="spec_ops.backends.triton.sampling.support:sample_logits",
+    invariant=True,
 )
 sampling_probs_op = define_op(
     "sampling_probs(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p) -> Tensor",

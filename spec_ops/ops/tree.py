@@ -43,6 +43,7 @@ select_draft_tokens_op = define_op(
         tokens.new_empty(scores.shape[0], num_tokens, dtype=torch.int64),
     ),
     cuda="spec_ops.backends.triton.tree.build:select_draft_tokens",
+    invariant=True,
 )
 
 
@@ -57,6 +58,7 @@ build_tree_op = define_op(
     reference.build_tree,
     _build_tree_fake,
     cuda="spec_ops.backends.triton.tree.build:build_tree",
+    invariant=True,
 )
 
 
@@ -65,6 +67,7 @@ full_mask_words_op = define_op(
     reference.full_mask_words,
     lambda mask, prefix_lens, num_tokens: prefix_lens.new_empty(prefix_lens.shape[0], num_tokens, dtype=torch.int64),
     cuda="spec_ops.backends.triton.tree.full_mask:full_mask_words",
+    invariant=True,
 )
 
 

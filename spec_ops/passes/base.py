@@ -71,9 +71,11 @@ class PassContext:
 
     Attributes:
         arch: compute capability to plan for (100 for sm_100); None for that of the tensors' device.
+        invariant: whether all that stands must be batch-invariant (`require_invariance`).
     """
 
     arch: int | None = None
+    invariant: bool = False
 
     def machine(self, device: torch.device) -> tuple[int | None, frozenset[str]]:
         """The architecture that calls on `device` are planned for, and the backends that are not installed there.

@@ -28,6 +28,7 @@ def compile(
     fullgraph: bool = True,
     dynamic: bool | None = False,
     options: Mapping[str, Any] | None = None,
+    invariant: bool = False,
 ) -> _M: ...
 
 
@@ -40,6 +41,7 @@ def compile(
     fullgraph: bool = True,
     dynamic: bool | None = False,
     options: Mapping[str, Any] | None = None,
+    invariant: bool = False,
 ) -> Callable[_P, _R]: ...
 
 
@@ -52,6 +54,7 @@ def compile(
     fullgraph: bool = True,
     dynamic: bool | None = False,
     options: Mapping[str, Any] | None = None,
+    invariant: bool = False,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 
 
@@ -63,6 +66,7 @@ def compile(
     fullgraph: bool = True,
     dynamic: bool | None = False,
     options: Mapping[str, Any] | None = None,
+    invariant: bool = False,
 ) -> Callable:
     """`torch.compile` with the graph passes, for this function or module only. Also a decorator, with or without arguments.
 
@@ -72,6 +76,8 @@ def compile(
         mode: as in `torch.compile`; "reduce-overhead" captures CUDA graphs.
         fullgraph, dynamic: as in `torch.compile`.
         options: further Inductor options. Passes in `post_grad_custom_pre_pass` run before ours.
+        invariant: let only batch-invariant operations stand: the bits of a row (a request, a token) of every result depend on
+            that row alone, not on the number of rows, nor on the others. What can be replaced is; `explain` shows it.
 
     Returns:
         A function; for a module, the module that `torch.compile` gives, with the parameters and attributes of `fn`.
@@ -79,13 +85,15 @@ def compile(
     Raises:
         TypeError: `fn` cannot be called.
         ValueError: an unknown pass name, or an option that Inductor does not have.
-        RuntimeError: an unknown mode.
+        RuntimeError: an unknown mode; at a call, with `invariant`, operations that are not batch-invariant, with their lines.
     """
     if fn is None:
-        return functools.partial(compile, passes=passes, mode=mode, fullgraph=fullgraph, dynamic=dynamic, options=options)
+        return functools.partial(
+            compile, passes=passes, mode=mode, fullgraph=fullgraph, dynamic=dynamic, options=options, invariant=invariant
+        )
     if not callable(fn):
         raise TypeError(f"compile: `fn` must be a function or a module, got {type(fn).__name__}")
-    compiler = _Compiler(_InductorWithPasses(passes, mode, options, dynamic), fullgraph, dynamic)
+    compiler = _Compiler(_InductorWithPasses(passes, mode, options, dynamic, invariant), fullgraph, dynamic)
     return OptimizedModule(fn, compiler) if isinstance(fn, torch.nn.Module) else compiler(fn)  # type: ignore[arg-type]
 
 
@@ -96,7 +104,12 @@ class _InductorWithPasses(torch._TorchCompileInductorWrapper):
     __eq__, __hash__ = object.__eq__, object.__hash__  # equal options do not make it plain Inductor
 
     def __init__(
-        self, passes: Mapping[str, bool] | None, mode: str, options: Mapping[str, Any] | None, dynamic: bool | None
+        self,
+        passes: Mapping[str, bool] | None,
+        mode: str,
+        options: Mapping[str, Any] | None,
+        dynamic: bool | None,
+        invariant: bool,
     ) -> None:
         super().__init__(mode, None, dynamic)
         # Not by its `apply_options`, which refuses settings that are the alias of another (`force_disable_caches`).
@@ -104,14 +117,14 @@ class _InductorWithPasses(torch._TorchCompileInductorWrapper):
         for name in self.config:
             if not _is_setting(name):
                 raise ValueError(f"compile: `options` must name settings of torch._inductor.config, got {name!r}")
-        with enabled(passes):  # an unknown name raises here, not at the first call
+        with enabled(passes, invariant=invariant):  # an unknown name raises here, not at the first call
             pass
-        self.passes = passes
+        self.passes, self.invariant = passes, invariant
         # As a patch of one compilation it would replace our passes. As the setting around it, they are appended to it.
         self.slot = {SLOT: self.config.pop(SLOT)} if SLOT in self.config else {}
 
     def __call__(self, model_: torch.fx.GraphModule, inputs_: list, **patches: Any) -> Any:  # torch 2.13 has `config_patches`
-        with inductor_config.patch(self.slot), enabled(self.passes):
+        with inductor_config.patch(self.slot), enabled(self.passes, invariant=self.invariant):
             return super().__call__(model_, inputs_, **patches)
 
 

@@ -14,7 +14,8 @@ rounded sum.
 The product before the norm must be a `skinny_mm` whose result only the residual sum reads. All readers of the normalized value
 must be products that can scale: `skinny_mm`, products that it computes as fast as cuBLAS (`AFTER_NORM`), or products of cuBLAS
 that only `silu(gate) * up` reads, packed in one product or apart. Only bfloat16 is fused, since `z = y * g` is not normalized
-and may be too large for float16.
+and may be too large for float16. Nothing is fused where results must be batch-invariant: a fused norm rounds elsewhere, and who
+reads it, hence whether it is fused, differs between a plain and a speculative round.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class FuseNormLinear(GraphPass):
     name = "fuse_norm_linear"
 
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
-        if not list(calls(graph, skinny_mm_op)):
+        if context.invariant or not list(calls(graph, skinny_mm_op)):
             return
         for norm in find_norms(graph):
             if value(norm.x).dtype == torch.float32:  # no product before it is `skinny_mm`

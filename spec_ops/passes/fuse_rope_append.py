@@ -67,7 +67,7 @@ class FuseRopeAppend(GraphPass):
 
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
         appends = [node for node in calls(graph, AUTO_FUNCTIONALIZED) if node.args[0] is append_kv_op]
-        if not appends:
+        if context.invariant or not appends:  # a fused norm adds in another order, and may be fused in one round alone
             return
         order = {node: place for place, node in enumerate(graph.nodes)}
         norms = {norm.out: norm for norm in find_norms(graph)}

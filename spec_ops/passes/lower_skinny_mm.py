@@ -18,6 +18,9 @@ A weight that is stored in 8 or 4 bits is read as it lies:
 Otherwise a kernel reads it and writes a number of 16 bits for each, which cuBLAS reads: five bytes of traffic for one. So this
 needs no figures, only a GPU with the kernel's instructions and no more rows than it takes. With more rows the weight is
 dequantized. torchao's int4 weights come with a kernel, which a product of few rows does without too.
+
+Where results must be batch-invariant, every product with a weight is replaced, by the variant of the kernel that is
+(`require_invariance`), and weights of fewer bits are dequantized.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from spec_ops.backends.registry import device_arch
-from spec_ops.ops.linear import skinny_mm_op
-from spec_ops.passes.analysis.graph import insert, value
+from spec_ops.ops.linear import invariant_weight, skinny_mm_op
+from spec_ops.passes.analysis.graph import calls, insert, value
 from spec_ops.passes.analysis.stored_weights import (
     NoFormatError,
     StoredWeight,
@@ -101,6 +104,9 @@ class LowerSkinnyMm(GraphPass):
     name = "lower_skinny_mm"
 
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
+        if context.invariant:
+            _all_with_weights(graph, context, result)
+            return
         if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
             return  # the user asked Inductor to choose the kernels of products by timing them
         for node in [node for node in graph.nodes if node.op == "call_function"]:
@@ -134,6 +140,22 @@ class LowerSkinnyMm(GraphPass):
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             result.did(new, f"skinny_mm: {m} rows, weight {n} x {k}")
+
+
+def _all_with_weights(graph: fx.Graph, context: PassContext, result: PassResult) -> None:
+    """Replace every product that the batch-invariant kernel computes, whatever cuBLAS would take for it."""
+    for node in calls(graph, aten.mm.default, aten.addmm.default):
+        bias, x, right = operands(node)
+        weight, (m, n, k) = value(right), _sizes(x, right)
+        arch = context.machine(weight.device)[0]
+        alike = bias is None or (not node.kwargs and value(bias).shape == (n,) and value(bias).dtype == weight.dtype)
+        if not (alike and value(x).dtype == weight.dtype and invariant_weight(weight, arch)):
+            continue
+        args = (x, stored_weight(graph, node, right), bias, None, None, True)
+        new = insert(graph, node, skinny_mm_op, args, source=node)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        result.did(new, f"skinny_mm, invariant: {m} rows, weight {n} x {k}")
 
 
 def _read_as_stored(

@@ -25,6 +25,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from spec_ops.backends.registry import declarations
+from spec_ops.ops.invariance import NotInvariantError
 from spec_ops.passes.analysis.counts import count_nodes
 from spec_ops.passes.analysis.graph import op_of
 from spec_ops.passes.analysis.outputs import Watch
@@ -40,6 +41,7 @@ from spec_ops.passes.lower_kv_append import LowerKvAppend
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
 from spec_ops.passes.merge_linears import MergeLinears
 from spec_ops.passes.report import GraphReport, Place
+from spec_ops.passes.require_invariance import INDUCTOR, RequireInvariance
 from spec_ops.passes.select_backends import SelectBackends
 from spec_ops.passes.share_op_inputs import ShareOpInputs
 from spec_ops.passes.split_argmax import SplitArgmax
@@ -67,6 +69,7 @@ PASSES: tuple[GraphPass, ...] = (
     LowerKvAppend(),
     LowerSkinnyMm(),
     FuseNormLinear(),
+    RequireInvariance(),
     SplitArgmax(),
     ShareOpInputs(),
     WholeConcatenations(),
@@ -88,6 +91,11 @@ class PassManager(CustomGraphPass):
         listener: called with the `GraphReport` of every graph that calls our ops.
         keep_history: whether reports hold what each pass did to each node.
         every_graph: run on graphs too that call none of our ops.
+        invariant: let only batch-invariant operations stand.
+
+    Raises (when called):
+        NotInvariantError: `invariant`, and operations are left that are not; unless there is a listener, who sees them in the
+            report.
     """
 
     def __init__(
@@ -97,13 +105,16 @@ class PassManager(CustomGraphPass):
         listener: Callable[[GraphReport], None] | None = None,
         keep_history: bool = False,
         every_graph: bool = False,
+        invariant: bool = False,
     ) -> None:
         switches = dict(switches or {})
         if unknown := set(switches) - set(pass_names()):
             raise ValueError(f"passes: unknown pass {sorted(unknown)}; there are {list(pass_names())}")
         self.passes = tuple(p for p in PASSES if switches.get(p.name, True))
-        self.context = PassContext(arch)
-        self.listener, self.keep_history, self.every_graph = listener, keep_history, every_graph
+        if invariant and not switches.get(RequireInvariance.name, True):
+            raise ValueError("passes: `require_invariance` must be on with `invariant=True`, got False")
+        self.context = PassContext(arch, invariant)
+        self.listener, self.keep_history, self.every_graph = listener, keep_history, every_graph or invariant
         # The manager that this one replaces, and Inductor's setting without any manager.
         self.below = next((part for part in _installed() if isinstance(part, PassManager)), None)
         self.shape_padding: bool = self.below.shape_padding if self.below else inductor_config.shape_padding
@@ -134,6 +145,8 @@ class PassManager(CustomGraphPass):
         report.after = count_nodes(graph)
         if self.listener is not None:
             self.listener(report)
+        elif self.context.invariant:
+            _raise_for_refused(report)
 
     def uuid(self) -> str | None:
         """Part of Inductor's cache key: our sources, the enabled passes, the target and the registered backends.
@@ -144,6 +157,13 @@ class PassManager(CustomGraphPass):
             return None
         state = (_sources_hash(), [p.name for p in self.passes], self.context, self.every_graph, declarations())
         return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def _raise_for_refused(report: GraphReport) -> None:
+    refused = [note for result in report.results if result.name == RequireInvariance.name for note in result.refused]
+    if refused:
+        lines = dict.fromkeys(f"  {note.where}: {note.text}" for note in refused)
+        raise NotInvariantError("\n".join(["invariant=True: these operations are not batch-invariant:", *lines]))
 
 
 def _sources_hash() -> str:
@@ -206,6 +226,7 @@ def enabled(
     arch: int | None = None,
     listener: Callable[[GraphReport], None] | None = None,
     keep_history: bool = False,
+    invariant: bool = False,
 ) -> Iterator[PassManager]:
     """Run our passes in every graph that Inductor compiles inside the `with` block, after passes that the user installed.
 
@@ -214,13 +235,15 @@ def enabled(
         arch: compute capability to plan for (100 for sm_100); default: that of the tensors' device.
         listener: called with the `GraphReport` of every graph that calls our ops.
         keep_history: whether reports hold what each pass did to each node.
+        invariant: let only batch-invariant operations stand: see `compile`.
 
     Raises:
         ValueError: an unknown pass name.
     """
     _assemble_as_inductor_does()
-    manager = PassManager(switches, arch, listener, keep_history)
-    with inductor_config.patch({SLOT: _slot(manager), "shape_padding": False}):
+    manager = PassManager(switches, arch, listener, keep_history, invariant=invariant)
+    settings = {SLOT: _slot(manager), "shape_padding": False, **(INDUCTOR if invariant else {})}
+    with inductor_config.patch(settings):
         yield manager
 
 

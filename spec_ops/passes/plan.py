@@ -34,7 +34,12 @@ class _PlanReady(Exception):
 
 
 def explain(
-    fn: Callable, *args: Any, arch: int | str | None = None, passes: Mapping[str, bool] | None = None, **kwargs: Any
+    fn: Callable,
+    *args: Any,
+    arch: int | str | None = None,
+    passes: Mapping[str, bool] | None = None,
+    invariant: bool = False,
+    **kwargs: Any,
 ) -> GraphReport:
     """What the passes make of `fn(*args, **kwargs)`: kernels chosen, rewrites made and refused, syncs left.
 
@@ -43,7 +48,7 @@ def explain(
     Args:
         arch: 100 or "sm100" (also "sm_100") plans for that compute capability, with all tensors on such a GPU but those that an
             attention call takes as `seq_lens_cpu`; None for the tensors' device.
-        passes: as in `compile`.
+        passes, invariant: as in `compile`; what `invariant` refuses is in the report.
 
     Raises:
         ValueError: an unknown architecture or pass name.
@@ -54,21 +59,23 @@ def explain(
         capability = parse_arch(arch)
     except ValueError as error:
         raise ValueError(f"explain: {error}") from error
-    with enabled(passes):  # an unknown name raises here, not as an error of the compiler
+    with enabled(passes, invariant=invariant):  # an unknown name raises here, not as an error of the compiler
         pass
     if capability is None or _on_gpu(fn, args, kwargs):
-        return _plan(fn, args, kwargs, passes, capability)
+        return _plan(fn, args, kwargs, passes, capability, invariant)
     try:
         with _as_on_gpu(set()):
-            return _plan(fn, args, kwargs, passes, capability)
+            return _plan(fn, args, kwargs, passes, capability, invariant)
     except Exception:
         if not (host := _host_inputs(fn, args, kwargs)):
             raise
     with _as_on_gpu(host):
-        return _plan(fn, args, kwargs, passes, capability)
+        return _plan(fn, args, kwargs, passes, capability, invariant)
 
 
-def _plan(fn: Callable, args: tuple, kwargs: dict, passes: Mapping[str, bool] | None, arch: int | None) -> GraphReport:
+def _plan(
+    fn: Callable, args: tuple, kwargs: dict, passes: Mapping[str, bool] | None, arch: int | None, invariant: bool
+) -> GraphReport:
     reports: list[GraphReport] = []
 
     def listener(report: GraphReport) -> None:
@@ -84,7 +91,7 @@ def _plan(fn: Callable, args: tuple, kwargs: dict, passes: Mapping[str, bool] | 
     def backend(graph_module: fx.GraphModule, example_inputs: list) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        with enabled(passes, arch=arch, listener=listener, keep_history=True):
+        with enabled(passes, arch=arch, listener=listener, keep_history=True, invariant=invariant):
             return compile_fx(graph_module, example_inputs, inner_compile=inner_compile)
 
     try:

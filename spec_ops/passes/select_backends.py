@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import fx
 
 from spec_ops.backends import BackendError, select_backend
-from spec_ops.backends.registry import known_while_compiling, warn_once, without_kernel
+from spec_ops.backends.registry import invariant_backend, known_while_compiling, warn_once, without_kernel
 from spec_ops.ops.attention import HOST_PLAN_OPS, OPS
 from spec_ops.passes.analysis.graph import ATTENTION_OPS, attention_call, attention_calls, set_arg
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
@@ -33,8 +33,11 @@ class SelectBackends(GraphPass):
                 result.refuse(node, f"{op}: {meta}")
                 continue
             arch, missing = context.machine(call.q.device)
+            name = call.backend
             try:
-                selection = select_backend(meta, arch, name := call.backend, missing)
+                if context.invariant and name == "auto":
+                    name = invariant_backend(arch)
+                selection = select_backend(meta, arch, name, missing)
             except BackendError as error:
                 result.refuse(node, str(error))
                 continue

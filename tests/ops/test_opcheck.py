@@ -162,6 +162,22 @@ def skinny_mm_sample(s: Source) -> tuple[Any, ...]:
     return x, weight, s.any_layout(s.normal(n, dtype=dtype)) if s.pick(False, True) else None, scale, zero
 
 
+def batched_mm_sample(s: Source) -> tuple[Any, ...]:
+    batch, m, n, k, dtype = s.integer(0, 3), s.integer(0, 5), s.integer(0, 40), s.integer(1, 70), s.pick(*FLOATS)
+    a, b = (s.any_layout(s.normal(*shape, dtype=dtype)) for shape in ((batch, m, k), (batch, k, n)))
+    return a, b, s.any_layout(s.normal(n, dtype=dtype)) if s.pick(False, True) else None
+
+
+def row_sum_sample(s: Source) -> tuple[Any, ...]:
+    return (s.any_layout(s.normal(s.integer(0, 5), s.integer(0, 70), dtype=s.pick(*FLOATS))),)
+
+
+def rms_norm_sample(s: Source) -> tuple[Any, ...]:
+    m, n, dtype = s.integer(0, 5), s.integer(1, 70), s.pick(*FLOATS)
+    weight = s.any_layout(s.normal(n, dtype=dtype)) if s.pick(False, True) else None
+    return s.any_layout(s.normal(m, n, dtype=dtype)), weight, 1e-5, s.pick(False, True)
+
+
 def add_skinny_mm_sample(s: Source) -> tuple[Any, ...]:
     x, weight, _, *stored = skinny_mm_sample(s)
     m, n = x.shape[0], weight.shape[0]
@@ -417,6 +433,9 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "route_experts": route_experts_sample,
     "moe_experts": lambda s: (stored_experts_sample if s.fp8 else s.pick(moe_experts_sample, stored_experts_sample))(s),
     "skinny_mm": skinny_mm_sample,
+    "batched_mm": batched_mm_sample,
+    "row_sum": row_sum_sample,
+    "rms_norm": rms_norm_sample,
     "add_skinny_mm": add_skinny_mm_sample,
     "scaled_skinny_mm": scaled_skinny_mm_sample,
     "scaled_silu_mul": scaled_silu_mul_sample,

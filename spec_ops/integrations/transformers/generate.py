@@ -62,7 +62,8 @@ class TransformersGenerator:
             which "prompt-lookup" stands for too, or None for plain decoding.
         config: draft steps, and width of the draft tree (1: a chain).
         compile: compile a round of draft and target for each batch bucket (CUDA graphs on a GPU). Default: on a GPU.
-        options: `max_batch_size`, `max_seq_len`, `page_size`, `cache_dtype`, `backend`, `prefill_backend` of `Generator`.
+        options: `max_batch_size`, `max_seq_len`, `page_size`, `cache_dtype`, `backend`, `prefill_backend`, `invariant`
+            of `Generator`.
 
     Attributes:
         target: the `TransformersModel`.
@@ -238,17 +239,19 @@ def speculative_generate(
     cache_dtype: torch.dtype | None = None,
     backend: str = "auto",
     prefill_backend: str | None = None,
+    invariant: bool = False,
     **arguments: Any,
 ) -> torch.Tensor | SpeculativeOutput:
     """Decode once. For more than one call, keep a `TransformersGenerator`: it reuses caches and compiled rounds.
 
     In float32, greedy tokens are those of `target.generate`. In bfloat16 and float16 sums round differently, and where two
-    tokens are nearly tied, either may come out. Sampled tokens follow the target's distribution and repeat with `seed`.
-    Afterwards the models have their own attention implementation again.
+    tokens are nearly tied, either may come out; with `invariant=True` always that which plain decoding here would give. Sampled
+    tokens follow the target's distribution and repeat with `seed`. Afterwards the models have their own attention
+    implementation again.
 
     Args:
-        target, draft, config, compile, page_size, cache_dtype, backend, prefill_backend: see `TransformersGenerator`. Without a
-            draft, `prompt_lookup_num_tokens` asks for prompt lookup, as in `generate`.
+        target, draft, config, compile, page_size, cache_dtype, backend, prefill_backend, invariant: see
+            `TransformersGenerator`. Without a draft, `prompt_lookup_num_tokens` asks for prompt lookup, as in `generate`.
         input_ids, attention_mask, arguments: see `TransformersGenerator.generate`.
 
     Returns:
@@ -274,6 +277,7 @@ def speculative_generate(
             cache_dtype=cache_dtype,
             backend=backend,
             prefill_backend=prefill_backend,
+            invariant=invariant,
         )
         made.callback(generator.close)
         return generator._run(call)

@@ -131,6 +131,27 @@ def _ragged_rows(op: str, q_indptr, total: int, max_q_len: int):
     return rows.clamp(0, max(total - 1, 0)).long(), q_lens, request, offset.long(), row < q_indptr[-1]
 
 
+def query_visibility(call: AttentionCall) -> tuple[torch.Tensor, list[tuple[int | None, int]]]:
+    """What each query of a call on the CPU sees, `[bs, q_len, length]`, and of each row of the queries, in the order of memory,
+    the request (None: of no request) and the place there."""
+    _check_lengths(call.step, call.block_tables, call.seq_lens, call.page_size, call.max_seq_len)
+    length = _kv_length(call.block_tables, call.seq_lens, call.page_size, call.max_seq_len)
+    rows: list[tuple[int | None, int]]
+    if call.is_ragged:
+        _, q_lens, request, offset, in_use = _ragged_rows(call.step, call.q_indptr, call.q.shape[0], call.max_q_len)
+        places = zip(request.tolist(), offset.tolist(), in_use.tolist(), strict=True)
+        rows = [(b if used else None, i) for b, i, used in places]
+    else:
+        q_lens = torch.full_like(call.seq_lens, call.q_len)
+        rows = [(b, i) for b in range(call.seq_lens.shape[0]) for i in range(call.q_len)]
+    if call.tree_mask is not None:
+        visible = _visible_tree(call.seq_lens, call.tree_mask, call.mask_len, length, call.window_left)
+    else:
+        visible = _visible_causal(call.seq_lens, q_lens, call.q_len, length, call.window_left)
+    _check_pages(call.step, call.block_tables, visible, call.k_cache.shape[0], call.page_size)
+    return visible, rows
+
+
 def attention(call: AttentionCall) -> torch.Tensor:
     """Every attention step, as its op's contract says (`spec_ops/ops/attention.py`)."""
     q, page_size = call.q, call.page_size

@@ -7,10 +7,20 @@ import torch.nn.functional as F
 
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.weight_format import dequantized, for_columns
+from spec_ops.ops._pieces import in_pieces
+from spec_ops.ops.reference.invariant import each_row, row_sum
 
 
 def _dequantized(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None) -> torch.Tensor:
     return dequantized(for_columns(weight, x.shape[1]), scale, zero)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, invariant: bool) -> torch.Tensor:
+    """`x @ weight^T` in float32."""
+    if not invariant:
+        return x.float() @ weight.t()
+    rows = each_row(lambda row: row.float() @ weight.t(), x)
+    return torch.cat(rows) if rows else x.new_empty(0, weight.shape[0], dtype=torch.float32)
 
 
 def skinny_mm(
@@ -19,8 +29,9 @@ def skinny_mm(
     bias: torch.Tensor | None,
     scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
+    invariant: bool = False,
 ) -> torch.Tensor:
-    out = x.float() @ _dequantized(x, weight, scale, zero).t()
+    out = _product(x, _dequantized(x, weight, scale, zero), invariant)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
@@ -43,7 +54,7 @@ def add_skinny_mm(
 
 def _rstd(squares: torch.Tensor, columns: int, eps: float) -> torch.Tensor:
     """`[m, 1]`, float32."""
-    return torch.rsqrt(squares.sum(1, keepdim=True) / columns + eps)
+    return torch.rsqrt(row_sum(squares)[:, None] / columns + eps)
 
 
 def scaled_skinny_mm(
@@ -63,4 +74,4 @@ def scaled_skinny_mm(
 
 def scaled_silu_mul(gate: torch.Tensor, up: torch.Tensor, squares: torch.Tensor, columns: int, eps: float) -> torch.Tensor:
     rstd = _rstd(squares, columns, eps)
-    return (F.silu(gate.float() * rstd) * (up.float() * rstd)).to(gate.dtype).contiguous()
+    return (in_pieces(F.silu, gate.float() * rstd) * (up.float() * rstd)).to(gate.dtype).contiguous()

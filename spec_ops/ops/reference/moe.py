@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from spec_ops.backends.expert_format import ExpertFormat, dequantized_expert, expert_format
+from spec_ops.ops._pieces import in_pieces
+from spec_ops.ops.reference.invariant import row_sum
 
 
 def route_experts(
@@ -15,7 +17,7 @@ def route_experts(
     lowest = -torch.inf
     exact = logits.float()
     exact = torch.where(exact.isnan(), lowest, exact)
-    scores = exact.softmax(-1) if scoring == "softmax" else exact.sigmoid()
+    scores = exact.softmax(-1) if scoring == "softmax" else in_pieces(torch.sigmoid, exact)
     choice = exact if bias is None else scores + bias
     choice = torch.where(choice.isnan(), lowest, choice)
     # A group or an expert that does not count is worse than a score of -inf: two keys, sorted by the second one first.
@@ -31,7 +33,7 @@ def route_experts(
     ids = order[:, :k].contiguous()
     weights = scores.gather(1, ids)
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (row_sum(weights)[:, None] + 1e-20)
     return ids, weights * scale
 
 
@@ -52,8 +54,16 @@ def moe_experts(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
     transposed: bool, limit: float | None, alpha: float, beta: float, gate_up_scale: torch.Tensor | None = None,
-    down_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None, invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
+    if invariant:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for i in range(x.shape[0]):
+            out[i] = moe_experts(
+                x[i : i + 1].clone(), topk_ids[i : i + 1], topk_weights[i : i + 1], gate_up, down, gate_up_bias, down_bias,
+                activation, gated, interleaved, transposed, limit, alpha, beta, gate_up_scale, down_scale,
+            )[0]  # fmt: skip
+        return out
     _check_ids(topk_ids, gate_up.shape[0])
     dtype = torch.promote_types(x.dtype, torch.float32)
     gate_up_format = expert_format("moe_experts", "gate_up", gate_up, gate_up_scale, 2 if gated and not interleaved else 1)

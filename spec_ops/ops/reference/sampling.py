@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from spec_ops.ops._pieces import in_pieces
+
 ONE = 1 << 44  # weight of the most likely token
 UNIFORM_BITS = 24
 ALL_MASKED = -2  # `last` of a support of a row whose largest logit is -inf
@@ -19,7 +21,7 @@ def _as_rows(logits: torch.Tensor) -> torch.Tensor:
 def _relative(logits, top, temperature) -> torch.Tensor:
     """Probabilities of `logits [..., n]` over that of the largest one, `top [..., 1]`; float32."""
     # Shifted before the division: a tiny temperature must not overflow to inf - inf.
-    ratio = torch.exp((logits - top) / torch.where(temperature > 0, temperature, 1.0))
+    ratio = in_pieces(torch.exp, (logits - top) / torch.where(temperature > 0, temperature, 1.0))
     return torch.where(logits == -torch.inf, 0.0, ratio)  # NaN at an infinite temperature
 
 

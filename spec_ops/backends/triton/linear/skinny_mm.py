@@ -15,7 +15,7 @@ A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,8 +83,11 @@ def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | N
     return fitted(next(tile for tile in tiles if m <= tile.block_m), n, k, sms, arch, stored)
 
 
-def fitted(tile: Tile, n: int, k: int, sms: int, arch: int, stored: WeightFormat | None = None) -> Config:
-    """As many splits as give every program its place at once, and as many blocks in flight as shared memory holds."""
+def fitted(
+    tile: Tile, n: int, k: int, sms: int, arch: int, stored: WeightFormat | None = None, splits: int | None = None
+) -> Config:
+    """As many splits as give every program its place at once, unless they are given, and as many blocks in flight as shared
+    memory holds."""
     block_m, block_n, block_k, num_warps, most = tile
     chunk, bits = CHUNK, 16
     if stored is not None and stored.bits < 16:
@@ -101,7 +104,8 @@ def fitted(tile: Tile, n: int, k: int, sms: int, arch: int, stored: WeightFormat
     programs = max(1, min(most, shared // (2 * buffer + rest)))
     # At least two blocks for each, and partial sums of at most a quarter of the weight's bytes.
     tiles = triton.cdiv(n, block_n)
-    splits = max(1, min(sms * programs // tiles, blocks // 2, k * bits // (128 * block_m)))
+    if splits is None:
+        splits = max(1, min(sms * programs // tiles, blocks // 2, k * bits // (128 * block_m)))
     programs = min(programs, triton.cdiv(tiles * splits, sms))  # the rest of the memory is for blocks in flight
     buffers = min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits))
     # A stage is the product itself, except that Triton adds a buffer where the product is asynchronous (wgmma, tcgen05): where
@@ -288,7 +292,7 @@ def skinny_mm_kernel(
 
 
 @functools.cache
-def _arch(device: torch.device) -> int:
+def arch_of(device: torch.device) -> int:
     return device_arch(device) or 90  # Triton's interpreter stands in for sm_90
 
 
@@ -334,21 +338,13 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
     (m, k), (data, scale, zero) = x.shape, weights
     weight = for_columns(data, k)
     stored, n = weight_format(name, weight, scale, zero), weight.shape[0]
-    if k != columns_of(weight):
-        raise ValueError(f"{name}: `x` must have the {columns_of(weight)} columns of `weight`, got {k}")
     if m > MAX_ROWS:
         raise ValueError(f"{name}: `x` must have at most {MAX_ROWS} rows, got {m}")
     if m * n >= 2**31:  # kernels address the output in 32 bits
         raise ValueError(f"{name}: `x` rows times `weight` rows must be less than 2^31, got {m} times {n}")
-    if k == 0 or k % CHUNK:
-        raise ValueError(f"{name}: the columns of `x` must be a multiple of {CHUNK}, got {k}")
-    if not _tma_reads(weight):
-        raise ValueError(
-            f"{name}: `weight` must have contiguous rows that start at multiples of 16 bytes, got strides "
-            f"{tuple(weight.stride())} at address {weight.data_ptr():#x}"
-        )
-    x = x if _tma_reads(x) else x.clone(memory_format=torch.contiguous_format)
-    config = config or choose(m, n, k, num_sms(x.device), _arch(x.device), stored)
+    check_operands(name, x, weight)
+    x = readable(x)
+    config = config or choose(m, n, k, num_sms(x.device), arch_of(x.device), stored)
     block_m, block_n, splits = config.block_m, config.block_n, config.splits
     tiles = triton.cdiv(n, block_n)
     partial = counters = None
@@ -362,6 +358,26 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
             m, n, k, weight, weight.stride(0), *args, **constants, **_constants(config, stored, n, k),
             num_warps=config.num_warps, early=config.full,
         )  # fmt: skip
+
+
+def check_operands(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raises a ValueError, as `run` does, for another k than the weight's or one that is no multiple of 64, or a weight that
+    TMA cannot read."""
+    k = x.shape[1]
+    if k != columns_of(weight):
+        raise ValueError(f"{name}: `x` must have the {columns_of(weight)} columns of `weight`, got {k}")
+    if k == 0 or k % CHUNK:
+        raise ValueError(f"{name}: the columns of `x` must be a multiple of {CHUNK}, got {k}")
+    if not _tma_reads(weight):
+        raise ValueError(
+            f"{name}: `weight` must have contiguous rows that start at multiples of 16 bytes, got strides "
+            f"{tuple(weight.stride())} at address {weight.data_ptr():#x}"
+        )
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy that TMA can read."""
+    return x if _tma_reads(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _scales(scale: torch.Tensor | None, zero: torch.Tensor | None, stored: WeightFormat) -> tuple[Any, ...]:
@@ -386,7 +402,7 @@ def skinny_mm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None, config: Config | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `spec_ops.ops.linear`; raises as `run` does."""
+    """`spec_ops.ops.linear.skinny_mm_op` without `invariant`; raises as `run` does."""
     out = x.new_empty(x.shape[0], weight.shape[0])
     if out.numel():
         bias = None if bias is None else bias.contiguous()
@@ -418,13 +434,14 @@ def stored_ahead() -> list[tuple[str, WeightFormat]]:
 
 def variants(
     kernel: Any, name: str, shape: tuple[int, int, int], signature: dict[str, str], constexprs: dict[str, Any],
-    weight: str = "", stored: WeightFormat | None = None,
+    weight: str = "", stored: WeightFormat | None = None, chooses: Callable[..., Config] | None = None,
 ) -> Iterator[Variant]:  # fmt: skip
     """The variants of `kernel` for m, n and k; `signature` and `constexprs` are of the arguments that `skinny_mm_kernel` lacks
-    or that follow its `row_stride`. `weight` names the format `stored`."""
+    or that follow its `row_stride`. `weight` names the format `stored`; `chooses` takes the place of `choose`."""
     chosen: dict[Config, list[int]] = {}
     for arch in (a for a in ARCHS if a >= 90):  # older ones have no tensor descriptors, and no pass gives them these products
-        chosen.setdefault(choose(*shape, 132, arch, stored), []).append(arch)
+        config = choose(*shape, 132, arch, stored) if chooses is None else chooses(*shape, 132, arch)
+        chosen.setdefault(config, []).append(arch)
     m, n, k = shape
     stored = stored or WeightFormat("plain", n, k)
     element, packed = {"plain": ("bf16", 1), "float8": ("fp8e4nv", 1), "int8": ("i8", 1), "int4": ("u8", 2)}[stored.kind]
@@ -443,6 +460,7 @@ def variants(
             {**_constants(config, stored, n, k), **({} if config.splits > 1 else dict.fromkeys(split)), **absent, **constexprs},
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            options={} if chooses is None else {"enable_fp_fusion": False},
             archs=tuple(archs),
             programs=config.programs,
             early=config.full,

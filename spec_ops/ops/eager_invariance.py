@@ -1,0 +1,84 @@
+"""Batch-invariant eager execution: `with BatchInvariant():` replaces or refuses operations as `invariance.py` judges them.
+
+It is what runs prompts, and rounds that are not compiled. On the CPU, functions of single values that are not exact also depend
+on where a value stands: there `_pieces.py` calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spec_ops.ops._library import NAMESPACE
+from spec_ops.ops._pieces import in_pieces
+from spec_ops.ops.invariance import NotInvariantError, base_name, is_pointwise, judge, named_arguments
+
+# Rounded once however they are computed, or not at all.
+_EXACT = frozenset({
+    "abs", "add", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor",
+    "ceil", "clamp", "clamp_max", "clamp_min", "convert_element_type", "copysign", "div", "eq", "equal", "fill", "floor",
+    "floor_divide", "fmax", "fmin", "ge", "gt", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "le", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul", "nan_to_num", "ne", "neg",
+    "relu", "remainder", "round", "rsub", "sgn", "sign", "signbit", "sqrt", "sub", "threshold", "trunc", "where",
+})  # fmt: skip
+
+
+# Made of sums, extrema and single values, which are replaced or stand.
+_DECOMPOSED = frozenset({
+    "_fused_rms_norm", "_log_softmax", "_softmax", "glu", "linalg_vector_norm", "logsumexp", "native_group_norm",
+    "native_layer_norm", "std", "std_mean",
+})  # fmt: skip
+
+
+class _Now:
+    """Replacements are computed at once."""
+
+    def value(self, operand: Any) -> Any:
+        return operand
+
+    def call(self, op: Any, *args: Any) -> Any:
+        return op(*args)
+
+
+class BatchInvariant(TorchDispatchMode):
+    """Inside, the bits of a row of any result depend on that row alone.
+
+    Raises (inside):
+        NotInvariantError: naming the operation.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        arguments = named_arguments(func, args, kwargs)
+        verdict = judge(func, arguments, lambda operand: operand)
+        if verdict.replace is not None:
+            with self:
+                return verdict.replace(_Now(), list(arguments.values()))
+        if verdict.refused is not None:
+            if func.namespace == "aten" and base_name(func) in _DECOMPOSED and func in decomposition_table:
+                with self:
+                    return decomposition_table[func](*args, **kwargs)
+            raise NotInvariantError(f"invariant=True: {verdict.refused}")
+        if func.namespace == NAMESPACE or not is_pointwise(func) or not _inexact_on_cpu(func, arguments):
+            return func(*args, **kwargs)
+        return _in_pieces(func, args, kwargs)
+
+
+def _inexact_on_cpu(func: Any, arguments: Mapping[str, Any]) -> bool:
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    if not any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors):
+        return False
+    return base_name(func) not in _EXACT or arguments.get("alpha", 1) != 1
+
+
+def _in_pieces(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    if not func._schema.is_mutable:
+        return in_pieces(lambda *operands: func(*operands, **kwargs), *args)
+    pure = getattr(getattr(torch.ops.aten, base_name(func)), func._overloadname)
+    return args[0].copy_(in_pieces(lambda *operands: pure(*operands, **kwargs), *args))

@@ -1,0 +1,54 @@
+"""Reference products and sums whose bits of a row do not depend on other rows.
+
+A product is computed one row at a time: the shape of each call, hence its order of addition, is that of one row. Each row is
+copied first. Where a row begins decides how a library's loops start, and the order of addition with it; memory of its own
+always begins at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+def each_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    """`function` of each row of `x [m, ...]`, which it gets alone, `[1, ...]`."""
+    return [function(row.clone(memory_format=torch.contiguous_format)) for row in x.split(1)]
+
+
+def _product(matrix: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    return row.to(matrix.dtype) @ matrix
+
+
+def batched_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    exact = torch.promote_types(a.dtype, torch.float32)
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    for place, rows, matrix in zip(out, a, b.to(exact), strict=True):
+        for i, row in enumerate(each_row(functools.partial(_product, matrix), rows)):
+            place[i] = row[0] if bias is None else row[0] + bias.to(exact)
+    return out
+
+
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """Of halves, then of their halves: additions of single values, whose order no library chooses."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if x.shape[1] == 0:
+        return x.new_zeros(x.shape[0])
+    x = F.pad(x, (0, (1 << (x.shape[1] - 1).bit_length()) - x.shape[1]))
+    while x.shape[1] > 1:
+        half = x.shape[1] // 2
+        x = x[:, :half] + x[:, half:]
+    return x[:, 0].contiguous()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounded: bool) -> torch.Tensor:
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    normalized = exact * torch.rsqrt(row_sum(exact * exact) / x.shape[1] + eps)[:, None]
+    if weight is None:
+        return normalized.to(x.dtype)
+    if rounded:
+        return (normalized.to(x.dtype) * weight).to(x.dtype)
+    return (normalized * weight.to(exact.dtype)).to(x.dtype)

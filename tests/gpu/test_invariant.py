@@ -1,0 +1,131 @@
+"""Batch-invariant kernels on a GPU, each alone: a row's bits are equal for every number of rows and every place among them. And
+texts of the shipped pair in bfloat16."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spec_ops.decoding import Generator, SpeculationConfig
+from spec_ops.models.corpus import held_out_prompts
+from spec_ops.models.pretrained import load_pair
+from spec_ops.ops.eager_invariance import BatchInvariant
+from spec_ops.ops.invariant import batched_mm_op, rms_norm_op, row_sum_op
+from spec_ops.ops.linear import skinny_mm_op
+from spec_ops.ops.moe import moe_experts
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16)
+SHAPES = [(4096, 4096), (6144, 4096), (28_672, 4096), (4096, 14_336), (1536, 7168), (576, 7168), (1000, 1024), (128_256, 4096)]
+ROWS = (*range(1, 18), 31, 32, 33, 63, 64)
+MANY = (65, 128, 129, 256, 257, 300, 1024, 2048)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=g, device="cuda").to(dtype)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+def check(function, x: torch.Tensor, rows=ROWS) -> None:
+    """`function` of some rows of `x`, from its first and up to its last: the bits of those rows of `function(x)`."""
+    whole = function(x)
+    for count in rows:
+        for start in {0, x.shape[0] - count}:
+            got = function(x[start : start + count])
+            assert torch.equal(bits(got), bits(whole[start : start + count])), (count, start)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_products(n, k, dtype):
+    weight, bias = normal(n, k, dtype=dtype, seed=1) / k**0.5, normal(n, dtype=dtype, seed=2)
+    x = normal(64, k, dtype=dtype)
+    check(lambda rows: skinny_mm_op(rows, weight, bias, None, None, True), x)
+    want = (x.double() @ weight.double().t() + bias.double()).to(dtype)
+    error = {torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    torch.testing.assert_close(skinny_mm_op(x, weight, bias, None, None, True), want, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1536, 7168), (1000, 1088)])
+def test_products_of_many_rows(n, k):
+    """Slices, tiles of 128 rows in which a program adds up all splits: the bits of one row alone."""
+    weight = normal(n, k, seed=1) / k**0.5
+    check(lambda rows: skinny_mm_op(rows, weight, None, None, None, True), normal(2048, k), (1, 8, 64, *MANY))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
+def test_batched_products(dtype):
+    b = normal(16, 128, 512, dtype=dtype, seed=1) / 11
+    a = normal(300, 16, 128, dtype=dtype)
+    check(lambda rows: batched_mm_op(rows.transpose(0, 1), b, None).transpose(0, 1).contiguous(), a, (*ROWS, 65, 300))
+
+
+@pytest.mark.parametrize("n", [1, 96, 576, 4096, 7168, 16_384])
+def test_sums_and_norms(n):
+    x, weight = normal(300, n), normal(n, seed=1)
+    check(row_sum_op, x)
+    for rounded in (False, True):
+        check(lambda rows, rounded=rounded: rms_norm_op(rows, weight, 1e-5, rounded), x)
+    torch.testing.assert_close(rms_norm_op(x, weight, 1e-5, False), F.rms_norm(x, (n,), weight, 1e-5), rtol=2**-6, atol=2**-6)
+
+
+def test_experts():
+    gate_up, down = normal(16, 512, 256, seed=1) / 16, normal(16, 256, 256, seed=2) / 16
+    x, ids = normal(40, 256), torch.randn(40, 16, device="cuda").topk(4).indices
+    weights = torch.rand(40, 4, device="cuda")
+    with BatchInvariant():
+        whole = moe_experts(x, ids, weights, gate_up, down)
+        for rows in (slice(0, 1), slice(3, 7), slice(39, 40)):
+            assert torch.equal(bits(moe_experts(x[rows], ids[rows], weights[rows], gate_up, down)), bits(whole[rows]))
+
+
+@pytest.mark.parametrize("function", [F.silu, torch.cos, torch.exp, lambda x: x.float().softmax(-1), lambda x: F.gelu(x)])
+def test_eager_functions(function):
+    x = normal(300, 1000)
+    with BatchInvariant():
+        check(function, x)
+
+
+PROCESS = """
+import hashlib, torch
+from spec_ops.ops.linear import skinny_mm_op
+g = torch.Generator("cuda").manual_seed(0)
+x, w = (torch.randn(s, generator=g, device="cuda").bfloat16() for s in ((5, 4096), (6144, 4096)))
+out = skinny_mm_op(x, w, None, None, None, True)
+print(hashlib.sha256(out.view(torch.int16).cpu().numpy().tobytes()).hexdigest())
+"""
+
+
+def test_two_processes_agree():
+    runs = [subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, check=True) for _ in range(2)]
+    digests = {run.stdout.split()[-1] for run in runs}
+    assert len(digests) == 1
+    assert len(digests.pop()) == hashlib.sha256().digest_size * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_texts_of_the_shipped_pair(dtype):
+    """Compiled rounds: plain, several lengths of chains, together and alone."""
+    target, draft, tokenizer = load_pair(device="cuda", dtype=dtype)
+    prompts = held_out_prompts(tokenizer, 8, 96)
+
+    def texts(*draft, prompts=prompts, **more):
+        options = {"max_batch_size": 8, "max_seq_len": 256, "compile": True, "invariant": True, **more}
+        return Generator(target, *draft, **options).generate(prompts, max_new_tokens=128).tokens
+
+    want = texts()
+    for steps in (1, 3, 5):
+        assert texts(draft, SpeculationConfig(steps)) == want, steps
+    assert texts(draft, SpeculationConfig(3), prefill_chunk_size=32, page_size=64) == want
+    assert texts(prompts=prompts[3:4], max_batch_size=1) == want[3:4]
+    assert texts(draft, SpeculationConfig(3), prompts=prompts[5:6], max_batch_size=1) == want[5:6]

@@ -1,0 +1,139 @@
+"""What is batch-invariant, what is replaced and what is refused; eagerly, and as nodes of a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spec_ops
+from spec_ops.backends.registry import BackendError, invariant_backend
+from spec_ops.ops._library import INVARIANCE
+from spec_ops.ops.eager_invariance import BatchInvariant
+from spec_ops.ops.invariance import NotInvariantError
+from spec_ops.ops.linear import skinny_mm_op
+
+G = torch.Generator().manual_seed(0)
+WEIGHT, DEEP = (torch.randn(shape, generator=G) for shape in ((80, 96), (4, 96, 33)))
+BIAS = torch.randn(80, generator=G)
+
+# Of rows `x [m, 96]`: a result with a row for each.
+ROWWISE: dict[str, Any] = {
+    "linear": lambda x: F.linear(x, WEIGHT.to(x.dtype)),
+    "linear with a bias": lambda x: F.linear(x, WEIGHT.to(x.dtype), BIAS.to(x.dtype)),
+    "batched": lambda x: torch.einsum("mk,hkn->mhn", x, DEEP.to(x.dtype)),
+    "rms_norm": lambda x: F.rms_norm(x, (96,), BIAS[:1].to(x.dtype).expand(96), 1e-6),
+    "layer_norm": lambda x: F.layer_norm(x, (96,), None, None, 1e-6),
+    "softmax": lambda x: x.float().softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "mean over two dimensions": lambda x: x.view(-1, 8, 12).mean((1, 2), keepdim=True),
+    "var": lambda x: x.var(-1),
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "in place": lambda x: x.clone().exp_().mul_(2.0),
+    "cos": lambda x: x.float().cos() * x.unsqueeze(1).sin().squeeze(1),
+    "argmax": lambda x: x.argmax(-1),
+    "top-k": lambda x: x.topk(3, -1).values,
+}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x if not x.is_floating_point() else x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ROWWISE)
+def test_bits_of_rows(name, dtype):
+    """Of 37 rows, each alone, and some of them: the same bits. And about what eager gives."""
+    function = ROWWISE[name]
+    x = torch.randn(37, 96, generator=G).to(dtype)
+    with BatchInvariant():
+        whole = function(x)
+        for rows in (*(slice(i, i + 1) for i in (0, 5, 36)), slice(3, 6), slice(20, 37)):
+            assert torch.equal(bits(function(x[rows])), bits(whole[rows])), rows
+    want, error = function(x), {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(whole, want, rtol=error, atol=8 * error)
+
+
+def test_without_it_rows_differ():
+    """What all this is for: torch's own product of this row has other bits beside others."""
+    g = torch.Generator().manual_seed(3)
+    found = set()
+    for _ in range(8):
+        x, weight = torch.randn(8, 1024, generator=g), torch.randn(256, 1024, generator=g)
+        found.add(torch.equal(F.linear(x, weight)[:1], F.linear(x[:1], weight)))
+        with BatchInvariant():
+            assert torch.equal(F.linear(x, weight)[:1], F.linear(x[:1], weight))
+    assert False in found
+
+
+def test_values_are_alike_wherever_they_stand():
+    """More values than a thread takes, and a number that no vector divides."""
+    x = torch.full((40_001,), 0.3712)
+    with BatchInvariant():
+        for function in (torch.exp, torch.sigmoid, torch.tanh, F.silu, torch.rsqrt, lambda x: x**1.7):
+            assert torch.equal(function(x), function(x[:3])[:1].expand(40_001))
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda x: x.sum(0), r"aten.sum.dim_IntList is over dimension 0 of \[4, 96\], so that it mixes rows"),
+        (lambda x: x.sum(), "aten.sum.default is over dimension 0 of"),
+        (lambda x: x.amax(0), "aten.amax.default is over dimension 0 of"),
+        (lambda x: x.cumsum(0), "aten.cumsum.default is not known to be batch-invariant"),
+        (lambda x: x.new_zeros(3).index_add(0, torch.tensor([0, 0, 1, 2]), x[:, 0]), "aten.index_add"),
+        (lambda x: x.index_put((torch.tensor([0, 0]),), x[:2], accumulate=True), "adds floats in any order"),
+        (lambda x: F.conv1d(x[:, None], x[:1, None, :3]), "conv"),
+        (lambda x: torch.addmm(x[:, :80], x, WEIGHT.t(), alpha=2.0), "with `beta` or `alpha`"),
+        (lambda x: torch.rand_like(x), "aten.rand_like.default is not known"),
+        (lambda x: torch.fft.fft(x), "aten._fft_r2c"),
+    ],
+)
+def test_refused(function, text):
+    x = torch.randn(4, 96, generator=G)
+    with BatchInvariant(), pytest.raises(NotInvariantError, match=text):
+        function(x)
+
+
+def test_integers_may_be_added_in_any_order():
+    x = torch.arange(12).view(3, 4)
+    with BatchInvariant():
+        assert x.sum().item() == 66
+        assert x.cumsum(0)[-1].tolist() == [12, 15, 18, 21]
+        assert (x > 3).any(0).all()
+
+
+def test_our_ops():
+    """An argument that decides is set; a named backend that is not batch-invariant is refused, one that is stays."""
+    x, weight = torch.randn(9, 128, generator=G).bfloat16(), torch.randn(48, 128, generator=G).bfloat16()
+    with BatchInvariant():
+        assert torch.equal(skinny_mm_op(x, weight, None), skinny_mm_op(x, weight, None, None, None, True))
+        assert torch.equal(skinny_mm_op(x, weight, None)[4:5], skinny_mm_op(x[4:5], weight, None))
+    q, cache = torch.randn(1, 2, 4, 16, generator=G), torch.randn(2, 8, 4, 16, generator=G)
+    tables, lens = torch.tensor([[1]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    call = lambda **given: spec_ops.mha_target_verify(q, cache, cache, tables, lens, **given)  # noqa: E731
+    with BatchInvariant():
+        assert torch.equal(call(), call(backend="reference-deterministic"))
+        with pytest.raises(NotInvariantError, match="mha_target_verify by the backend 'reference' is not batch-invariant"):
+            call(backend="reference")
+        with pytest.raises(NotInvariantError, match="sampling_probs is not batch-invariant"):
+            spec_ops.sampling_probs(q[:, 0, 0], torch.ones(1))
+    assert torch.equal(call(deterministic=True), call(backend="reference-deterministic"))
+
+
+def test_every_op_is_declared():
+    """What declares nothing is refused; the list is short, and each is here for a reason."""
+    refused = {op._schema.name.split("::")[1] for op, declared in INVARIANCE.items() if declared is False}
+    # Sums of float probabilities; no round calls them.
+    assert refused == {"accept_sampled", "sampling_probs", "sample_tokens"}
+    assert set(map(str, INVARIANCE.values())) == {"True", "False", "backend", "invariant"}
+
+
+def test_backends():
+    assert invariant_backend(None) == "reference-deterministic"
+    assert invariant_backend(90) == invariant_backend(120) == "triton-deterministic"
+    with pytest.raises(BackendError, match="no batch-invariant attention backend runs on sm_75"):
+        invariant_backend(75)

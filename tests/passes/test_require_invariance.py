@@ -1,0 +1,127 @@
+"""require_invariance: what a graph's operations become, the same for every number of rows, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spec_ops
+from spec_ops.decoding import Generator, SpeculationConfig
+from spec_ops.models.config import ModelConfig
+from spec_ops.models.drafts import Eagle3Draft
+from spec_ops.models.target import CausalLM
+from spec_ops.ops.invariance import NotInvariantError
+
+SIZES = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
+NAME = "require_invariance"
+
+
+def block(x, w0, w1, g):
+    """What a layer does to rows, and a softmax of their logits."""
+    hidden = x + F.linear(F.silu(F.linear(F.rms_norm(x, (128,), g, 1e-5), w0)), w1)
+    return hidden, torch.einsum("mk,hkn->mhn", hidden, w0.view(2, 128, 96)).float().softmax(-1)
+
+
+def inputs(m: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 128, generator=g)[:m]
+    return [t.bfloat16() for t in (x, *(torch.randn(s, generator=g) for s in ((192, 128), (128, 192), (128,))))]
+
+
+def notes(report, name: str = NAME) -> list[str]:
+    return [note.text for result in report.results if result.name == name for note in result.done]
+
+
+def test_rows_do_not_decide():
+    plans = [spec_ops.explain(_with_an_op(m), *inputs(m), arch=90, invariant=True) for m in (1, 4, 40, 64)]
+    want = ["RMSNorm: rms_norm", "aten.mm.default: batched_mm", "aten.sum.dim_IntList: row_sum"]
+    for plan in plans:
+        assert sorted(notes(plan)) == want
+        assert len(notes(plan, "lower_skinny_mm")) == 2
+        assert not [note for result in plan.results if result.name == NAME for note in result.refused]
+
+
+def _with_an_op(m: int):
+    caches = torch.zeros(2, 4, 8, 1, 64, dtype=torch.bfloat16).unbind()
+    slots = torch.arange(m) % 32
+
+    def call(x, w0, w1, g):
+        spec_ops.append_kv(*caches, x[:, None, :64], x[:, None, 64:], slots)
+        return block(x, w0, w1, g)
+
+    return call
+
+
+def test_compiled_bits():
+    """On the CPU, compiled: a row's bits of 7 rows and alone."""
+    torch._dynamo.reset()
+    compiled = spec_ops.compile(block, mode="default", invariant=True)
+    (x, *weights), rows = inputs(7), slice(3, 4)
+    whole, alone = compiled(x, *weights), compiled(x[rows].clone(), *weights)
+    for one, all_rows, eager in zip(alone, whole, block(x, *weights), strict=True):
+        assert torch.equal(one, all_rows[rows])
+        torch.testing.assert_close(all_rows, eager, rtol=2e-2, atol=2e-2)
+
+
+def test_refused_with_lines():
+    def mixing(x, w):
+        return F.linear(x, w) - x.mean(0)[:5]
+
+    here = mixing.__code__.co_firstlineno + 1
+    torch._dynamo.reset()
+    pattern = rf"test_require_invariance.py:{here}: aten.mean.dim is over dimension 0 of \[3, 8\], so that it mixes rows"
+    with pytest.raises(Exception, match=pattern) as raised:
+        spec_ops.compile(mixing, mode="default", invariant=True)(torch.randn(3, 8), torch.randn(5, 8))
+    assert NotInvariantError.__name__ in str(raised.value)
+
+
+def test_off_without_the_flag():
+    plan = spec_ops.explain(_with_an_op(4), *inputs(4), arch=90)
+    assert not notes(plan)
+    with pytest.raises(ValueError, match="`require_invariance` must be on with `invariant=True`"):
+        spec_ops.compile(block, passes={NAME: False}, invariant=True)
+
+
+@pytest.fixture(scope="module")
+def models():
+    torch.manual_seed(0)
+    target = CausalLM(ModelConfig(num_layers=2, aux_layers=(0, 1, 1), **SIZES)).bfloat16()
+    return target, Eagle3Draft(ModelConfig(num_layers=1, **SIZES), target, torch.arange(0, 200, 2)).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("config", "bs"),
+    [(SpeculationConfig(1), 1), (SpeculationConfig(4), 4), (SpeculationConfig(2), 32)],
+)
+def test_plain_and_speculative_rounds_come_to_the_same(models, config, bs):
+    """For the target's layers, the same replacements in the same order, and the same attention, whatever the rows are."""
+
+    def of_target(draft, *more) -> list[str]:
+        generator = Generator(models[0], draft, *more, max_batch_size=bs, max_seq_len=64)
+        plan = spec_ops.explain(generator.round(bs), arch=90, invariant=True)
+        assert not [note for result in plan.results if result.name == NAME for note in result.refused]
+        names = ("lower_skinny_mm", NAME, "select_backends", "fuse_norm_linear")
+        found = [note for result in plan.results if result.name in names for note in result.done]
+        texts = [f"{re.sub(r'^.*rows, ', '', note.text)} {note.where}" for note in found if "drafts.py" not in note.where]
+        return [text for text in texts if not re.match(r"mha_\w+: ", text)] + sorted(
+            {text.split(": ")[1].split()[0] for text in texts if text.startswith("mha_")}
+        )
+
+    plain, speculative = of_target(None), of_target(models[1], config)
+    assert [text for text in plain if text not in speculative] == []
+    assert "triton-deterministic" in plain
+    assert sum("skinny_mm, invariant" in text or "weight" in text for text in plain) == 2 * 4 + 1
+    assert sum("rms_norm" in text for text in plain) == 2 * 2 + 1
+
+
+def test_trees_are_refused_where_slots_decide(models):
+    generator = Generator(*models, SpeculationConfig(3, 2, 6), max_batch_size=1, max_seq_len=64)
+    plan = spec_ops.explain(generator.round(1), arch=90, invariant=True)
+    refused = {note.text for result in plan.results if result.name == NAME for note in result.refused}
+    assert refused == {
+        f"mha_{step} by triton-deterministic: with a tree mask, the slots of a path decide its bits, and a chain has others"
+        for step in ("draft_decode", "target_verify")
+    }

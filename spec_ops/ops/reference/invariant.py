@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 def each_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
     """`function` of each row of `x [m, ...]`, which it gets alone, `[1, ...]`."""
-    return [function(row.clone(memory_format=torch.contiguous_format)) for row in x.split(1)]
+    return [function(row.clone(memory_format=torch.contiguous_format)) for row in (x.split(1) if len(x) else ())]
 
 
 def _product(matrix: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -47,8 +47,6 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounded: bool) -> torch.Tensor:
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     normalized = exact * torch.rsqrt(row_sum(exact * exact) / x.shape[1] + eps)[:, None]
-    if weight is None:
-        return normalized.to(x.dtype)
-    if rounded:
-        return (normalized.to(x.dtype) * weight).to(x.dtype)
-    return (normalized * weight.to(exact.dtype)).to(x.dtype)
+    if weight is not None:
+        normalized = normalized.to(x.dtype) * weight if rounded else normalized * weight.to(exact.dtype)
+    return normalized.to(x.dtype).contiguous()

@@ -315,15 +315,15 @@ def after(x, weight, scale):
     return torch.mm(x, weight.t().to(x.dtype)) * scale.to(x.dtype).flatten()
 
 
-@pytest.mark.parametrize("rows", [N, 1])
-def test_scales_after_the_product(rows):
+@pytest.mark.parametrize("shape", [(N, 1), (N,), (1, 1), (1,)])
+def test_scales_after_the_product(shape):
     x, weight, scale = tensors("int8")
-    args = [x, weight, scale[:rows].contiguous()]
+    args = [x, weight, scale[: shape[0]].reshape(shape).contiguous()]
     module, inputs = capture(after, *args)
     result = run_pass(LowerSkinnyMm(), module, 90)
     assert texts(result.done) == "skinny_mm: 4 rows, weight 320 x 512 of 8 bits", texts(result.refused)
     assert not {aten.mm.default, aten.mul.Tensor} & set(targets(module))
-    want = exact(x, *args[1:], None)
+    want = exact(x, weight, args[2].view(-1, 1), None)
     errors = [(out.double() - want).square().mean().sqrt() for out in (module(*inputs)[0], after(*args))]
     assert 0 < errors[0] <= 1.05 * errors[1]
 

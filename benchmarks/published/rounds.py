@@ -39,6 +39,19 @@ def accept(results: Path) -> str:
     return paragraph(intro) + "\n\n" + table(("draft", "tokens verified", "accept length, tokens a round"), lines)
 
 
+def quantized(results: Path) -> str:
+    (exact,) = load("cpu-chain3-exact", results)["rows"]
+    lines = [["float32", f"{exact['accept_length']:.2f}", ""]]
+    for name in ("float8", "int4"):
+        (row,) = load(f"cpu-chain3-{name}", results)["rows"]
+        change = row["accept_length"] / exact["accept_length"] - 1
+        lines.append([row["weights"], f"{row['accept_length']:.2f}", f"{change:+.1%}"])
+    intro = f"Accept length of the shipped pair, a chain of {exact['steps']} steps, with the weights of target, head and draft"
+    intro += f" quantized ({exact['prompts']} prompts, {exact['new_tokens'] // exact['prompts']} new tokens each,"
+    intro += " `python -m benchmarks accept --quantize KIND`, files `cpu-chain3-*.json`):"
+    return paragraph(intro) + "\n\n" + table(("weights", "accept length, tokens a round", "change"), lines)
+
+
 def _key(row: Row) -> tuple:
     return row["model"].partition("+")[0], row["bs"], row["context"]
 

@@ -94,7 +94,7 @@ def test_the_whole_path_on_the_cpu(monkeypatch):
             dtypes.append((self.dtype, self.draft is not None, self.compile))
 
     monkeypatch.setattr(speed, "Generator", Watched)
-    result = CliRunner().invoke(cli.app, ["generate", "--compare", "--max-new-tokens", "12", "--device", "cpu"])
+    result = CliRunner().invoke(cli.app, ["generate", "--compare", "--max-new-tokens", "5", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert dtypes == [(torch.bfloat16, False, False), (torch.bfloat16, True, False)]
     before, _, after = result.output.partition("texts are equal")

@@ -155,7 +155,7 @@ def test_numbers_stay_the_same(mla, width, csr):
         torch.testing.assert_close(passed.buffers[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks a C++ compiler what the CPU can do")
+@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks which C++ compiler there is")
 def test_generated_code_copies_no_cache():
     """The whole way through Inductor, but for building its code: the rewritten round still updates its caches in place."""
     plain, passed = (make_round(steps=2, layers=1) for _ in range(2))

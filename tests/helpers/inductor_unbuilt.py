@@ -1,4 +1,4 @@
-"""Inductor without a C++ compiler: it lowers a graph and writes its code, which nobody builds; the graph runs node by node.
+"""Inductor without building C++: it lowers a graph and writes its code, which nobody builds; the graph runs node by node.
 
 Most of the time of Inductor on a CPU is g++. That its C++ code computes what the graph does is asked by a few tests of
 `tests/passes`, which build it.
@@ -15,7 +15,7 @@ from unittest import mock
 
 from functorch.compile import make_boxed_func
 from torch import fx
-from torch._inductor import compile_fx, config
+from torch._inductor import compile_fx, config, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 
 
@@ -37,6 +37,7 @@ def unbuilt() -> Iterator[None]:
 
     with (
         config.patch(force_disable_caches=True),
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[]),  # builds a program for each
         mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=None),
         mock.patch.object(compile_fx, "post_grad_passes", noted),
         mock.patch.object(compile_fx, "compile_fx", functools.partial(compile_fx.compile_fx, inner_compile=inner)),

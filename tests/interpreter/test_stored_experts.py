@@ -19,6 +19,7 @@ from spec_ops.backends.triton.moe import experts, few, grouped
 from spec_ops.backends.triton.moe.stored import e8m0, scaled_fp4
 from spec_ops.backends.triton.runtime.launch import recorded
 from tests.helpers.mixtures import FORMS, PUBLISHED, STORED, Form, exact, stored_call
+from tests.helpers.pairs import pairwise
 
 FP16 = torch.float16
 GATELESS = Form("relu2", gated=False, biases=True)
@@ -30,9 +31,7 @@ def check_close(got: torch.Tensor, args: tuple, rounding: float) -> None:
     torch.testing.assert_close(got.double(), exact(args), rtol=rounding, atol=rounding)
 
 
-@pytest.mark.parametrize("tokens", [3, 13, 40])
-@pytest.mark.parametrize("kind", STORED)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pairwise(layout=LAYOUTS, kind=STORED, tokens=[3, 13, 40])
 def test_few_tokens(layout, kind, tokens):
     """Blocks of scales and of programs that sizes are no multiple of; experts that nobody goes to."""
     hidden, inner = (160, 192) if tokens == 13 else (320, 128)
@@ -51,9 +50,7 @@ def test_shares_of_the_inner_dimension(kind):
         check_close(few.few_experts(*args, configs=(first, replace(second, splits=splits))), args, 2e-3)
 
 
-@pytest.mark.parametrize("dtype", [FP16, torch.float32])
-@pytest.mark.parametrize("kind", STORED)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pairwise(layout=LAYOUTS, kind=STORED, dtype=[FP16, torch.float32])
 def test_many_tokens(layout, kind, dtype):
     hidden, inner = (96, 160) if kind == "MXFP4" else (100, 150)
     args = stored_call(LAYOUTS[layout], kind, 30, 2, 3, hidden, inner, dtype, dropped=0.2)

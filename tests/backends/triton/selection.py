@@ -22,14 +22,20 @@ def pairs(variants: Iterable[Variant]) -> list[Pair]:
     return [(variant, arch) for variant in variants for arch in variant.archs]
 
 
-def covering(candidates: list[Pair], facts: Callable[[Variant, int], Iterable[Hashable]]) -> list[Pair]:
-    """Few of the candidates that together have all the facts of all of them: the one that adds most, again and again."""
+def covering(
+    candidates: list[Pair], facts: Callable[[Variant, int], Iterable[Hashable]], compiled: Iterable[Pair] = ()
+) -> list[Pair]:
+    """Few of the candidates that together have all the facts of all of them: the one that adds most, again and again. First of
+    those that other tests compile, which then come from Triton's cache."""
     left = {fact for pair in candidates for fact in facts(*pair)}
     chosen = []
-    while left:
-        best = max(candidates, key=lambda pair: len(left.intersection(facts(*pair))))
-        chosen.append(best)
-        left.difference_update(facts(*best))
+    for share in ([pair for pair in compiled if pair in candidates], candidates):
+        while share:
+            best = max(share, key=lambda pair: len(left.intersection(facts(*pair))))
+            if not left.intersection(facts(*best)):
+                break
+            chosen.append(best)
+            left.difference_update(facts(*best))
     return chosen
 
 

@@ -46,13 +46,18 @@ def _facts(variant, arch):
         yield "window", constants["WINDOW"] >= 0
 
 
+SHARE = covering(WGMMA, lambda variant, arch: [(variant.name[:6], "tree" in variant.name)])
+FP8_SHARE = covering(FP8, lambda variant, arch: [variant.constexprs["BLOCK_M"]])
+RESIDENT = covering(pairs(SPLIT), _facts, [*SHARE, *FP8_SHARE])
+
+
 def pytest_generate_tests(metafunc):
     if metafunc.function is test_programs_are_resident_at_once:
-        parametrize_pairs(metafunc, pairs(VARIANTS), covering(pairs(SPLIT), _facts))
+        parametrize_pairs(metafunc, pairs(VARIANTS), RESIDENT)
     elif metafunc.function is test_wgmma_run_side_by_side:
-        parametrize_pairs(metafunc, WGMMA, covering(WGMMA, lambda variant, arch: [(variant.name[:6], "tree" in variant.name)]))
+        parametrize_pairs(metafunc, WGMMA, SHARE)
     elif metafunc.function is test_fp8_goes_to_products_without_detours:
-        parametrize_pairs(metafunc, FP8, covering(FP8, lambda variant, arch: [variant.constexprs["BLOCK_M"]]))
+        parametrize_pairs(metafunc, FP8, FP8_SHARE)
 
 
 def test_programs_are_resident_at_once(variant, arch):
@@ -70,7 +75,7 @@ def test_programs_are_resident_at_once(variant, arch):
 
 
 def test_the_share_has_every_kernel_and_architecture():
-    share = covering(pairs(SPLIT), _facts)
+    share = RESIDENT
     assert {fact for pair in share for fact in _facts(*pair)} == {fact for pair in pairs(SPLIT) for fact in _facts(*pair)}
     assert {arch for _, arch in share} == set(ahead.ARCHS)
     assert {variant.kernel.__name__ for variant, _ in share} == {variant.kernel.__name__ for variant in SPLIT}

@@ -139,7 +139,7 @@ def test_the_round_is_one_graph_and_never_recompiles(name):
     assert counter.frame_count == 1, other
 
 
-@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks a C++ compiler what the CPU can do")
+@pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks which C++ compiler there is")
 def test_the_round_compiles_with_our_passes(capsys):
     """Inductor, with a step of each kind, and the message that says what takes so long."""
     ids, mask = batch()

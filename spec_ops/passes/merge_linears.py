@@ -14,7 +14,7 @@ inputs of their own would have to be copied together in every call, and stay apa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class MergeLinears(GraphPass):
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
         found: dict[tuple, list[_Product]] = {}
         apart: dict[fx.Node, list[fx.Node]] = {}
+        order = {node: place for place, node in enumerate(graph.nodes)}
         for node in calls(graph, aten.mm.default, aten.addmm.default):
             if (x := _unshaped(node.args[-2])) is None:
                 continue
@@ -63,7 +64,7 @@ class MergeLinears(GraphPass):
             found.setdefault((x, *wholes), []).append(product)
         for products in found.values():
             for run in _runs(products):
-                _merge(graph, run)
+                _merge(graph, run, order)
                 sizes = " + ".join(str(product.weight.end - product.weight.start) for product in run)
                 result.did(
                     run[0].node, f"{len(run)} products of one value: weight {sizes} x {value(run[0].weight.whole).shape[1]}"
@@ -120,9 +121,9 @@ def _runs(products: list[_Product]) -> Iterator[list[_Product]]:
     yield from [run] * (len(run) > 1)
 
 
-def _merge(graph: fx.Graph, run: list[_Product]) -> None:
+def _merge(graph: fx.Graph, run: list[_Product], order: Mapping[fx.Node, int]) -> None:
     nodes = {product.node for product in run}
-    first = next(node for node in graph.nodes if node in nodes)
+    first = min(nodes, key=order.__getitem__)
     start, end = run[0].weight.start, run[-1].weight.end
 
     def rows(of: _Rows) -> fx.Node:

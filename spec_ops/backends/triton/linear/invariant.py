@@ -39,7 +39,9 @@ LINE = 4096  # numbers of a row that a program of a sum has at once
 def config_of(m: int, n: int, k: int, sms: int, arch: int) -> Config:
     """For `m` rows, at most `MAX_ROWS`. The splits, and the bounds of their blocks, do not depend on them."""
     splits = fitted(Tile(MAX_ROWS, 64, BLOCK_K, 4, 2), n, k, sms, arch).splits
-    block_m = next(size for size in (8, 16, 32, MAX_ROWS) if m <= size)
+    # On sm_100 a tile of 8 would be of another instruction (mma.sync) than the others; on sm_90 the two agree in their bits.
+    sizes = (16, 32, MAX_ROWS) if 100 <= arch < 120 else (8, 16, 32, MAX_ROWS)
+    block_m = next(size for size in sizes if m <= size)
     return fitted(Tile(block_m, 64, BLOCK_K, 4, 2), n, k, sms, arch, splits=splits)
 
 

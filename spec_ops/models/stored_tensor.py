@@ -6,6 +6,7 @@ another package, and traces to a dequantization that the pass `lower_skinny_mm` 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -120,6 +121,12 @@ class StoredTensor(torch.Tensor):
     ) -> StoredTensor:
         optional = {name: parts.get(name) for name in ("order", "input_scale")}
         return cls(parts["data_"], parts["scale"], parts.get("zero"), dtype=rest[0], inputs=rest[1], **optional)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch's cache of compiled graphs tells these tensors apart by: everything but numbers."""
+        parts = [(name, getattr(self, name)) for name in _PARTS if getattr(self, name) is not None]
+        about = [(name, p.dtype, tuple(p.shape), p.stride(), p.storage_offset(), str(p.device)) for name, p in parts]
+        return hashlib.blake2b(repr((about, self.dtype, self.inputs)).encode(), digest_size=16).hexdigest()
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None) -> StoredTensor:
         """The tensor with its parts changed."""

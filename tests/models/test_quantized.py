@@ -85,6 +85,8 @@ def test_a_stored_tensor_is_a_linear_layers_weight_alone():
     ordered = StoredTensor(weight.data_, weight.scale, weight.zero, dtype=torch.float32, order=order)
     assert torch.equal(ordered.dequantize()[:, order], weight.dequantize())
     torch.testing.assert_close(nn.functional.linear(x, ordered), x @ ordered.dequantize().t())
+    hashes = {t._stable_hash_for_caching() for t in (weight, ordered, moved.weight, layer.weight.clone())}
+    assert len(hashes) == 3
     with pytest.raises(ValueError, match=r"`order` must be \[128\] of torch.int64, got torch.int64 of \[64\]"):
         StoredTensor(weight.data_, weight.scale, dtype=torch.float32, order=order[:64])
 

@@ -41,6 +41,7 @@ def bench_round(
     penalties: Annotated[
         bool, typer.Option("--penalties", help="Also rounds with a bias, penalties and a token bitmask, greedy and sampled.")
     ] = False,
+    invariant: Annotated[bool, typer.Option("--invariant", help="Also the rounds with batch-invariant arithmetic.")] = False,
     accept_length: Annotated[
         float | None, typer.Option(min=1, help="Tokens a round for tokens/s; default three quarters of the longest path.")
     ] = None,
@@ -74,6 +75,7 @@ def bench_round(
     if unknown := sorted(set(path) - set(PATHS)):
         raise typer.BadParameter(f"must be one of {list(PATHS)}, got {unknown}", param_hint="--path")
     choices = _choices(sampled, penalties, temperature, top_k, top_p, min_p)
+    choices += [choice | {"invariant": True} for choice in choices if invariant]
     if naive and tree_width > 1:
         raise typer.BadParameter("drafts chains: leave out --tree-width", param_hint="--naive")
     from benchmarks.round import runner as round_runner  # imports the compiler, which would slow down every command

@@ -55,6 +55,7 @@ class RoundCase:
         timeline: file for a picture of one round at the first context.
         temperature, top_k, top_p, min_p: of every request; temperature 0 decodes greedily.
         penalties: bias, repetition, presence and frequency penalties and a token bitmask change the target's logits.
+        invariant: batch-invariant arithmetic.
     """
 
     model: str
@@ -80,6 +81,7 @@ class RoundCase:
     top_p: float = 1.0
     min_p: float = 0.0
     penalties: bool = False
+    invariant: bool = False
 
     def __str__(self) -> str:
         layers = f" {self.layers} layers" if self.layers else ""
@@ -96,7 +98,8 @@ class RoundCase:
     def choice(self) -> dict[str, Any]:
         """What its rows say of how tokens are chosen; nothing for a greedy round of unchanged logits."""
         settings = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        return ({"sampled": True, **settings} if self.sampled else {}) | ({"penalties": True} if self.penalties else {})
+        flags = {name: True for name in ("penalties", "invariant") if getattr(self, name)}
+        return ({"sampled": True, **settings} if self.sampled else {}) | flags
 
     @property
     def shape(self) -> Shape:
@@ -233,6 +236,7 @@ class CompiledRound:
             max_seq_len=max(case.contexts) + case.slack,
             page_size=PAGE_SIZE,
             backend=case.backend,
+            invariant=case.invariant,
             prefill_backend="auto",  # not every provider has one, and nothing is prefilled here
         )
         for cache in filter(None, (self.generator.target_cache, self.generator.draft_cache)):
@@ -277,7 +281,7 @@ class CompiledRound:
         if not self.case.compiled:
             return module
         if self.case.passes:
-            return compile_with_passes(module)
+            return compile_with_passes(module, invariant=self.case.invariant)
         # torch 2.11 records no CUDA graph after an `.item()`: the node's buffer, None, enters the next partition, where an
         # assertion without a text fails. Without the pass that removes it, the naive round is launched kernel by kernel.
         mode = "default" if self.case.round == "naive" else "reduce-overhead"

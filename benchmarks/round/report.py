@@ -23,12 +23,12 @@ def above_floor(row: dict[str, Any]) -> dict[str, float] | None:
 
 
 # What a row says of how tokens are chosen; one without them is of a greedy round of unchanged logits.
-CHOICE = ("sampled", "temperature", "top_k", "top_p", "min_p", "penalties")
+CHOICE = ("sampled", "temperature", "top_k", "top_p", "min_p", "penalties", "invariant")
 
 
 def kind(row: Mapping[str, Any]) -> str:
     """Of the round: `"speculative"`, `"plain, sampled"`, `"speculative, sampled, penalties"`, `"plain, transformers"`."""
-    parts = [row.get("round", "speculative"), *(name for name in ("sampled", "penalties") if row.get(name))]
+    parts = [row.get("round", "speculative"), *(name for name in ("sampled", "penalties", "invariant") if row.get(name))]
     return ", ".join(parts + [path for path in [row.get("path", "own")] if path != "own"])
 
 
@@ -142,14 +142,15 @@ def beside_table(rows: Sequence[dict[str, Any]]) -> Table | None:
 
 def beside_base(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Each row of a round that samples or changes logits, with the row of the same case that it is judged by: a sampled round
-    by the greedy one, one that changes logits by the one that does not."""
+    by the greedy one, one that changes logits or is batch-invariant by the one that does not, or is not."""
 
     def case(row: dict[str, Any]) -> tuple:
         shape = row["model"], row["bs"], row["context"], draft_shape(row)
         return (*shape, row.get("round", "speculative"), row["backend"], row["passes"])
 
     def without(row: dict[str, Any]) -> tuple:
-        dropped = ("penalties",) if row.get("penalties") else CHOICE
+        last = next((name for name in ("invariant", "penalties") if row.get(name)), None)
+        dropped = CHOICE if last is None else (last,)
         return choice({name: value for name, value in row.items() if name not in dropped})
 
     found = {(case(row), choice(row)): row for row in rows}
@@ -164,7 +165,8 @@ def describe_choice(row: Mapping[str, Any]) -> str:
         told.append(f"temperature {row['temperature']:g}")
         told += [f"top-k {row['top_k']}"] * (row["top_k"] > 0) + [f"top-p {row['top_p']:g}"] * (row["top_p"] < 1)
         told += [f"min-p {row['min_p']:g}"] * (row["min_p"] > 0)
-    return ", ".join(told + ["penalties, bias, bitmask"] * bool(row.get("penalties")))
+    told += ["penalties, bias, bitmask"] * bool(row.get("penalties")) + ["batch-invariant"] * bool(row.get("invariant"))
+    return ", ".join(told)
 
 
 def choice_table(rows: Sequence[dict[str, Any]]) -> Table | None:

@@ -14,7 +14,7 @@ from benchmarks import __main__ as benchmarks
 from benchmarks.round import profile as round_profile
 from benchmarks.round.measure import CompiledRound, RoundCase, floor_bytes
 from benchmarks.round.profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
-from benchmarks.round.report import above_floor, beside_base, choice_table, judge_auto, kind
+from benchmarks.round.report import above_floor, beside_base, choice_table, describe_choice, judge_auto, kind
 from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES, touched_experts
 from spec_ops.passes import explain
 from spec_ops.passes.analysis import counts
@@ -153,6 +153,15 @@ def test_rounds_that_sample(tree, penalties):
     assert {name: row[name] for name in said} == said
     assert row.get("penalties", False) is penalties
     assert row.get("num_tokens") == tree.get("tree_tokens")
+
+
+def test_batch_invariant_rounds():
+    """In bfloat16: what one request gets is what it gets beside others."""
+    case = replace(TINY, dtype="bfloat16", invariant=True)
+    assert CompiledRound(case).generator.invariant
+    (row, _) = CompiledRound(case).rows()
+    assert row["invariant"] is True
+    assert kind(row) == "speculative, invariant"
 
 
 def test_penalties_change_the_round():
@@ -360,6 +369,9 @@ def test_what_a_round_is_judged_by():
     assert cells[4][0] == "temperature 0.6, top-k 20, top-p 0.9, min-p 0.05"
     assert cells[6] == ["greedy", "greedy", "temperature 0.6, top-k 20, top-p 0.9, min-p 0.05", "greedy"]
     assert kind(rows[3]) == "speculative, sampled, penalties"
+    invariant = [row(4.2, invariant=True), row(5.5, **sampled, invariant=True)]
+    assert [(a["ms"], b["ms"]) for a, b in beside_base(rows[:2] + invariant)] == [(5.0, 4.0), (4.2, 4.0), (5.5, 5.0)]
+    assert describe_choice(invariant[0]) == "greedy, batch-invariant"
     assert choice_table(rows[:1]) is None
     # Verdicts on `auto` keep them apart.
     other = [row(3.0, backend="triton"), row(6.0, backend="triton", **sampled)]

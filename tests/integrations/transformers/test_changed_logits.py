@@ -157,7 +157,7 @@ def test_other_numbers_need_no_other_round(monkeypatch):
     """One graph for greedy steps, one for steps with filters, whatever their numbers, with a caller's processor among them."""
     counter = CompileCounter()
 
-    def compiled(module):
+    def compiled(module, **_options):
         return torch.compile(module, backend=counter, fullgraph=True, dynamic=False)
 
     monkeypatch.setattr(spec_ops.passes, "compile", compiled)

@@ -92,7 +92,7 @@ def test_tokens_stay_those_of_generate(monkeypatch, name):
     """In float32, by the graph that the passes make, run node by node."""
     reports: list = []
 
-    def compiled(module):
+    def compiled(module, **_options):
         fn, found = compile_interpreted(module)
         reports.append(found)
         return fn

@@ -32,7 +32,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # Names without the underscore of an operation in place. What makes values, moves or compares them.
 _MOVES = frozenset({
     "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_local_scalar_dense", "_reshape_alias", "_to_copy",
-    "_unsafe_index", "_unsafe_masked_index", "_unsafe_view", "arange", "argsort", "bucketize", "cat", "clone",
+    "_unsafe_index", "_unsafe_masked_index", "_unsafe_view", "type_as", "arange", "argsort", "bucketize", "cat", "clone",
     "constant_pad_nd", "convert_element_type", "copy", "embedding", "empty", "empty_like", "empty_permuted", "empty_strided",
     "equal", "fill", "flip", "floor_divide", "full", "full_like", "gather", "index", "index_copy", "index_fill", "index_put",
     "index_select", "inductor_force_stride_order", "iota", "isin", "item", "kthvalue", "lift_fresh", "lift_fresh_copy",

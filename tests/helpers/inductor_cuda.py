@@ -156,7 +156,9 @@ def generate(fn: Callable, *args: torch.Tensor, passes: dict[str, bool] | None =
     inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     slot = config.patch(post_grad_custom_pre_pass=PassManager(passes, ARCH))
     with _properties(), V.set_debug_handler(DebugContext()), V.set_fake_mode(inputs[0].fake_mode), slot:
-        post_grad_passes(module, True)
+        view_to_reshape(module)
+        with inputs[0].fake_mode:  # as Inductor runs them
+            post_grad_passes(module, True)
         view_to_reshape(module)
         lowering = GraphLowering(module, example_inputs=inputs, is_inference=True)
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):

@@ -12,7 +12,7 @@ import spec_ops
 from spec_ops.backends.registry import BackendError, invariant_backend
 from spec_ops.ops._library import INVARIANCE
 from spec_ops.ops.eager_invariance import BatchInvariant
-from spec_ops.ops.invariance import NotInvariantError
+from spec_ops.ops.invariance import KEPT, NotInvariantError, judge, named_arguments
 from spec_ops.ops.linear import skinny_mm_op
 
 G = torch.Generator().manual_seed(0)
@@ -96,6 +96,12 @@ def test_refused(function, text):
     x = torch.randn(4, 96, generator=G)
     with BatchInvariant(), pytest.raises(NotInvariantError, match=text):
         function(x)
+
+
+def test_a_conversion_that_torch_does_not_decompose():
+    """On CUDA with torch 2.11 an RMS norm ends in it."""
+    op, x = torch.ops.aten.type_as.default, torch.zeros(2)
+    assert judge(op, named_arguments(op, (x, x), {}), lambda operand: operand) == KEPT
 
 
 def test_integers_may_be_added_in_any_order():

@@ -30,6 +30,10 @@ _MOST_COPIES = 4  # rows that a reshape joins and that are then followed one by 
 _MOVES, _PRODUCTS, _SUMS = range(3)
 
 
+# Of a view that no strides express: the second one where fake tensors are made.
+NO_STRIDES = (RuntimeError, ValueError)
+
+
 class NotRotatedError(Exception):
     """Why a value is not known to be another one rotated."""
 
@@ -79,7 +83,7 @@ class _Columns(NamedTuple):
         terms = tuple(_Term(term.sign, tuple(map(of, term.factors))) for term in self.terms)
         try:
             return _Columns(terms, None if self.whole is None else of(self.whole))
-        except RuntimeError:  # heads lie before tokens in the sum, but not in what it is computed from
+        except NO_STRIDES:  # heads lie before tokens in the sum, but not in what it is computed from
             return _Columns(terms, None)
 
 
@@ -91,7 +95,7 @@ def find_rotation(node: fx.Node, shape: tuple[int, int, int]) -> Rotation:
     """
     try:
         columns = [part.each(lambda at: at.view(*shape[:2], at.shape[-1])) for part in _evaluate(node, _SUMS)]
-    except RuntimeError:
+    except NO_STRIDES:
         raise NotRotatedError("its tokens are not rows of what it is computed from") from None
     halves, rest = columns[:2], columns[2:]
     if [len(part.terms) for part in halves] != [2, 2] or halves[0].width != halves[1].width:
@@ -168,7 +172,7 @@ def _evaluate(node: fx.Node, depth: int) -> list[_Columns]:
     if rule is not None:
         try:
             found = rule(node, depth)
-        except RuntimeError:  # a reshape that no strides can express
+        except NO_STRIDES:  # a reshape that no strides can express
             found = None
     return [_leaf(node)] if found is None else found
 

@@ -21,7 +21,7 @@ from spec_ops.backends.triton.runtime.ahead import Variant
 from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
-from spec_ops.backends.triton.sampling.phases import WARP, load_span, load_step, part_sums, step_ids
+from spec_ops.backends.triton.sampling.phases import WARP, load_span, load_step, part_totals, step_ids
 from spec_ops.backends.triton.sampling.support import LANE, tile_size
 from spec_ops.backends.triton.sampling.weights import (
     KEY_SHIFT,
@@ -85,11 +85,12 @@ def _drafted_logits(ids, live, row, target_to_draft, map_stride):
     if draft is None:
         return ids, ids, live
     else:
-        draft_ids = ids.to(tl.int64)
+        draft_ids = ids
         if target_to_draft is not None:
-            draft_ids = tl.load(target_to_draft + draft_ids * map_stride, mask=live, other=-1).to(tl.int64)
+            draft_ids = tl.load(target_to_draft + ids.to(tl.int64) * map_stride, mask=live, other=-1).to(tl.int32)
         there = live & (draft_ids >= 0)
-        return tl.load(draft + draft_ids * draft_stride, mask=there, other=float("-inf")).to(tl.float32), draft_ids, there
+        at = draft + draft_ids.to(tl.int64) * draft_stride
+        return tl.load(at, mask=there, other=float("-inf")).to(tl.float32), draft_ids, there
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def _weights(
         # Where the target keeps nothing nothing is left: in most tiles, if top-p or top-k cut.
         if subtract & (tl.max(tl.reshape(kept.to(tl.int32), [ROWS * LANE]), 0) > 0):
             other_value, other_ids, there = other
-            there = there & _is_kept(other_value, other_ids.to(tl.int32), draft_least, DRAFT_SHIFT)
+            there = there & _is_kept(other_value, other_ids, draft_least, DRAFT_SHIFT)
             drafted = tl.where(there, fixed_weight(other_value, draft_top, scale), 0)
             # `abs` changes nothing, but keeps products from fusing with the difference: equal ones leave nothing.
             gap = tl.abs(weights.to(tl.float64) * given) - tl.abs(drafted.to(tl.float64) * taken)
@@ -125,7 +126,7 @@ def _part_weights(
     """What each part of a chunk weighs (`phases.step_ids`), in the order of ids, without tokens in `dropped` (or None)."""
     size, target, stride, top, least = row[0], row[1], row[2], row[3], row[4]
     start = chunk * steps * (ROWS * LANE)
-    weights = tl.zeros([ROWS, LANE], tl.int64)
+    weights = tl.zeros([ROWS], tl.int64)  # a thread's lane is summed at once: fewer registers
     value, _, _ = load_step(target, stride, start, 0, steps, size, ROWS, LANE)
     for step in range(0, steps):
         ids = step_ids(start, step, steps, ROWS, LANE)
@@ -133,9 +134,9 @@ def _part_weights(
         other = _drafted_logits(ids, live & subtract, row, target_to_draft, map_stride)
         # The next step's are on their way while these are weighed.
         coming, _, _ = load_step(target, stride, start, step + 1, steps, tl.where(step + 1 < steps, size, 0), ROWS, LANE)
-        weights += _weights(value, ids, live, other, scale, row, subtract, SHIFT, DRAFT_SHIFT, ROWS, LANE)
+        weights += tl.sum(_weights(value, ids, live, other, scale, row, subtract, SHIFT, DRAFT_SHIFT, ROWS, LANE), 1)
         value = coming
-    parts = part_sums(weights, ROWS, LANE)
+    parts = part_totals(weights, ROWS)
     if dropped is not None:
         COUNT: tl.constexpr = dropped.shape[0]
         node = tl.arange(0, COUNT)
@@ -429,9 +430,14 @@ def accept_logits_tree_kernel(
         tl.store(lens + request, accepted)
 
 
-def shares(bs: int, vocab: int, programs: int) -> dict[str, Any]:
+def lane_of(block: bool, mapped: bool) -> int:
+    """Neighbouring tokens of a thread: half as many where registers would not do for two programs on a multiprocessor."""
+    return LANE // 2 if block and mapped else LANE
+
+
+def shares(bs: int, vocab: int, programs: int, lane: int = LANE) -> dict[str, Any]:
     """How the requests' rows are divided among about `programs` programs: chunks of whole tiles."""
-    tile, lane = tile_size(vocab, 256, LANE), LANE
+    tile = tile_size(vocab, 256, lane)
     tiles = triton.cdiv(vocab, tile)
     each = triton.cdiv(tiles, min(max(programs // bs, 1), MOST_CHUNKS))
     constants = {"tiles": each, "CHUNKS": triton.cdiv(tiles, each), "ROWS": tile // lane, "LANE": lane}
@@ -448,7 +454,8 @@ def accept_sampled_logits(
     outputs = tokens, torch.empty_like(tokens), candidates.new_empty(bs, dtype=torch.int32)
     if not bs:
         return outputs
-    share = shares(bs, vocab, 2 * num_sms(candidates.device))
+    lane = lane_of(block, target_to_draft is not None)
+    share = shares(bs, vocab, 2 * num_sms(candidates.device), lane)
     target_support = target_support.contiguous()
     strides = (
         *candidates.stride(), *target_logits.stride(), target_support.stride(0), *uniforms.stride(), final_uniforms.stride(0),
@@ -481,9 +488,13 @@ def accept_sampled_logits(
 
 def ahead() -> Iterator[Variant]:
     vocab = 131_072
-    common = shares(8, vocab, 264) | {"SHIFT": 16}
-    num_warps, options = common.pop("num_warps"), {"maxnreg": common.pop("maxnreg")}
-    common.pop("tiles")
+
+    def with_constants(lane: int, given: dict[str, Any]) -> dict[str, Any]:
+        constants = shares(8, vocab, 264, lane) | {"SHIFT": 16}
+        del constants["tiles"]
+        options = {"maxnreg": constants.pop("maxnreg")}
+        return {"num_warps": constants.pop("num_warps"), "options": options, "constexprs": given | constants}
+
     inputs = {"candidates": "*i64:16", "target_logits": "*bf16:16", "target_support": "*i64:16", "uniforms": "*fp32:16"}
     inputs |= {"final_uniforms": "*fp32:16", "temperatures": "*fp32:16", "tokens": "*i64:16", "path": "*i64:16"}
     inputs |= {"lens": "*i32:16", "partial": "*i64:16", "counters": "*i32:16", "candidate_row_stride": "i32"}
@@ -497,9 +508,9 @@ def ahead() -> Iterator[Variant]:
             inputs
             | {"path_len": "i32", "threshold_single": "fp32", "threshold_acc": "fp32", "parent_row_stride": "i32"}
             | ({"parents": "*i64:16"} if tree else {"parent_stride": "i32"}),
-            ones | ({"parent_stride": 1} if tree else {"parents": None}) | {"NODES": nodes, "NODE_BLOCK": nodes} | common,
-            num_warps=num_warps,
-            options=options,
+            **with_constants(
+                LANE, ones | ({"parent_stride": 1} if tree else {"parents": None}) | {"NODES": nodes, "NODE_BLOCK": nodes}
+            ),
         )
     for mapped in (True, False):
         for blocks in (True, False):
@@ -510,10 +521,10 @@ def ahead() -> Iterator[Variant]:
                 | {"draft_logits": "*bf16:16", "draft_support": "*i64:16", "draft_row_stride": "i32:16"}
                 | {"draft_node_stride": "i32:16", "draft_support_row_stride": "i32"}
                 | ({"target_to_draft": "*i64:16"} if mapped else {"map_stride": "i32"}),
-                ones
-                | {"draft_stride": 1, "NODES": 4, "NODE_BLOCK": 4, "BLOCKS": blocks, "DRAFT_SHIFT": 16}
-                | ({"map_stride": 1} if mapped else {"target_to_draft": None})
-                | common,
-                num_warps=num_warps,
-                options=options,
+                **with_constants(
+                    lane_of(blocks, mapped),
+                    ones
+                    | {"draft_stride": 1, "NODES": 4, "NODE_BLOCK": 4, "BLOCKS": blocks, "DRAFT_SHIFT": 16}
+                    | ({"map_stride": 1} if mapped else {"target_to_draft": None}),
+                ),
             )

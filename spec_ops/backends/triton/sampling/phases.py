@@ -63,8 +63,14 @@ def load_step(logits, stride, start, step, steps, vocab, ROWS: tl.constexpr, LAN
 @triton.jit
 def part_sums(values, ROWS: tl.constexpr, LANE: tl.constexpr):
     """Sums of `[ROWS, LANE]` for each part of the chunk, in the order of ids."""
+    return part_totals(tl.sum(values, 1), ROWS)
+
+
+@triton.jit
+def part_totals(values, ROWS: tl.constexpr):
+    """As `part_sums`, of `[ROWS]`."""
     PART: tl.constexpr = min(WARP, ROWS)
-    return tl.sum(tl.reshape(tl.sum(values, 1), [ROWS // PART, PART]), 1)
+    return tl.sum(tl.reshape(values, [ROWS // PART, PART]), 1)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "backends": rounds.backends,
     "passes": rounds.passes,
     "sampled": rounds.sampled,
+    "invariant": rounds.invariant,
     "models": rounds.models,
     "planned": rounds.planned,
     "compilation": rounds.compilation,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,22 +192,36 @@ def compilation(results: Path) -> str:
     return paragraph(intro) + "\n\n" + table(("layers", "draft steps", "cold", "warm"), lines)
 
 
-def sampled(results: Path) -> str:
-    """Rounds that sample, and rounds that change logits, beside those that do not."""
-    file, lines = "h200-round-sampled", []
-    rows = load(file, results)["rows"] if (results / f"{file}.json").exists() else []
-    for row, other in beside_base(rows):
-        if row["passes"] and row["backend"] in ("auto", "triton") and row.get("round", "speculative") == "speculative":
-            times = [f"{row['ms']:.2f}", describe_choice(other), f"{other['ms']:.2f}", f"{row['ms'] / other['ms']:.3f}"]
-            where = [label(row["model"]), f"{row['bs']}, {row['context']}", draft_shape(row), describe_choice(row)]
-            lines.append([*where, *times])
-    intro = "What sampling adds to a round, and what a bias, penalties and a token bitmask add, milliseconds; each pair"
-    intro += f" measured in one call (`python -m benchmarks round --sampled --penalties`, `benchmarks/results/{file}.json`)"
+def _judged(intro: str, files: Sequence[str], results: Path) -> str:
+    """Rounds of `files` beside the rounds of the same file that they are judged by."""
+    lines = []
+    for file in files:
+        rows = load(file, results)["rows"] if (results / f"{file}.json").exists() else []
+        for row, other in beside_base(rows):
+            if row["passes"] and row["backend"] in ("auto", "triton") and row.get("round", "speculative") == "speculative":
+                times = [f"{row['ms']:.2f}", describe_choice(other), f"{other['ms']:.2f}", f"{row['ms'] / other['ms']:.3f}"]
+                where = [label(row["model"]), f"{row['bs']}, {row['context']}", draft_shape(row), describe_choice(row)]
+                lines.append([*where, *times])
     if not lines:
         return paragraph(f"{intro}: not measured yet.")
-    intro += ":"
     header = ("model", "batch, context", "drafts", "tokens chosen by", "ms", "beside", "ms", "ratio")
-    return paragraph(intro) + "\n\n" + table(header, lines)
+    return paragraph(f"{intro}:") + "\n\n" + table(header, lines)
+
+
+def sampled(results: Path) -> str:
+    """Rounds that sample, and rounds that change logits, beside those that do not."""
+    files = "h200-round-sampled", "h200-round-penalties"
+    intro = "What sampling adds to a round, and what a bias, penalties and a token bitmask add, milliseconds; each pair"
+    intro += " measured in one call (`python -m benchmarks round --sampled --penalties`,"
+    intro += f" {' and '.join(f'`benchmarks/results/{file}.json`' for file in files)})"
+    return _judged(intro, files, results)
+
+
+def invariant(results: Path) -> str:
+    """Batch-invariant rounds beside the others."""
+    file = "h200-round-invariant"
+    intro = "What batch-invariant arithmetic adds to a round, milliseconds (`python -m benchmarks round --invariant`,"
+    return _judged(f"{intro} `benchmarks/results/{file}.json`)", [file], results)
 
 
 def models(results: Path) -> str:

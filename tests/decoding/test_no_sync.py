@@ -14,6 +14,7 @@ from spec_ops.ops.reference import (
     accept,
     attention,
     concatenate,
+    invariant,
     kv_cache,
     kv_indices,
     linear,
@@ -25,7 +26,9 @@ from spec_ops.ops.reference import (
 )
 from tests.ops.test_opcheck import SAMPLES, SEEDS, WITH_FP8, overload, sample
 
-MODULES: tuple[ModuleType, ...] = (kv_cache, kv_indices, tree, accept, sampling, rope, linear, concatenate, lookup, moe)
+MODULES: tuple[ModuleType, ...] = (
+    kv_cache, kv_indices, tree, accept, sampling, rope, linear, concatenate, lookup, moe, invariant
+)  # fmt: skip
 # The reference of `moe_experts` visits the experts one by one; on a GPU its kernels run, which the second test captures.
 CASES = [(name, seed, fp8) for name in SAMPLES for seed in SEEDS for fp8 in {False, name in WITH_FP8}]
 

@@ -475,7 +475,9 @@ WITH_FP8 = [name for name in SAMPLES if name.startswith(("mha", "mla", "append",
 
 
 def sample(name: str, seed: int, device: str, fp8: bool) -> tuple[Any, ...]:
-    return SAMPLES[name](Source(random.Random(f"{name}{seed}").randint, device, fp8))
+    """Of each argument of the op's schema; of those that the samples leave out the default."""
+    args = SAMPLES[name](Source(random.Random(f"{name}{seed}").randint, device, fp8))
+    return (*args, *(argument.default_value for argument in overload(name)._schema.arguments[len(args) :]))
 
 
 @pytest.mark.parametrize("seed", SEEDS[:2])

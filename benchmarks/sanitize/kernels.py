@@ -19,12 +19,14 @@ from triton.runtime.interpreter import GridExecutor
 
 from benchmarks.sanitize import attention as sanitize_attention
 from spec_ops.backends.triton.cache import rope_append as rope
+from spec_ops.backends.triton.linear import invariant as invariant_linear
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
 from spec_ops.backends.triton.moe import experts, route
 from spec_ops.backends.triton.runtime import ahead
 from spec_ops.backends.triton.sampling import accept, accept_logits, probabilities, support
 from spec_ops.ops.reference import accept as reference_accept
+from spec_ops.ops.reference import invariant as reference_invariant
 from spec_ops.ops.reference import linear as reference_linear
 from spec_ops.ops.reference import moe as reference_moe
 from spec_ops.ops.reference import rope as reference_rope
@@ -165,6 +167,26 @@ def _norm_linear(m: int, device: str) -> None:
     torch.testing.assert_close(act.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
 
 
+def _many_rows(device: str) -> None:
+    rng = Rng("many rows")
+    args = rng.tensor(257, 192).half(), (rng.tensor(130, 192) * 0.05).half(), rng.tensor(130).half()
+    got = invariant_linear.skinny_mm(*Copy(args, device).args, None, None, True)
+    wanted = torch.nn.functional.linear(*(a.double() for a in args))
+    torch.testing.assert_close(got.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
+
+
+def _invariant(op: str, device: str) -> None:
+    """Odd sizes: several blocks of a row, of rows and of columns, none of them full."""
+    rng = Rng(op)
+    args: tuple[Any, ...] = {
+        "batched_mm": (rng.tensor(3, 70, 72), rng.tensor(3, 72, 130), rng.tensor(130)),
+        "row_sum": (rng.tensor(5, 1300),),
+        "rms_norm": (rng.tensor(5, 1300), rng.tensor(1300), 1e-5, False),
+    }[op]
+    got = getattr(invariant_linear, op)(*Copy(args, device).args)
+    torch.testing.assert_close(got.cpu(), getattr(reference_invariant, op)(*args), rtol=1e-4, atol=1e-4)
+
+
 def _moe(tokens: int, device: str) -> None:
     """gpt-oss's form of experts: dropped ids, odd sizes, several tiles of an expert."""
     args = moe_call(MOE_FORMS["gpt-oss"], tokens, 3, 7, 72, 56, torch.float16, dropped=0.2)
@@ -201,6 +223,9 @@ def cases() -> list[Case]:
     for m in (4, 15, 31):
         names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
         found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))
+    found.append(Case("skinny_mm of many rows, invariant", ("many_rows_kernel",), _many_rows))
+    for op in ("batched_mm", "row_sum", "rms_norm"):
+        found.append(Case(op, (f"{op}_kernel",), functools.partial(_invariant, op)))
     found.append(Case("route_experts", ("route_experts_kernel",), _route_experts))
     grouped = ("grouped_gate_up_kernel", "grouped_down_kernel", "weighted_sum_kernel")
     found.append(Case("moe_experts, 70 tokens", grouped, functools.partial(_moe, 70)))

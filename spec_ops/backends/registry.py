@@ -191,12 +191,18 @@ def invariant_backend(arch: int | None) -> str:
     Raises:
         BackendError: there is none.
     """
-    known = sorted((b for b in _BACKENDS.values() if b.deterministic), key=lambda b: b.rank)
-    for backend in known:
+    for backend in _batch_invariant(arch is not None):
         low, high = (0, 0) if backend.capabilities is None else backend.capabilities
-        if (arch is None) == (backend.capabilities is None) and low <= (arch or 0) <= high:
+        if low <= (arch or 0) <= high:
             return backend.name
-    raise BackendError(f"no batch-invariant attention backend runs on {_place(arch)}; there are {[b.name for b in known]}")
+    known = [backend.name for on_gpu in (True, False) for backend in _batch_invariant(on_gpu)]
+    raise BackendError(f"no batch-invariant attention backend runs on {_place(arch)}; there are {known}")
+
+
+def _batch_invariant(on_gpu: bool) -> list[Backend]:
+    """The batch-invariant backends of GPUs, or of the CPU, the best-ranked first."""
+    known = [backend for backend in _BACKENDS.values() if backend.deterministic]
+    return sorted((b for b in known if (b.capabilities is not None) == on_gpu), key=lambda b: b.rank)
 
 
 def attention_backend(check, name: object, deterministic: object, device: torch.device) -> str:
@@ -210,7 +216,10 @@ def attention_backend(check, name: object, deterministic: object, device: torch.
     if name != "auto":
         known = [known for known in available_backends() if _BACKENDS[known].deterministic]
         check.fail("backend", f"'auto' or one of {known} with `deterministic=True`", repr(name))
-    return invariant_backend(device_arch(device))
+    if device.type == "cpu":
+        return invariant_backend(None)
+    # A plan for a GPU (`explain`) is traced on `meta`; what a GPU cannot run is refused when the kernel is chosen.
+    return next((backend.name for backend in _batch_invariant(True)), None) or invariant_backend(device_arch(device))
 
 
 def plans_on_host(name: str) -> bool:

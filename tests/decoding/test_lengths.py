@@ -115,7 +115,7 @@ def test_each_length_is_compiled_once(any_length, kind):
 
 
 def test_a_length_that_is_compiled_is_announced(target, capsys, monkeypatch):
-    monkeypatch.setattr("spec_ops.passes.compile", lambda module: module)
+    monkeypatch.setattr("spec_ops.passes.compile", lambda module, **_: module)
     generator = Generator(target, make_draft("self", target), SpeculationConfig(lengths=(1, 3)), compile=True, **OPTIONS)
     generator.generate(PROMPTS[:1], max_new_tokens=12, progress=True)
     assert "compiling the round for batch size 1 and 3 draft steps (once" in capsys.readouterr().err

@@ -400,7 +400,11 @@ wrong("accept_sampled_logits", "target_logits", "shape (2, 2, 8)", target_logits
 wrong("accept_sampled_logits", "target_logits", "shape (2, 3, 0)", target_logits=torch.zeros(BS, Q_LEN, 0))
 wrong("accept_sampled_logits", "target_support", "shape (2, 3, 2)", target_support=lambda call: call["target_support"][..., :2])
 wrong(
-    "accept_sampled_logits", "target_support", "0 to 8", IndexError, target_support=torch.tensor([0, 8, 5]).expand(BS, Q_LEN, 3)
+    "accept_sampled_logits",
+    "target_support",
+    "8 to 8",
+    IndexError,
+    target_support=torch.tensor([0, 8, 5]).expand(BS, Q_LEN, 3),
 )
 wrong("accept_sampled_logits", "candidates", "1 to 8", IndexError, candidates=torch.tensor([[1, 1, 8]] * BS))
 wrong(SAMPLED, "uniforms", "shape (2, 2)", uniforms=torch.zeros(BS, 2))
@@ -429,7 +433,7 @@ op, given = "accept_sampled_logits", drafts["accept_sampled_logits"]
 wrong(op, "draft_support", "a tensor", draft_support=draft_support)
 wrong(op, "draft_support", "NoneType", TypeError, **given | {"draft_support": None})
 wrong(op, "draft_support", "int32", TypeError, **given | {"draft_support": draft_support.int()})
-wrong(op, "draft_support", "-2 to -1", IndexError, **given | {"draft_support": draft_support - torch.tensor([2, 0, 0])})
+wrong(op, "draft_support", "-2 to -2", IndexError, **given | {"draft_support": draft_support - torch.tensor([2, 0, 0])})
 wrong(op, "target_to_draft", "a tensor", target_to_draft=torch.arange(8))
 wrong(op, "target_to_draft", "shape (7,)", **given, target_to_draft=torch.arange(7))
 wrong(op, "target_to_draft", "int32", TypeError, **given, target_to_draft=torch.arange(8).int())

@@ -113,7 +113,8 @@ def test_layers_with_page_tables_of_their_own(lengths):
     found = passed.report
     assert (found.before["page_table"], found.after["page_table"]) == (6, 2)
     assert found.after[counts.ITEMS] == 0
-    assert not [note.text for result in found.results for note in result.refused]
+    refused = [result for result in found.results if result.refused]
+    assert {result.name for result in refused} <= {"fuse_rope_append"}  # nothing is rotated here
     # Tables and slots of two layers, and the lengths: in int64 those of the tables, in int32 those of attention.
     assert found.after[counts.METADATA_LAUNCHES] == 2 + 2 + (2 if lengths == "int64" else 1)
 

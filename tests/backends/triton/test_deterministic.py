@@ -14,7 +14,7 @@ from spec_ops.backends import BackendError, available_backends, get_backend, sel
 from tests.backends.test_registry import META
 from tests.ops.test_bad_input import attention_call
 
-NAME = "triton-deterministic"
+NAME, ON_CPU = "triton-deterministic", "reference-deterministic"
 STEPS = [f"{kind}_{step}" for kind in ("mha", "mla") for step in ("draft_decode", "target_verify", "draft_extend", "extend")]
 
 
@@ -26,26 +26,24 @@ def call(op: str, **changes: Any) -> torch.Tensor:
 def test_auto_never_takes_it(arch):
     """Not even where nothing else is left but the reference."""
     selection = select_backend(META, arch)
-    assert selection.backend.name != NAME
-    assert "deterministic=True" in selection.reasons[NAME]
-    assert [name for name in available_backends() if get_backend(name).deterministic] == [NAME]
+    assert selection.backend.name not in (NAME, ON_CPU)
+    assert "deterministic=True" in selection.reasons[NAME if arch else ON_CPU]
+    assert [name for name in available_backends() if get_backend(name).deterministic] == [NAME, ON_CPU]
 
 
 @pytest.mark.parametrize("op", STEPS)
-def test_the_cpu_raises(op):
-    """The reference promises no bits, so nothing takes the place of the kernel."""
-    for backend in ("auto", NAME):
-        with pytest.raises(
-            BackendError, match=f"{op}: `backend` '{NAME}' cannot run this call on CPU: {NAME} needs a CUDA device"
-        ):
-            call(op, deterministic=True, backend=backend)
-    assert call(op, deterministic=False).isfinite().all()
+def test_the_cpu_has_one_of_its_own(op):
+    """Whose bits are others, so that nothing takes the place of a kernel that is named."""
+    with pytest.raises(BackendError, match=f"{op}: `backend` '{NAME}' cannot run this call on CPU: {NAME} needs a CUDA device"):
+        call(op, deterministic=True, backend=NAME)
+    given, function = attention_call(*op.split("_", 1)), getattr(spec_ops, op)
+    assert torch.equal(function(**given, deterministic=True), function(**given, backend=ON_CPU))
 
 
 @pytest.mark.parametrize("op", STEPS)
 @pytest.mark.parametrize("name", ["reference", "triton", "flashinfer-xqa"])
 def test_another_backend_is_refused(op, name):
-    message = rf"{op}: `backend` must be 'auto' or one of \['{NAME}'\] with `deterministic=True`, got '{name}'"
+    message = rf"{op}: `backend` must be 'auto' or one of \['{NAME}', '{ON_CPU}'\] with `deterministic=True`, got '{name}'"
     with pytest.raises(ValueError, match=message):
         call(op, deterministic=True, backend=name)
 
@@ -58,10 +56,9 @@ def test_it_is_a_bool(came):
 
 def test_the_best_ranked_of_several():
     """One choice for every call, whatever it can run: results of two batch-invariant kernels differ."""
-    better = dataclasses.replace(get_backend(NAME), name="better", rank=5, kernels={"mha_extend": "m:f"})
-    spec_ops.register_backend(better)
+    spec_ops.register_backend(dataclasses.replace(get_backend(ON_CPU), name="better", rank=5, kernels={"mha_extend": "m:f"}))
     try:
-        for op in ("mha_extend", "mla_draft_decode"):
+        for op in ("mha_target_verify", "mla_draft_decode"):
             with pytest.raises(BackendError, match="`backend` 'better' cannot run this call"):
                 call(op, deterministic=True)
     finally:
@@ -69,9 +66,9 @@ def test_the_best_ranked_of_several():
 
 
 def test_none_registered():
-    declared = spec_ops.backends.unregister_backend(NAME)
+    declared = spec_ops.backends.unregister_backend(ON_CPU)
     try:
-        with pytest.raises(ValueError, match=r"`backend` must be 'auto' or one of \[\] with `deterministic=True`, got 'auto'"):
+        with pytest.raises(BackendError, match=rf"no batch-invariant attention backend runs on CPU; there are \['{NAME}'\]"):
             call("mha_extend", deterministic=True)
     finally:
         spec_ops.register_backend(declared)

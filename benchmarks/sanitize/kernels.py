@@ -18,7 +18,9 @@ import triton
 from triton.runtime.interpreter import GridExecutor
 
 from benchmarks.sanitize import attention as sanitize_attention
+from spec_ops.backends.push import of_one_process
 from spec_ops.backends.triton.cache import rope_append as rope
+from spec_ops.backends.triton.collectives import push
 from spec_ops.backends.triton.linear import invariant as invariant_linear
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
@@ -26,6 +28,7 @@ from spec_ops.backends.triton.moe import experts, route
 from spec_ops.backends.triton.runtime import ahead
 from spec_ops.backends.triton.sampling import accept, accept_logits, probabilities, support
 from spec_ops.ops.reference import accept as reference_accept
+from spec_ops.ops.reference import collectives as reference_collectives
 from spec_ops.ops.reference import invariant as reference_invariant
 from spec_ops.ops.reference import linear as reference_linear
 from spec_ops.ops.reference import moe as reference_moe
@@ -60,8 +63,8 @@ KERNELS = {
 class Case(NamedTuple):
     """`run` takes the device, and raises unless the kernel does what the reference does. `kernels`: those it launches.
 
-    Triton's interpreter cannot do what is not `interpreted`: it truncates to bfloat16, rounds to e4m3 in ways of its own, and
-    ops do not take Triton's attention on a CPU.
+    Triton's interpreter cannot do what is not `interpreted`: it truncates to bfloat16, rounds to e4m3 in ways of its own,
+    knows no assembly, and ops do not take Triton's attention on a CPU.
     """
 
     name: str
@@ -203,6 +206,27 @@ def _route_experts(device: str) -> None:
         torch.testing.assert_close(got[1].cpu(), wanted[1], rtol=1e-5, atol=0)
 
 
+def _collectives(device: str) -> None:
+    """All ranks in one launch: a sum, one with a residual, and a maximum; twice as many calls as there are buffers."""
+    ranks, rng = of_one_process(4, torch.device(device), 1 << 14, 1_000_000), Rng("collectives")
+    for columns in (48, 4096, 272, 16, 4096, 1040):
+        parts, residual, weight = rng.tensor(4, 1, columns), rng.tensor(1, columns), rng.tensor(columns)
+        parts, residual, weight = (t.bfloat16() for t in (parts, residual, weight))
+        keys = torch.randint(-(2**62), 2**62, (4, 33))
+        x, same, g, k = (t.to(device) for t in (parts, residual.expand(4, 1, -1).contiguous(), weight, keys))
+        out, y, z, largest = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x), torch.empty_like(k)
+        squares = torch.empty(4, 1, columns // 16, device=device)
+        push.push(ranks, x, out, "sum", local=4)
+        push.push(ranks, x, y, "sum", (same, g, z, squares, columns), local=4)
+        push.push(ranks, k, largest, "max", local=4)
+        total = reference_collectives.sum_of(list(parts))
+        for rank in range(4):
+            for got, wanted in zip((y, z, squares), reference_collectives.add_to(total, residual, weight), strict=True):
+                torch.testing.assert_close(got[rank].cpu(), wanted, rtol=1e-5, atol=0)
+            assert torch.equal(out[rank].cpu(), total)
+            assert torch.equal(largest[rank].cpu(), keys.amax(0))
+
+
 def cases() -> list[Case]:
     """Every kernel of the package."""
     found = [Case(op, kernels, functools.partial(_random, op)) for op, kernels in KERNELS.items()]
@@ -232,6 +256,7 @@ def cases() -> list[Case]:
     for tokens in (5, 20):
         few = ("few_gate_up_kernel", "few_down_kernel")
         found.append(Case(f"moe_experts, {tokens} tokens", few, functools.partial(_moe, tokens)))
+    found.append(Case("all_reduce of 4 ranks", ("sum_kernel", "max_kernel"), _collectives, interpreted=False))
     found += [Case(*case, interpreted=False) for case in sanitize_attention.cases()]
     return found
 

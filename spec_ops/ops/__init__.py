@@ -1,5 +1,6 @@
 """The operators: schema, fake implementation, validation and public wrapper, one file per family."""
 
+import spec_ops.ops.collectives
 import spec_ops.ops.concatenate
 import spec_ops.ops.invariant
 import spec_ops.ops.linear  # noqa: F401  their ops have no public functions

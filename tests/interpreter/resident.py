@@ -88,8 +88,10 @@ class _Grid:
 
 
 @contextlib.contextmanager
-def resident(kernel: Any, seed: int = 0) -> Iterator[None]:
-    """Programs of `kernel` may wait for one another inside; `seed` decides in what order they go on."""
+def resident(kernel: Any, seed: int = 0) -> Iterator[Callable[[], None]]:
+    """Programs of `kernel` may wait for one another inside; `seed` decides in what order they go on.
+
+    Yields what gives other programs a turn, for kernels that wait in ways of their own."""
     rewrite, order = kernel.rewrite, random.Random(seed)
     current: list[_Grid] = []
 
@@ -113,4 +115,4 @@ def resident(kernel: Any, seed: int = 0) -> Iterator[None]:
             arrived = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
 
     with mock.patch.object(kernel, "rewrite", rewritten), mock.patch.object(arrival, "await_all", await_all):
-        yield
+        yield lambda: current[0].switch()

@@ -19,6 +19,7 @@ from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import spec_ops
 from spec_ops.backends.squares import sums_of
+from tests.helpers.groups import alone
 from tests.helpers.mixtures import stored_stack
 from tests.ops.test_bad_input import CALLS
 
@@ -198,6 +199,18 @@ def scaled_silu_mul_sample(s: Source) -> tuple[Any, ...]:
     both = s.laid_out(s.normal(m, 2 * n, dtype=s.pick(*FLOATS[1:])))
     gate, up = both.chunk(2, -1) if n else (both, both)
     return gate, s.pick(up, up.clone()), squares(s, m, columns), columns, 1e-5
+
+
+def all_reduce_sample(s: Source) -> tuple[Any, ...]:
+    """Floating point, since gradients are asked of it; integers are in `test_collectives.py`."""
+    x = s.any_layout(s.normal(s.integer(0, 3), 16 * s.integer(1, 4), dtype=s.pick(*FLOATS[1:])))
+    return x, "sum", alone(s.device)
+
+
+def all_reduce_add_sample(s: Source) -> tuple[Any, ...]:
+    x, _, group = all_reduce_sample(s)
+    m, n = x.shape
+    return x, s.any_layout(s.normal(m, n, dtype=x.dtype)), s.any_layout(s.normal(n, dtype=x.dtype)), group
 
 
 def concatenate_sample(s: Source) -> tuple[Any, ...]:
@@ -440,6 +453,8 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "scaled_skinny_mm": scaled_skinny_mm_sample,
     "scaled_silu_mul": scaled_silu_mul_sample,
     "concatenate": concatenate_sample,
+    "all_reduce": all_reduce_sample,
+    "all_reduce_add": all_reduce_add_sample,
     "page_table": page_table_sample,
     "kv_indices": kv_indices_sample,
     "draft_kv_indices": lambda s: draft_kv_indices_sample(s, every_step=False),

@@ -1,0 +1,131 @@
+"""Memory of the ranks of one host that all of them write to, for the kernels of `triton/collectives`.
+
+It is allocated and exchanged when ranks meet (`connect`), before anything is compiled: torch's symmetric memory allows neither
+while a CUDA graph is captured. https://docs.pytorch.org/docs/stable/symmetric_memory.html
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PROGRAMS = 256  # most of a launch
+STATE = 2 * PROGRAMS + 4  # words of `state`, of a multiple of 16 bytes
+# Bytes up to which every rank writes all of its part to all others, by the number of ranks. With more of either the links'
+# bandwidth decides, and each rank should add up a part of the sum. The figures are SGLang's for H200 (its "push" all-reduce).
+MOST_BYTES = {2: 2 << 20, 4: 384 << 10, 8: 160 << 10}
+LEAST_ARCH = 90
+LOOKS_A_SECOND = 1_000_000  # of a waiting program at its buffer, at least: it takes more than the time of a load each
+DTYPES = {"sum": (torch.bfloat16, torch.float16), "max": (torch.int64,)}
+
+
+@dataclass(frozen=True)
+class PushWorkspace:
+    """What the kernels of one rank need.
+
+    Attributes:
+        rank, size: of the group.
+        slot_bytes: most bytes of a call.
+        addresses: `[size + 1]` int64 on the device: of each rank's buffers as this process sees them, and of `failed`.
+        state: `[ranks of this process, STATE]` int32 on the device: turns, words left by the previous call, whether a call
+            failed.
+        failed: `[1]` int32 that the host reads, and the device writes 1 to when a rank did not come.
+        looks: how often a program looks at its buffer before it gives up.
+        memory: what must not be freed.
+    """
+
+    rank: int
+    size: int
+    slot_bytes: int
+    addresses: torch.Tensor
+    state: torch.Tensor
+    failed: torch.Tensor
+    looks: int
+    memory: Any = None
+
+    def check(self, op: str, dtype: torch.dtype, reduce: str, num_bytes: int) -> None:
+        """
+        Raises:
+            ValueError: the kernels do not reduce such a tensor.
+        """
+        if reason := refusal(dtype, reduce, num_bytes, self.slot_bytes):
+            raise ValueError(f"{op}: `x` {reason}")
+
+
+def refusal(dtype: torch.dtype, reduce: str, num_bytes: int, most: int) -> str | None:
+    """Why the kernels do not reduce a tensor; None if they do."""
+    if reduce not in DTYPES or dtype not in DTYPES[reduce]:
+        known = "; ".join(f"{name}: {', '.join(map(str, dtypes))}" for name, dtypes in DTYPES.items())
+        return f"and `reduce` must be one of {known}, got {reduce} of {dtype}"
+    if num_bytes % 16 and reduce == "sum":
+        return f"must be of a multiple of 16 bytes, got {num_bytes}"
+    travelling = num_bytes * (2 if reduce == "max" else 1)  # a key travels with 8 bytes beside it
+    return f"must be of at most {most * num_bytes // travelling} bytes, got {num_bytes}" if travelling > most else None
+
+
+def most_bytes(size: int) -> int | None:
+    """Bytes of a call up to which the kernels are for so many ranks; None if they are not."""
+    return MOST_BYTES.get(size)
+
+
+_workspaces: dict[str, PushWorkspace] = {}  # by the name of the group
+
+
+def workspace_of(op: str, group: str) -> PushWorkspace:
+    """
+    Raises:
+        ValueError: the ranks of `group` have none.
+    """
+    if group not in _workspaces:
+        raise ValueError(
+            f"{op}: `group` must be one whose ranks can write to one another's memory, and that a TensorParallel was made of, "
+            f"got {group!r}"
+        )
+    return _workspaces[group]
+
+
+def connected() -> tuple[str, ...]:
+    """The names of the groups that have a workspace."""
+    return tuple(sorted(_workspaces))
+
+
+def connect(group: Any, device: torch.device, seconds: float) -> PushWorkspace:
+    """Allocate this rank's buffers and exchange their addresses; all ranks must call it. Once for a group.
+
+    Args:
+        group: a `torch.distributed.ProcessGroup` of 2, 4 or 8 ranks, one GPU each, of one host with peer access.
+        device: this rank's.
+        seconds: that a kernel waits for the other ranks, at least.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    name, size = group.group_name, group.size()
+    if name in _workspaces:
+        return _workspaces[name]
+    most = most_bytes(size)
+    assert most is not None
+    words = 3 * size * most // 4
+    buffers = symmetric.empty(words, dtype=torch.int32, device=device)
+    handle = symmetric.rendezvous(buffers, group)
+    buffers.zero_()
+    failed = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    addresses = torch.tensor([*handle.buffer_ptrs, failed.data_ptr()], dtype=torch.int64).to(device)
+    state = torch.zeros(1, STATE, dtype=torch.int32, device=device)
+    torch.cuda.synchronize(device)
+    handle.barrier()  # nobody writes to a buffer that is still to be zeroed
+    torch.cuda.synchronize(device)
+    looks = min(int(seconds * LOOKS_A_SECOND), 2**31 - 1)
+    made = PushWorkspace(group.rank(), size, most, addresses, state, failed, looks, (buffers, handle))
+    return _workspaces.setdefault(name, made)
+
+
+def of_one_process(size: int, device: torch.device, most: int, looks: int) -> PushWorkspace:
+    """All ranks in one process and on one device: to try the kernels without a second GPU."""
+    buffers = torch.zeros(size, 3 * size * most // 4, dtype=torch.int32, device=device)
+    failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    pointers = [row.data_ptr() for row in buffers]
+    addresses = torch.tensor([*pointers, failed.data_ptr()], dtype=torch.int64).to(device)
+    state = torch.zeros(size, STATE, dtype=torch.int32, device=device)
+    return PushWorkspace(0, size, most, addresses, state, failed, looks, buffers)

@@ -1,0 +1,1 @@
+"""Sums and maxima over the ranks of one host."""

@@ -1,0 +1,168 @@
+"""Sums and maxima over ranks in Triton's interpreter: all ranks in one launch, in any order of their programs.
+
+float16, since the interpreter truncates to bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from spec_ops.backends.push import PushWorkspace, of_one_process
+from spec_ops.ops.reference import collectives as reference
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+
+import triton.language as tl
+
+from spec_ops.backends.triton.collectives import push
+from tests.interpreter.resident import resident
+
+CPU = torch.device("cpu")
+LOOKS = 1000
+
+
+def read(slots: Any, mask: Any) -> Any:
+    return tl.load(slots, mask=mask, other=1, volatile=True)
+
+
+@contextlib.contextmanager
+def together(kernel: Any, seed: int) -> Iterator[None]:
+    """What the interpreter lacks: assembly, and programs that run at the same time."""
+
+    def send(place: Any, *words_and_mask: Any) -> None:
+        *words, mask = words_and_mask
+        kind = tl.int64 if len(words) == 2 else tl.int32
+        for i, word in enumerate(words):
+            tl.store(place.to(tl.pointer_type(kind)) + i, word, mask=mask != 0)
+
+    with resident(kernel, seed) as switch:
+
+        def read_again(slots: Any, mask: Any) -> Any:
+            switch()
+            return read(slots, mask)
+
+        patches = {"send": send, "send_long": send, "read_again": read_again}
+        with mock.patch.multiple(push, **patches):
+            yield
+
+
+def ranks_of(size: int, most: int = 1 << 14, looks: int = LOOKS) -> PushWorkspace:
+    return of_one_process(size, CPU, most, looks)
+
+
+def run(ranks: PushWorkspace, parts: torch.Tensor, reduce: str = "sum", added: Any = None, seed: int = 0) -> torch.Tensor:
+    """Of each rank, what it has afterwards; `parts[rank]` is what it gives."""
+    out = torch.empty_like(parts)
+    with together(push.max_kernel if reduce == "max" else push.sum_kernel, seed):
+        push.push(ranks, parts, out, reduce, added, warps=1, local=ranks.size)
+    assert ranks.failed.item() == 0
+    return out
+
+
+def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """NaN has many."""
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.nan_to_num(7.0).view(torch.int16), wanted.nan_to_num(7.0).view(torch.int16))
+
+
+def parts_of(size: int, m: int, n: int, seed: int = 0) -> torch.Tensor:
+    """With zeros of both signs alone, in pairs and on all ranks, infinities and NaN."""
+    g = torch.Generator().manual_seed(seed)
+    parts = torch.randn(size, m, n, generator=g).half()
+    for value in (0.0, -0.0, torch.inf, -torch.inf, torch.nan):
+        parts[torch.rand(parts.shape, generator=g) < 0.05] = value
+    for i, value in enumerate((0.0, -0.0)):
+        parts[:, :, 4 * i : 4 * i + 3] = value
+    parts[size - 1, :, 8:16] = 0.0
+    return parts
+
+
+@pytest.mark.parametrize(("size", "m", "n"), [(2, 1, 16), (2, 3, 264), (4, 5, 128), (8, 1, 520)])
+def test_sum_of_ranks(size, m, n):
+    """In the order of the ranks, rounded once, and the same bits on all; any order of programs."""
+    ranks = ranks_of(size)
+    for seed in range(3):
+        parts = parts_of(size, m, n, seed)
+        for got in run(ranks, parts, seed=seed):
+            same_bits(got, reference.sum_of(list(parts)))
+
+
+def test_calls_of_any_sizes_in_turn():
+    """Three buffers in rotation: what a longer call left must be zero before a shorter one's successor reads it."""
+    ranks = ranks_of(2)
+    for call, columns in enumerate((1040, 16, 16, 1040, 272, 1040, 1040, 16, 528, 16)):
+        if call % 4 == 3:
+            keys = torch.randint(-(2**62), 2**62, (2, columns // 8), generator=torch.Generator().manual_seed(call))
+            for got in run(ranks, keys, "max", seed=call):
+                assert torch.equal(got, keys.max(0).values)
+        parts = parts_of(2, 1, columns, call)
+        for got in run(ranks, parts, seed=call):
+            same_bits(got, reference.sum_of(list(parts)))
+
+
+def test_maximum_of_keys():
+    """Of all int64: a half of a key may be zero, and a key the least there is."""
+    least, most = -(2**63), 2**63 - 1
+    mine = [0, -1, least, most, 1 << 32, 5, least, -(1 << 32), 0xFFFFFFFF, least]
+    others = [0, 0, least, 0, 1, 5 << 32, most, -1, 1 << 32, least + 1]
+    keys = torch.tensor([mine, others, [least] * 10, [least] * 10])
+    for got in run(ranks_of(4), keys, "max"):
+        assert torch.equal(got, keys.max(0).values)
+
+
+@pytest.mark.parametrize(("size", "m", "n"), [(2, 3, 272), (4, 1, 1040)])
+def test_sum_with_a_residual(size, m, n):
+    """Every rank has the same residual; what is normalized afterwards comes with the squares of its rows."""
+    parts = parts_of(size, m, n).nan_to_num(1.0, 2.0, 3.0)
+    g = torch.Generator().manual_seed(n)
+    residual, weight = torch.randn(m, n, generator=g).half(), torch.randn(n, generator=g).half()
+    z = torch.empty_like(parts)
+    squares = torch.empty(size, m, n // 16)
+    everywhere = residual.expand(size, m, n).contiguous()
+    got = run(ranks_of(size), parts, added=(everywhere, weight, z, squares, n))
+    wanted = reference.add_to(reference.sum_of(list(parts)), residual, weight)
+    for rank in range(size):
+        same_bits(got[rank], wanted[0])
+        same_bits(z[rank], wanted[1])
+        torch.testing.assert_close(squares[rank], wanted[2], rtol=1e-5, atol=0)
+
+
+def test_a_rank_that_does_not_come():
+    """The others give up, say so, and do not wait again."""
+    ranks = ranks_of(2, looks=20)
+    parts = parts_of(2, 1, 16)
+    out = torch.zeros(1, 16).half()
+    with together(push.sum_kernel, 0):
+        push.push(ranks, parts[0], out, "sum", warps=1, local=1)
+    assert out.isnan().all()
+    assert ranks.failed.item() == 1
+    looks: list[int] = []
+    with together(push.sum_kernel, 0), mock.patch.object(push, "read_again", lambda *a: looks.append(1) or read(*a)):
+        push.push(ranks, parts[0], out, "sum", warps=1, local=1)
+    assert len(looks) == 1
+
+
+def test_bad_input():
+    ranks = ranks_of(2, 64)
+    x = torch.zeros(2, 1, 48).half()
+    for changed, reduce, message in (
+        (x.float(), "sum", "must be one of sum: torch.bfloat16, torch.float16; max: torch.int64, got sum of torch.float32"),
+        (x, "max", "got max of torch.float16"),
+        (x, "sum", "`x` must be of at most 64 bytes, got 96"),
+        (x[..., :7].contiguous(), "sum", "must be of a multiple of 16 bytes, got 14"),
+        (torch.zeros(2, 5, dtype=torch.int64), "max", "`x` must be of at most 32 bytes, got 40"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            push.push(ranks, changed, torch.empty_like(changed), reduce, local=2)
+    with pytest.raises(ValueError, match="all_reduce: `group` must be one whose ranks can write to one another's memory"):
+        push.all_reduce(x, "sum", "nobody")
+    with mock.patch.dict("spec_ops.backends.push._workspaces", {"two": ranks}):
+        with pytest.raises(ValueError, match="all_reduce_add: the columns of `x` must be a multiple of 16, got 24"):
+            push.all_reduce_add(x[0, :, :24], x[0, :, :24], x[0, 0, :24], "two")
+        assert push.all_reduce(x[:, :0], "sum", "two").shape == (2, 0, 48)

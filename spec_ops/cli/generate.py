@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +14,14 @@ from rich.table import Table
 from spec_ops.cli.options import (
     Compile,
     Device,
+    DraftCost,
     DraftPath,
     DType,
     FrequencyPenalty,
     Invariant,
     KeepK,
     KeepP,
+    Lengths,
     MinP,
     ModelPath,
     ModelSettings,
@@ -39,13 +42,14 @@ from spec_ops.cli.options import (
     parse_config,
     parse_device,
     parse_dtype,
+    parse_lengths,
     parse_penalties,
     parse_sampling,
     parse_setting,
     quantized,
     refusing,
 )
-from spec_ops.cli.speed import show_speed
+from spec_ops.cli.speed import show_speed, warm_up
 from spec_ops.cli.text import Text, from_checkpoints, from_pair, read_prompt
 from spec_ops.decoding import GenerationResult, Generator
 
@@ -65,6 +69,8 @@ def generate(
     steps: Steps = 3,
     tree_width: TopK = 1,
     tree_tokens: TreeTokens = None,
+    lengths: Lengths = None,
+    draft_cost: DraftCost = None,
     temperature: Temperature = None,
     top_k: KeepK = None,
     top_p: KeepP = None,
@@ -98,7 +104,8 @@ def generate(
             "compares greedy texts in float32, or with --invariant: leave out --plain, --temperature and --dtype",
             param_hint="--compare",
         )
-    place, weights, config = parse_device(device), parse_dtype(dtype), parse_config(steps, tree_width, tree_tokens)
+    place, weights = parse_device(device), parse_dtype(dtype)
+    config = parse_config(steps, tree_width, tree_tokens, None, parse_lengths(lengths), draft_cost)
     sampling = parse_sampling(temperature, top_k, top_p, min_p, seed)
     penalties = parse_penalties(repetition_penalty, presence_penalty, frequency_penalty)
     check_models(pair, model, draft_model, settings, plain=plain)
@@ -139,10 +146,13 @@ def generate(
     stored = dtype if quantize is None else f"{dtype}, weights {quantize}"
     console.print(f"[dim]{place}, {stored}, torch {torch.__version__}; {how}[/dim]")
 
+    def decode(kind: str, tokens: int) -> None:
+        generators[kind].generate([text.tokens], max_new_tokens=tokens, sampling=text.sampling)
+
     def run(kind: str) -> GenerationResult:
         if compile or place.type == "cuda":  # kernels load and graphs record outside the timing
             console.print("[dim]warming up ...[/dim]")
-            generators[kind].generate([text.tokens], max_new_tokens=min(text.max_new_tokens, 24), sampling=text.sampling)
+            warm_up(generators[kind], functools.partial(decode, kind), text.max_new_tokens)
         console.rule(kind, align="left")
         return _stream(generators[kind], text)
 

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ from rich.console import Console
 
 from spec_ops._extras import install_hint
 from spec_ops.decoding import GenerationStats, SamplingParams, SpeculationConfig
+from spec_ops.decoding.config import AUTO_LENGTHS
 from spec_ops.models.checkpoint import CheckpointError
 from spec_ops.models.drafts import Draft
 from spec_ops.models.quantized import quantize
@@ -63,6 +64,16 @@ PairPath = Annotated[
     typer.Option("--pair", exists=True, file_okay=False, help="Folder of a saved pair; default the one shipped."),
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Draft steps S.")]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths", metavar="auto|0,1,3", help="Chain lengths to choose each round's from; auto: 0, 1, 3, 5 and 7. No --steps."
+    ),
+]
+DraftCost = Annotated[
+    float | None,
+    typer.Option("--draft-cost", help="With --lengths: what a draft step adds to a round, as a share; default: measured."),
+]
 TopK = Annotated[int, typer.Option("--tree-width", min=1, help="Branches K per draft step; 1 drafts a chain.")]
 TreeTokens = Annotated[int | None, typer.Option("--tree-tokens", help="Tokens verified per round in a tree, root included.")]
 Blocks = Annotated[
@@ -127,7 +138,7 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Of sampling; default: 
 # Of a `SpeculationConfig`, for messages.
 _OPTIONS = {
     "num_steps": "--steps", "topk": "--tree-width", "num_draft_tokens": "--tree-tokens",
-    "block_verification": "--block-verification",
+    "block_verification": "--block-verification", "lengths": "--lengths", "draft_cost": "--draft-cost",
 }  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -168,16 +179,36 @@ def parse_device(name: str | None) -> torch.device:
     return device
 
 
-def parse_config(steps: int, topk: int, tokens: int | None, block: bool | None = None) -> SpeculationConfig:
+def parse_config(
+    steps: int,
+    topk: int,
+    tokens: int | None,
+    block: bool | None = None,
+    lengths: Sequence[int] | None = None,
+    draft_cost: float | None = None,
+) -> SpeculationConfig:
     if topk == 1 and tokens is not None:
         raise typer.BadParameter("is for trees: a --tree-width above 1", param_hint="--tree-tokens")
     try:
-        return SpeculationConfig(steps, topk, tokens, block_verification=block)
+        return SpeculationConfig(steps, topk, tokens, block_verification=block, lengths=lengths, draft_cost=draft_cost)
     except ValueError as error:
         text = str(error).removeprefix("SpeculationConfig: ")
         for name, option in _OPTIONS.items():
             text = text.replace(f"`{name}`", option)
-        raise typer.BadParameter(text, param_hint="--steps / --tree-width / --tree-tokens / --block-verification") from error
+        text = re.sub(r"`lengths(\[\d+\])`", r"--lengths\1", text)
+        named = [option for option in _OPTIONS.values() if option in text.split(" must be")[0]]
+        raise typer.BadParameter(text, param_hint=" / ".join(named)) from error
+
+
+def parse_lengths(text: str | None) -> tuple[int, ...] | None:
+    """`auto`, or numbers between commas; which numbers will do, `SpeculationConfig` knows."""
+    if text is None or text == "auto":
+        return AUTO_LENGTHS if text else None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        wanted = "must be auto, or chain lengths between commas, such as 0,1,3"
+        raise typer.BadParameter(f"{wanted}, got {text!r}", param_hint="--lengths") from error
 
 
 def parse_sampling(
@@ -240,6 +271,10 @@ def quantized(kind: str | None, target: Target, draft: Draft | None) -> None:
 
 
 def describe(config: SpeculationConfig) -> str:
+    if config.lengths is not None:
+        return (
+            f"chains of {', '.join(map(str, config.lengths[:-1]))} or {config.lengths[-1]} draft steps, chosen for each round"
+        )
     shape = "chain" if config.topk == 1 else f"tree of width {config.topk}"
     return f"{shape}, {config.num_steps} draft steps, {config.num_tokens} tokens verified a round"
 
@@ -258,7 +293,9 @@ def describe_sampling(sampling: SamplingParams) -> str:
 
 
 def describe_acceptance(stats: GenerationStats) -> str:
-    """Accept length, and how often each draft position was accepted."""
+    """Accept length, how often each draft position was accepted, and the chain lengths that were chosen."""
     shown = f"accept length {stats.accept_length:.2f} tokens a round"
     rates = ", ".join("-" if math.isnan(rate) else f"{rate:.0%}" for rate in stats.acceptance_rates)
-    return f"{shown}; drafts accepted by position: {rates}" if rates else shown
+    shown += f"; drafts accepted by position: {rates}" if rates else ""
+    chosen = ", ".join(f"{length} x{rounds}" for length, rounds in sorted(stats.lengths.items()))
+    return f"{shown}; draft steps of rounds: {chosen}" if chosen else shown

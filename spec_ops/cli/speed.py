@@ -7,7 +7,7 @@ under the profiler.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -80,9 +80,18 @@ def measure(generator: Generator, text: Text, kind: str) -> Speed:
         start = time.perf_counter()
         run(few)
         first = time.perf_counter() - start
-        run(few)  # CUDA graphs record in the first rounds, and kernels of another length of the prompt load here
+        warm_up(generator, run, text.max_new_tokens)
     stats = run(text.max_new_tokens)
-    return Speed(stats, first if generator.compile else None, _count(generator), _kernels(generator))
+    return Speed(stats, first if generator.compile else None, _count(generator, stats), _kernels(generator))
+
+
+def warm_up(generator: Generator, run: Callable[[int], object], tokens: int) -> None:
+    """`run(n)`, which generates `n` tokens, before one of `tokens` is timed. Graphs record in the first rounds, and kernels
+    load. Where lengths are chosen, each is compiled when it is first chosen: until a whole run chooses no new one."""
+    made, few = -1, min(tokens, 24) if generator.config.lengths is None else tokens
+    while len(generator._rounds) > made:
+        made = len(generator._rounds)
+        run(few)
 
 
 @contextmanager
@@ -96,11 +105,14 @@ def _telling(what: str) -> Iterator[None]:
     console.print(f"{what}: {time.perf_counter() - start:.1f} s")
 
 
-def _count(generator: Generator) -> Counts | None:
-    """Of rounds over the finished request: they do the same work, and nobody reads what they emit."""
+def _count(generator: Generator, stats: GenerationStats) -> Counts | None:
+    """Of rounds over the finished request, of the length that most had: they do the same work, and nobody reads what they
+    emit."""
     if generator.device.type != "cuda":
         return None
-    step = generator._rounds[generator.bucket(1), False, None]
+    length = (max(stats.lengths, key=stats.lengths.__getitem__),) if stats.lengths else ()
+    key = (generator.bucket(1), False, *length, None)
+    step = generator._rounds[key]
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.no_grad(), torch.cuda.device(generator.device):
         torch.cuda.synchronize()

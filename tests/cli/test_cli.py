@@ -43,6 +43,22 @@ def test_compare_finds_equal_texts(shape):
     assert result.output.count("class Matrix:") == 2
 
 
+@pytest.mark.parametrize("lengths", ["auto", "0,2"])
+def test_lengths_that_are_chosen(lengths):
+    """Costs are given, so that no time decides."""
+    options = ["--lengths", lengths, "--draft-cost", "0.1", "--max-new-tokens", "48", "--device", "cpu"]
+    result = run("generate", "--compare", *options)
+    assert result.exit_code == 0, result.output
+    assert "texts are equal" in result.output
+    shown = "0, 1, 3, 5 or 7" if lengths == "auto" else "0 or 2"
+    assert f"chains of {shown} draft steps, chosen for each round" in " ".join(result.output.split())
+    allowed = {"0", "1", "3", "5", "7"} if lengths == "auto" else {"0", "2"}
+    chosen = re.search(r"draft steps of rounds: ((?:\d+ x\d+(?:, )?)+)", " ".join(result.output.split())).group(1)
+    counts = dict(part.split(" x") for part in chosen.strip(", ").split(", "))
+    assert counts.keys() <= allowed
+    assert sum(map(int, counts.values())) == int(re.search(r"\(47 to (\d+)\)", result.output).group(1))
+
+
 def test_compare_fails_on_different_texts(monkeypatch):
     class Wrong(Generator):
         def generate(self, *args, **kwargs):
@@ -109,6 +125,14 @@ def refused(*args: str, option: str) -> str:
         ),
         (["generate", "--tree-tokens", "4"], "--tree-tokens", "is for trees: a --tree-width above 1"),
         (["generate", "--tree-width", "300", "--steps", "1"], "--tree-width", "the draft's vocabulary of 128, got 300"),
+        (["generate", "--lengths", "few"], "--lengths", "must be auto, or chain lengths between commas, such"),
+        (["generate", "--lengths", ""], "--lengths", "got ''"),
+        (["generate", "--lengths", "3"], "--lengths", "must be a list of 2 to 8 chain lengths, got (3,)"),
+        (["generate", "--lengths=-1,3"], "--lengths", "--lengths[0] must be an int of at least 0, got -1"),
+        (["generate", "--lengths", "1,3", "--steps", "5"], "--steps", "the longest of --lengths [1, 3], got 5"),
+        (["generate", "--lengths", "auto", "--tree-width", "2"], "--lengths", "must be None for a tree, got [0, 1, 3, 5, 7]"),
+        (["generate", "--draft-cost", "0.1"], "--draft-cost", "must be None without --lengths, got 0.1"),
+        (["generate", "--lengths", "auto", "--draft-cost", "0"], "--draft-cost", "(0, 10], got 0.0"),
         (["generate", "--compare", "--plain"], "--compare", "greedy"),
         (["generate", "--compare", "--dtype", "bfloat16"], "--compare", "float32"),
         (["generate", "--top-p", "1.5"], "--top-p", "1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import re
+import types
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from spec_ops import cli
 from spec_ops.cli import generate, speed
-from spec_ops.cli.speed import Counts, Speed, counted, remarks, speed_table
+from spec_ops.cli.speed import Counts, Speed, counted, remarks, speed_table, warm_up
 from spec_ops.decoding import GenerationStats, Generator
 
 
@@ -103,6 +104,20 @@ def test_the_whole_path_on_the_cpu(monkeypatch):
     assert "attention of the speculative round by reference (" in after
     assert re.search(r"tokens/s\s+│\s+[\d.]+\s+│\s+[\d.]+", after)
     assert "bfloat16" not in before
+
+
+@pytest.mark.parametrize(("lengths", "tokens"), [(None, [24, 24]), ((0, 3), [40, 40, 40])])
+def test_it_warms_up_until_no_round_is_new(lengths, tokens):
+    """Each length is compiled when it is first chosen, and the timed run must not be the first to choose it."""
+    generator = types.SimpleNamespace(config=types.SimpleNamespace(lengths=lengths), _rounds={})
+    chosen, ran = iter([3, 0, 3] if lengths else [3, 3]), []
+
+    def run(count: int) -> None:
+        ran.append(count)
+        generator._rounds[next(chosen)] = None
+
+    warm_up(generator, run, 40)
+    assert ran == tokens
 
 
 def test_different_texts_end_it(monkeypatch):

@@ -2,13 +2,15 @@
 sequence, which shows what tests of the acceptance op alone cannot: which uniforms, distributions and cache rows the round uses.
 
 40,000 requests a case, with fixed seeds and the round's own hash as generator, so a run repeats exactly. Thresholds as in
-`test_accept_distribution`: 5 p-values of right rounds are looked at, so another hash or initialization would fail a right round
-with a chance of 0.5% (`PASS`); rounds broken on purpose must fall below `FAIL`, three orders lower.
+`test_accept_distribution`: 7 p-values of right rounds are looked at, so another hash or initialization would fail a right round
+with a chance of 0.7% (`PASS`); rounds broken on purpose must fall below `FAIL`, three orders lower.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,10 +21,11 @@ import spec_ops
 import spec_ops.decoding.draft
 import spec_ops.decoding.round
 from spec_ops.decoding import Generator, PromptLookup, SamplingParams, SpeculationConfig, SpeculativeRound
+from spec_ops.decoding.lengths import LengthChooser, Planned
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig, MTPDraft, PagedAttention, PagedKVCache, StandaloneDraft
 from tests.helpers.exact import filtered_probs
 
-DRAWS, ROWS = 40_000, 5_000  # in groups: state that a group leaves would show too
+DRAWS, CONTROL_DRAWS, ROWS = 40_000, 20_000, 5_000  # in groups: state that a group leaves would show too
 PASS, FAIL = 1e-3, 1e-6
 VOCAB, LENGTH = 4, 4  # the prefill's token and three more: at least two rounds for a chain of two drafts with a rejection
 PROMPTS = [[1], [2, 0, 3]]
@@ -30,6 +33,7 @@ PLAIN, FILTERED = {"temperature": 1.0}, {"temperature": 0.9, "top_k": 3, "top_p"
 MIN_P = {"temperature": 1.0, "min_p": 0.4}
 CHAIN, TREE = SpeculationConfig(2, block_verification=True), SpeculationConfig(2, 2, 5)
 BY_TOKENS = SpeculationConfig(2, block_verification=False)
+MIXED = SpeculationConfig(lengths=(0, 1, 2, 3))
 
 
 def model_config(mla: bool) -> ModelConfig:
@@ -83,11 +87,21 @@ def exact_joint(target: CausalLM, prompt: list[int], sampling: dict) -> np.ndarr
     return np.array([[row[t] for row, t in zip(p, s, strict=True)] for p, s in zip(rows, sequences, strict=True)]).prod(1)
 
 
+def rounds_of_any_length():
+    """Where a generator chooses the lengths of rounds, it draws them. The real choice prefers few."""
+    rng = random.Random(0)
+    return mock.patch.object(LengthChooser, "plan", lambda self, rows: Planned(rng.choice(self.lengths), {}))
+
+
 def p_value(kind: str, mla: bool, config: SpeculationConfig, sampling: dict, draws: int = DRAWS) -> float:
     target, draft = make_pair(kind, mla)
-    generator = Generator(target, draft, config, max_batch_size=ROWS, max_seq_len=8, page_size=2)
+    # Lengths are drawn for each round of a group: more groups, more rounds.
+    rows, draws = (ROWS, draws) if config.lengths is None else (ROWS // 8, min(draws, CONTROL_DRAWS))
+    generator = Generator(target, draft, config, max_batch_size=rows, max_seq_len=8, page_size=2)
     prompts = [PROMPTS[i % 2] for i in range(draws)]
-    result = generator.generate(prompts, max_new_tokens=LENGTH, sampling=SamplingParams(seed=4, **sampling))
+    with rounds_of_any_length():
+        result = generator.generate(prompts, max_new_tokens=LENGTH, sampling=SamplingParams(seed=4, **sampling))
+    assert config.lengths is None or set(result.stats.lengths) == set(config.lengths)
     # A round that never accepted, or never rejected, would show little.
     assert 1.2 < result.stats.accept_length < config.path_len - 0.2
     code = np.array(result.tokens) @ VOCAB ** np.arange(LENGTH)[::-1]
@@ -116,16 +130,16 @@ def p_value(kind: str, mla: bool, config: SpeculationConfig, sampling: dict, dra
         pytest.param("mtp", True, TREE, FILTERED, id="mla-mtp-tree-filtered"),
         pytest.param("standalone", False, CHAIN, PLAIN, id="gqa-standalone-block"),
         pytest.param("lookup, else eagle3", True, CHAIN, PLAIN, id="mla-lookup-else-eagle3"),
+        pytest.param("eagle3", False, MIXED, FILTERED, id="gqa-eagle3-mixed-lengths-filtered"),
     ],
 )
 def test_sampled_rounds_keep_the_distribution(kind, mla, config, sampling):
     assert p_value(kind, mla, config, sampling) > PASS
 
 
-# Negative controls: rounds broken on purpose. Fewer draws suffice, and make the test harder to fail by chance.
+# Negative controls: rounds broken on purpose. `CONTROL_DRAWS` suffice, and make the test harder to fail by chance.
 
-CONTROL_DRAWS = 20_000
-CONTROLS = {CHAIN: ("standalone", False), BY_TOKENS: ("standalone", False), TREE: ("mtp", True)}
+CONTROLS = {CHAIN: ("standalone", False), BY_TOKENS: ("standalone", False), TREE: ("mtp", True), MIXED: ("standalone", False)}
 
 
 def broken_p_value(config: SpeculationConfig) -> float:
@@ -144,7 +158,7 @@ def test_accept_coin_as_final_coin_is_caught(monkeypatch, config):
     assert broken_p_value(config) < FAIL
 
 
-@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("config", [CHAIN, TREE, MIXED], ids=["chain", "tree", "mixed lengths"])
 def test_the_same_coins_every_round_are_caught(monkeypatch, config):
     for module in (spec_ops.decoding.round, spec_ops.decoding.draft):
         monkeypatch.setattr(module, "COUNTERS", 0)

@@ -185,9 +185,11 @@ def _invariant(op: str, device: str) -> None:
         "batched_mm": (rng.tensor(3, 70, 72), rng.tensor(3, 72, 130), rng.tensor(130)),
         "row_sum": (rng.tensor(5, 1300),),
         "rms_norm": (rng.tensor(5, 1300), rng.tensor(1300), 1e-5, False),
+        "add_rms_norm": (rng.tensor(5, 1300), rng.tensor(5, 1300), rng.tensor(1300), 1e-5, False),
     }[op]
-    got = getattr(invariant_linear, op)(*Copy(args, device).args)
-    torch.testing.assert_close(got.cpu(), getattr(reference_invariant, op)(*args), rtol=1e-4, atol=1e-4)
+    results = [getattr(invariant_linear, op)(*Copy(args, device).args), getattr(reference_invariant, op)(*args)]
+    got, want = ([t.cpu() for t in (result if isinstance(result, tuple) else (result,))] for result in results)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def _moe(tokens: int, device: str) -> None:
@@ -248,8 +250,8 @@ def cases() -> list[Case]:
         names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
         found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))
     found.append(Case("skinny_mm of many rows, invariant", ("many_rows_kernel",), _many_rows))
-    for op in ("batched_mm", "row_sum", "rms_norm"):
-        found.append(Case(op, (f"{op}_kernel",), functools.partial(_invariant, op)))
+    for op in ("batched_mm", "row_sum", "rms_norm", "add_rms_norm"):
+        found.append(Case(op, (f"{op.removeprefix('add_')}_kernel",), functools.partial(_invariant, op)))
     found.append(Case("route_experts", ("route_experts_kernel",), _route_experts))
     grouped = ("grouped_gate_up_kernel", "grouped_down_kernel", "weighted_sum_kernel")
     found.append(Case("moe_experts, 70 tokens", grouped, functools.partial(_moe, 70)))

@@ -10,7 +10,7 @@ import torch
 from spec_ops.ops._library import define_op
 from spec_ops.ops.reference import invariant as reference
 
-__all__ = ["batched_mm_op", "rms_norm_op", "row_sum_op"]
+__all__ = ["add_rms_norm_op", "batched_mm_op", "rms_norm_op", "row_sum_op"]
 
 
 def _sum_dtype(x: torch.Tensor) -> torch.dtype:
@@ -46,5 +46,19 @@ rms_norm_op = define_op(
     reference.rms_norm,
     lambda x, weight, eps, rounded: x.new_empty(x.shape),
     cuda="spec_ops.backends.triton.linear.invariant:rms_norm",
+    invariant=True,
+)
+
+
+def _add_rms_norm_fake(x, residual, weight, eps, rounded):
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+# `total = x + residual [m, n]` in their dtype, and `rms_norm` of it: the bits of two operations, in one launch.
+add_rms_norm_op = define_op(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, bool rounded) -> (Tensor total, Tensor out)",
+    reference.add_rms_norm,
+    _add_rms_norm_fake,
+    cuda="spec_ops.backends.triton.linear.invariant:add_rms_norm",
     invariant=True,
 )

@@ -3,6 +3,7 @@
     mm(x, permute(weight, [1, 0]))                        ->   skinny_mm(x, weight, None, invariant=True)
     bmm(x [heads, rows, k], weight [heads, k, n])         ->   batched_mm(x, weight)
     (x * rsqrt(mean(x ** 2, -1) + eps)) * g               ->   rms_norm(x, g, eps)
+    y = x + residual; rms_norm(y, g, eps)                 ->   y, h = add_rms_norm(x, residual, g, eps)
     sum(x, [-1])                                          ->   row_sum(x)
 
 `spec_ops/ops/invariance.py` judges every node: it is batch-invariant as it is, another operation takes its place, or it is
@@ -16,6 +17,7 @@ leaves multiplications and additions apart.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +25,9 @@ import torch
 from torch import fx
 
 from spec_ops.ops.invariance import Verdict, judge, named_arguments
-from spec_ops.ops.invariant import rms_norm_op
+from spec_ops.ops.invariant import add_rms_norm_op, rms_norm_op
 from spec_ops.passes.analysis.graph import AUTO_FUNCTIONALIZED, insert, value
-from spec_ops.passes.analysis.norms import find_norms
+from spec_ops.passes.analysis.norms import RMSNorm, find_norms
 from spec_ops.passes.analysis.replacement import in_place_of
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
@@ -56,14 +58,8 @@ class RequireInvariance(GraphPass):
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
         if not context.invariant:
             return
-        for norm in list(find_norms(graph)):
-            *_, columns = value(norm.x).shape
-            rounded = norm.out.target is aten.mul.Tensor  # the weight comes last
-            emitter = InGraph(graph, norm.out)
-            rows = emitter.call(aten.reshape.default, norm.x, [-1, columns])
-            new = emitter.call(rms_norm_op, rows, norm.weight, norm.eps, rounded)
-            _put(graph, norm.out, emitter.call(aten.reshape.default, new, list(value(norm.out).shape)))
-            result.did(new, "RMSNorm: rms_norm")
+        for norm in find_norms(graph):
+            _replace_norm(graph, norm, result)
         graph.eliminate_dead_code()
         for node in [node for node in graph.nodes if node.op == "call_function"]:
             verdict, arguments = judge_node(node, context)
@@ -76,6 +72,39 @@ class RequireInvariance(GraphPass):
                 new = verdict.replace(InGraph(graph, node), arguments)
                 result.did(node, f"{node.target}: {verdict.text}")
                 _put(graph, node, new)
+
+
+def _replace_norm(graph: fx.Graph, norm: RMSNorm, result: PassResult) -> None:
+    """Its own kernel, which adds the residual too where that gives the same bits: so it does not matter where it does."""
+    *_, columns = value(norm.x).shape
+    rounded = norm.out.target is aten.mul.Tensor  # the weight comes last
+    terms = _terms(norm)
+    emitter = InGraph(graph, norm.out if terms is None else norm.x)
+    rows = [emitter.call(aten.reshape.default, term, [-1, columns]) for term in terms or [norm.x]]
+    if terms is None:
+        new = emitter.call(rms_norm_op, *rows, norm.weight, norm.eps, rounded)
+        result.did(new, "RMSNorm: rms_norm")
+    else:
+        both = emitter.call(add_rms_norm_op, *rows, norm.weight, norm.eps, rounded)
+        total, new = (emitter.call(operator.getitem, both, i) for i in range(2))
+        result.did(both, "RMSNorm: add_rms_norm")
+    shaped = emitter.call(aten.reshape.default, new, list(value(norm.out).shape))
+    _put(graph, norm.out, shaped)
+    if terms is not None:
+        _put(graph, norm.x, emitter.call(aten.reshape.default, total, list(value(norm.x).shape)))
+
+
+def _terms(norm: RMSNorm) -> Sequence[fx.Node] | None:
+    """The two tensors whose sum is normalized, if the norm can be computed where they are added."""
+    total = norm.x
+    if total.target is not aten.add.Tensor or total.kwargs or norm.weight.op != "placeholder":
+        return None
+    alike = [isinstance(t, fx.Node) and _like(value(t), value(total)) for t in total.args]
+    return total.args if len(alike) == 2 and all(alike) else None  # type: ignore[return-value]
+
+
+def _like(term: Any, total: torch.Tensor) -> bool:
+    return isinstance(term, torch.Tensor) and (term.shape, term.dtype) == (total.shape, total.dtype)
 
 
 def judge_node(node: fx.Node, context: PassContext) -> tuple[Verdict, Sequence[Any]]:

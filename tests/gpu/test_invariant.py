@@ -15,7 +15,7 @@ from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.models.corpus import held_out_prompts
 from spec_ops.models.pretrained import load_pair
 from spec_ops.ops.eager_invariance import BatchInvariant
-from spec_ops.ops.invariant import batched_mm_op, rms_norm_op, row_sum_op
+from spec_ops.ops.invariant import add_rms_norm_op, batched_mm_op, rms_norm_op, row_sum_op
 from spec_ops.ops.linear import skinny_mm_op
 from spec_ops.ops.moe import moe_experts
 
@@ -73,6 +73,9 @@ def test_batched_products(dtype):
 @pytest.mark.parametrize("n", [1, 96, 576, 4096, 7168, 16_384])
 def test_sums_and_norms(n):
     x, weight = normal(300, n), normal(n, seed=1)
+    total, out = add_rms_norm_op(x, x.flip(0), weight, 1e-5, False)
+    assert torch.equal(bits(total), bits(x + x.flip(0)))
+    assert torch.equal(bits(out), bits(rms_norm_op(total, weight, 1e-5, False)))
     check(row_sum_op, x)
     for rounded in (False, True):
         check(lambda rows, rounded=rounded: rms_norm_op(rows, weight, 1e-5, rounded), x)

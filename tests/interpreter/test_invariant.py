@@ -125,6 +125,18 @@ def test_sums_and_norms(n):
             assert torch.equal(bits(invariant.row_sum(x[alone])), bits(total[alone]))
 
 
+@pytest.mark.parametrize("n", [96, 5000])
+def test_norms_of_sums_have_the_bits_of_two_operations(n):
+    g = torch.Generator().manual_seed(n)
+    x, residual = torch.randn(2, 9, n, generator=g).half()
+    weight = torch.rand(n, generator=g).half()
+    for rounded in (False, True):
+        for rows in (slice(0, 9), slice(4, 5)):
+            total, out = invariant.add_rms_norm(x[rows], residual[rows], weight, EPS, rounded)
+            assert torch.equal(bits(total), bits((x + residual)[rows]))
+            assert torch.equal(bits(out), bits(invariant.rms_norm(x + residual, weight, EPS, rounded)[rows]))
+
+
 def test_bad_input():
     x, weight, _ = tensors(2, 64, 128)
     with pytest.raises(TypeError, match=r"row_sum: `x` must be float32, bfloat16 or float16 on CUDA, got torch.float64"):

@@ -179,6 +179,11 @@ def rms_norm_sample(s: Source) -> tuple[Any, ...]:
     return s.any_layout(s.normal(m, n, dtype=dtype)), weight, 1e-5, s.pick(False, True)
 
 
+def add_rms_norm_sample(s: Source) -> tuple[Any, ...]:
+    x, *norm = rms_norm_sample(s)
+    return x, s.any_layout(s.normal(*x.shape, dtype=x.dtype)), *norm
+
+
 def add_skinny_mm_sample(s: Source) -> tuple[Any, ...]:
     x, weight, _, *stored = skinny_mm_sample(s)
     m, n = x.shape[0], weight.shape[0]
@@ -449,6 +454,7 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "batched_mm": batched_mm_sample,
     "row_sum": row_sum_sample,
     "rms_norm": rms_norm_sample,
+    "add_rms_norm": add_rms_norm_sample,
     "add_skinny_mm": add_skinny_mm_sample,
     "scaled_skinny_mm": scaled_skinny_mm_sample,
     "scaled_silu_mul": scaled_silu_mul_sample,

@@ -66,6 +66,26 @@ def test_compiled_bits():
         torch.testing.assert_close(all_rows, eager, rtol=2e-2, atol=2e-2)
 
 
+def sums_and_norms(x, y, z, g):
+    """A sum that is read later too, and normalized twice; one of other shapes, and one whose second term is scaled."""
+    first = x + y
+    normed = F.rms_norm(first, (128,), g, 1e-5) * F.rms_norm(first, (128,), g * 2, 1e-3)
+    broad = F.rms_norm(normed + z, (128,), g, 1e-5)
+    scaled = F.rms_norm(torch.add(first, broad, alpha=2), (128,), g, 1e-5)
+    return first * 2, normed, broad, scaled
+
+
+def test_norms_of_sums():
+    args = [t.bfloat16() for t in torch.randn(4, 3, 5, 128, generator=torch.Generator().manual_seed(0))]
+    args[2], args[3] = args[2][0, 0], args[3][0, 0]
+    plan = spec_ops.explain(sums_and_norms, *args, arch=90, invariant=True)
+    assert notes(plan) == ["RMSNorm: add_rms_norm", *["RMSNorm: rms_norm"] * 3]
+    torch._dynamo.reset()
+    compiled = spec_ops.compile(sums_and_norms, mode="default", invariant=True)
+    for one, eager in zip(compiled(*args), sums_and_norms(*args), strict=True):
+        torch.testing.assert_close(one, eager, rtol=2e-2, atol=2e-2)
+
+
 def test_refused_with_lines():
     def mixing(x, w):
         return F.linear(x, w) - x.mean(0)[:5]

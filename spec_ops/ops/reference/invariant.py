@@ -50,3 +50,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounded: 
     if weight is not None:
         normalized = normalized.to(x.dtype) * weight if rounded else normalized * weight.to(exact.dtype)
     return normalized.to(x.dtype).contiguous()
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, rounded: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = (x + residual).contiguous()
+    return total, rms_norm(total, weight, eps, rounded)

@@ -189,24 +189,40 @@ def row_sum_kernel(x, out, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, N, eps, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program `row`; `x`, `out [M, N]` contiguous, `weight [N]` or None."""
+def _added(x, residual, place, live):
+    """What is normalized: `x`, or the sum of `x` and `residual`, rounded as a sum of tensors is."""
+    value = tl.load(x + place, mask=live, other=0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, residual, weight, total, out, N, eps, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Program `row`; `x`, `out [M, N]` contiguous, `weight [N]` or None. `residual` and `total`, its sum with `x`: as `x`, or
+    None."""
     await_predecessors(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * N
     at = tl.arange(0, BLOCK)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, N, BLOCK):
-        value = tl.load(x + row * N + start + at, mask=start + at < N, other=0.0).to(tl.float32)
+        live = start + at < N
+        value = _added(x, residual, row + start + at, live)
+        if total is not None:
+            tl.store(total + row + start + at, value.to(total.dtype.element_ty), mask=live)
         squares += value * value
     rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
     for start in tl.range(0, N, BLOCK):
         live = start + at < N
-        value = tl.load(x + row * N + start + at, mask=live, other=0.0).to(tl.float32) * rstd
+        value = _added(x, residual, row + start + at, live) * rstd
         if weight is not None:
             if ROUNDED:
                 value = value.to(out.dtype.element_ty).to(tl.float32)
             value *= tl.load(weight + start + at, mask=live, other=0.0).to(tl.float32)
-        tl.store(out + row * N + start + at, value.to(out.dtype.element_ty), mask=live)
+        tl.store(out + row + start + at, value.to(out.dtype.element_ty), mask=live)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -235,13 +251,32 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounded: bool) -> torch.Tensor:
     """See `spec_ops.ops.invariant`; raises a TypeError for float64."""
     _refuse_float64("rms_norm", "x", x)
+    return _normalized(x, None, weight, None, eps, rounded)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, rounded: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `spec_ops.ops.invariant`; raises a TypeError for float64."""
+    _refuse_float64("add_rms_norm", "x", x)
+    total = x.new_empty(x.shape)
+    return total, _normalized(x, residual, weight, total, eps, rounded)
+
+
+def _normalized(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, total: torch.Tensor | None, eps: float,
+    rounded: bool,
+) -> torch.Tensor:  # fmt: skip
     m, n = x.shape
     out = x.new_empty(m, n)
     if out.numel():
-        x = _aligned(x)
+        x, residual = _aligned(x), None if residual is None else _aligned(residual)
         weight = None if weight is None else weight.contiguous()
         with device_guard(x):
-            launch(rms_norm_kernel, (m,), x, weight, out, n, eps, ROUNDED=rounded, **_shape(n), **UNFUSED)
+            launch(
+                rms_norm_kernel, (m,), x, residual, weight, total, out, n, eps, ROUNDED=rounded, **_shape(n), **UNFUSED,
+                early=m <= num_sms(x.device),  # few rows: a launch is most of the time
+            )  # fmt: skip
     return out
 
 
@@ -255,9 +290,11 @@ def ahead() -> Iterator[Variant]:
     with recorded() as launches:
         row_sum(x.new_empty(4, 4096, dtype=torch.float32))
         rms_norm(x[:4], weight[0], 1e-5, False)
+        add_rms_norm(x[:4], x[4:8], weight[0], 1e-5, False)
         batched_mm(x.new_empty(128, 4, 128), x.new_empty(128, 128, 512), None)
-    for name, found in zip(("row_sum", "rms_norm", "batched_mm"), launches, strict=True):
-        yield variant_of(f"{name}, invariant", found, options=UNFUSED)
+    for name, found in zip(("row_sum", "rms_norm", "add_rms_norm", "batched_mm"), launches, strict=True):
+        # Early or not, a norm of few rows has too few programs to spread unevenly.
+        yield variant_of(f"{name}, invariant", found._replace(early=False), options=UNFUSED)
     block_m, block_n, block_k = TILE
     yield Variant(
         "skinny_mm of many rows, invariant",

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import socket
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from spec_ops.backends.push import PushWorkspace, connect, most_bytes
 
 _T = TypeVar("_T")
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -25,12 +29,14 @@ class RankError(RuntimeError):
 class TensorParallel:
     """A group of ranks, one process each, that run the same rounds on their shares of a model.
 
-    The collectives of a round are the functional ones of torch (`_c10d_functional`): `torch.compile` keeps them in the
-    graph (run on the CPU); that CUDA graphs capture NCCL's has not been run. Every rank must make the same calls in the same
-    order.
+    The collectives of a round are the functional ones of torch (`_c10d_functional`), which `torch.compile` keeps in the graph.
+    On GPUs of one host that can write to one another's memory the pass `lower_all_reduce` puts kernels of ours in their place;
+    the memory for these is allocated here. Every rank must make the same calls in the same order.
 
     Args:
-        group: of torch.distributed; default: the whole world, which must be initialized (see `connect`).
+        group: of torch.distributed; default: the whole world, which must be initialized (see `connect`). On GPUs the current
+            device must be this rank's.
+        timeout: seconds, at least, that a kernel of a round waits for the other ranks before it gives up.
         check_rounds: compare what every round emits on all ranks. It costs an exchange between the hosts per round, and finds
             the round at which ranks begin to differ.
 
@@ -42,7 +48,7 @@ class TensorParallel:
         ValueError: torch.distributed is not initialized.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, check_rounds: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 600.0, check_rounds: bool = False) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 "TensorParallel: torch.distributed must be initialized: start the processes with `torchrun --nproc-per-node N` "
@@ -56,6 +62,9 @@ class TensorParallel:
         # What hosts exchange must not come between the collectives of a round.
         virtual = dist.get_backend(chosen) == "fake"
         self._host = chosen if virtual else dist.new_group(dist.get_process_group_ranks(chosen), backend="gloo")
+        self._pushes: PushWorkspace | None = None
+        if not virtual and torch.cuda.is_available() and torch.device("cuda") in chosen._device_types:
+            self._pushes = self._connect(torch.device("cuda", torch.cuda.current_device()), timeout)
 
     @classmethod
     def connect(cls, device: torch.device | str, *, timeout: float = 600.0, check_rounds: bool = False) -> TensorParallel:
@@ -63,7 +72,7 @@ class TensorParallel:
 
         Args:
             device: of the models; for a GPU it becomes the process's current one.
-            timeout: seconds that a rank waits for the others before it raises.
+            timeout: seconds that a rank waits for the others before it raises, on the host and inside a round.
             check_rounds: see the class.
 
         Raises:
@@ -82,7 +91,22 @@ class TensorParallel:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         except (RuntimeError, ValueError) as error:
             raise RankError(f"TensorParallel: the processes did not find one another: {_first_line(error)}") from error
-        return cls(check_rounds=check_rounds)
+        return cls(timeout=timeout, check_rounds=check_rounds)
+
+    def _connect(self, device: torch.device, timeout: float) -> PushWorkspace | None:
+        """Memory that all ranks write to; None if there is a rank that cannot, which rank 0 says."""
+        found: list[Any] = [None] * self.size
+        with self.guard("TensorParallel"):
+            dist.all_gather_object(found, (socket.gethostname(), device.index), group=self._host)
+            reason = _apart(found, device)
+            dist.all_gather_object(found, reason, group=self._host)
+        if reasons := [f"rank {rank}: {why}" for rank, why in enumerate(found) if why is not None]:
+            if self.rank == 0:
+                warnings.warn(
+                    f"TensorParallel: sums of ranks are NCCL's, since kernels of ours need {reasons[0]}", stacklevel=3
+                )
+            return None
+        return connect(self.group, device, timeout)
 
     # Inside a round: in the graph, without the host.
 
@@ -149,6 +173,20 @@ class TensorParallel:
                 listed = ", ".join(map(str, others))
                 raise RankError(f"{where}: `{name}` must be the same on every rank, but differs on rank {listed} from rank 0's")
 
+    def check_round(self, output: torch.Tensor) -> None:
+        """Raise if a round has gone wrong.
+
+        Args:
+            output: what it emitted, on the host.
+
+        Raises:
+            RankError: a kernel gave up waiting for the other ranks; or `check_rounds`, and another rank emitted something else.
+        """
+        if self._pushes is not None and self._pushes.failed.item():
+            raise RankError(f"generate: another rank of the {self.size} is gone, or waits for something else: a sum timed out")
+        if self.check_rounds:
+            self.check_same("generate", {"output of a round": output})
+
     @contextlib.contextmanager
     def guard(self, where: str) -> Iterator[None]:
         """Inside, a collective that fails because a rank is gone raises a RankError that says so in one line."""
@@ -162,6 +200,28 @@ class TensorParallel:
                     f"{where}: another rank of the {self.size} is gone, or waits for something else: {_first_line(error)}"
                 ) from error
             raise
+
+
+def _apart(places: list[tuple[str, int]], device: torch.device) -> str | None:
+    """Why this rank cannot write to the memory of all others.
+
+    Args:
+        places: the host and the device of each rank.
+    """
+    if most_bytes(len(places)) is None:
+        return f"2, 4 or 8 ranks, not {len(places)}"
+    hosts, indices = zip(*places, strict=True)
+    if len(set(hosts)) > 1:
+        return "GPUs of one host"
+    if len(set(indices)) == 1:  # each process sees its own GPU only, and cannot ask about the others
+        return None
+    others = [index for index in indices if index != device.index]
+    if len(others) != len(places) - 1:
+        return "a GPU for each rank"
+    count = torch.cuda.device_count()
+    if missing := [index for index in others if index >= count or not torch.cuda.can_device_access_peer(device.index, index)]:
+        return f"peer access to cuda:{missing[0]}"
+    return None
 
 
 def _first_line(error: BaseException) -> str:

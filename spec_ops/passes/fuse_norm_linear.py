@@ -11,6 +11,10 @@ squares, and the products after it scale their rows (`backends/triton/linear/nor
 bit, for all its readers, such as the next residual and the hidden states that a draft takes. The norm is computed from that
 rounded sum.
 
+Where ranks share the product before the norm, the kernel that adds up their parts (`lower_all_reduce`) does what it would do:
+
+    y = residual + all_reduce(part, "sum", group)        y, z, squares = all_reduce_add(part, residual, g, group)
+
 The product before the norm must be a `skinny_mm` whose result only the residual sum reads. All readers of the normalized value
 must be products that can scale: `skinny_mm`, products that it computes as fast as cuBLAS (`AFTER_NORM`), or products of cuBLAS
 that only `silu(gate) * up` reads, packed in one product or apart. Only bfloat16 is fused, since `z = y * g` is not normalized
@@ -29,6 +33,8 @@ import torch
 from torch import fx
 
 from spec_ops.backends.registry import device_arch
+from spec_ops.backends.squares import SUM_COLUMNS
+from spec_ops.ops.collectives import all_reduce_add_op, all_reduce_op
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_silu_mul_op, scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.graph import arg, calls, insert, value
 from spec_ops.passes.analysis.norms import RMSNorm, find_norms, is_convert, only_user, other_operand
@@ -46,12 +52,16 @@ MAX_ROWS = {90: 32}
 AFTER_NORM: Rules = {90: (Rule(max_m=32, max_n=48 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),)}
 
 
+# What comes before a norm, and what computes both.
+FRONTS: dict[Any, Any] = {skinny_mm_op: add_skinny_mm_op, all_reduce_op: all_reduce_add_op}
+
+
 class _NotFusedError(Exception):
     """Why a norm keeps a kernel of its own."""
 
 
 class _Front(NamedTuple):
-    """The sum of `residual` and the result of `product`."""
+    """The sum of `residual` and the result of `product`, or of a sum of ranks in its place."""
 
     product: fx.Node
     residual: fx.Node
@@ -76,7 +86,7 @@ class FuseNormLinear(GraphPass):
     name = "fuse_norm_linear"
 
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
-        if context.invariant or not list(calls(graph, skinny_mm_op)):
+        if context.invariant or not list(calls(graph, skinny_mm_op, all_reduce_op)):
             return
         for norm in find_norms(graph):
             if value(norm.x).dtype == torch.float32:  # no product before it is `skinny_mm`
@@ -92,9 +102,11 @@ class FuseNormLinear(GraphPass):
                 result.refuse(norm.out, f"{what}: {reason}")
                 continue
             _fuse(graph, norm, front, skinny, silu)
-            k = value(front.product.args[0]).shape[1]
+            before = "sum of ranks"
+            if front.product.target is skinny_mm_op:
+                before = f"product of {n} x {value(front.product.args[0]).shape[1]}"
             after = [f"{len(skinny)} scaled_skinny_mm"] * bool(skinny) + ["SiLU"] * bool(others)
-            result.did(norm.out, f"{what} in the product of {n} x {k} before it and {' and '.join(after)} after it")
+            result.did(norm.out, f"{what} in the {before} before it and {' and '.join(after)} after it")
 
 
 def _unshaped(node: Any) -> Any:
@@ -115,18 +127,21 @@ def _front(norm: RMSNorm, arch: int | None) -> _Front:
         raise _NotFusedError("what it normalizes is not the sum of a residual and a product")
     for term, residual in (total.args, reversed(total.args)):
         product = _unshaped(term)
-        if isinstance(product, fx.Node) and product.target is skinny_mm_op and residual is not term:
+        if isinstance(product, fx.Node) and product.target in FRONTS and residual is not term:
             break
     else:
-        raise _NotFusedError("no term of the sum before it is a product that skinny_mm computes")
-    m, n = value(product).shape
+        raise _NotFusedError("no term of the sum before it is a product that skinny_mm computes, or a sum of ranks of ours")
+    n = _width(product)
+    m = value(product).numel() // n
     if value(product).dtype != DTYPE:
         raise _NotFusedError(f"it is {value(product).dtype}, in which values that are not normalized yet may overflow")
     if arch not in MAX_ROWS:
         raise _NotFusedError(f"no figures for sm_{arch}")
     if m > MAX_ROWS[arch]:
         raise _NotFusedError(f"more than {MAX_ROWS[arch]} rows")
-    if product.args[2] is not None:
+    if product.target is all_reduce_op and n % SUM_COLUMNS:
+        raise _NotFusedError(f"its columns are no multiple of {SUM_COLUMNS}")
+    if product.target is skinny_mm_op and product.args[2] is not None:
         raise _NotFusedError("the product before it has a bias")
     while term is not product:
         if len(term.users) != 1:
@@ -256,10 +271,16 @@ def _silu(x: fx.Node) -> fx.Node | None:
 
 def _fuse(graph: fx.Graph, norm: RMSNorm, front: _Front, skinny: list[fx.Node], silu: _SiluMul | None) -> None:
     product, residual, total = front
-    x, weight, _, *stored = _parts(product)
-    m, n = value(product).shape
-    args = (x, weight, _shaped(graph, total, residual, (m, n)), norm.weight, *stored)
-    call = insert(graph, total, add_skinny_mm_op, args, source=norm.out)
+    n = _width(product)
+    rows = (value(product).numel() // n, n)
+    added = (_shaped(graph, total, residual, rows), norm.weight)
+    if product.target is all_reduce_op:
+        part, _, group = product.args
+        args: tuple[Any, ...] = (_shaped(graph, total, part, rows), *added, group)  # type: ignore[arg-type]
+    else:
+        x, weight, _, *stored = _parts(product)
+        args = (x, weight, *added, *stored)
+    call = insert(graph, total, FRONTS[product.target], args, source=norm.out)
     y, z, squares = (insert(graph, total, operator.getitem, (call, i), source=norm.out) for i in range(3))
     total.replace_all_uses_with(_shaped(graph, total, y, value(total).shape))
     for node in skinny:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, call_like, insert, value
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, call_like, drop_unread, insert, value
 from spec_ops.passes.analysis.replacement import in_place_of
 from spec_ops.passes.analysis.row_regions import LAST_MASK_BIT, Order, Part, Region, find_region, find_selections, share_memory
 from spec_ops.passes.analysis.rows import Axis, Demand, Layout, Plan, RowSpace, shape_of
@@ -33,7 +33,7 @@ class HoistRowSelect(GraphPass):
     name = "hoist_row_select"
 
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
-        graph.eliminate_dead_code()  # a dead reader would count as another user of the full rows
+        drop_unread(graph)  # a dead reader would count as another user of the full rows
         done: set[Hashable] = set()
         gathers: set[fx.Node] = set()  # made here: no selections to hoist
         while True:
@@ -74,7 +74,7 @@ def _hoist(graph: fx.Graph, region: Region, order: Order, result: PassResult) ->
     for selection in sorted(hoisted, key=lambda selection: order[selection.node]):
         rewrite.replace(selection)
     if rewrite.built:
-        graph.eliminate_dead_code()
+        drop_unread(graph)
     return rewrite
 
 

@@ -24,10 +24,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from spec_ops.backends.push import connected
 from spec_ops.backends.registry import declarations
 from spec_ops.ops.invariance import NotInvariantError
 from spec_ops.passes.analysis.counts import count_nodes
-from spec_ops.passes.analysis.graph import op_of
+from spec_ops.passes.analysis.graph import drop_unread, op_of
 from spec_ops.passes.analysis.outputs import Watch
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.elide_host_syncs import ElideHostSyncs
@@ -37,6 +38,7 @@ from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.fuse_rope_append import FuseRopeAppend
 from spec_ops.passes.history import History
 from spec_ops.passes.hoist_row_select import HoistRowSelect
+from spec_ops.passes.lower_all_reduce import LowerAllReduce
 from spec_ops.passes.lower_kv_append import LowerKvAppend
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
 from spec_ops.passes.merge_linears import MergeLinears
@@ -67,6 +69,7 @@ PASSES: tuple[GraphPass, ...] = (
     MergeLinears(),
     FuseRopeAppend(),
     LowerKvAppend(),
+    LowerAllReduce(),
     LowerSkinnyMm(),
     FuseNormLinear(),
     RequireInvariance(),
@@ -131,7 +134,7 @@ class PassManager(CustomGraphPass):
         for graph_pass in self.passes:
             result = PassResult(graph_pass.name, about=graph_pass.about())
             graph_pass.run(graph, self.context, result)
-            graph.eliminate_dead_code()
+            drop_unread(graph)
             watch.check(result)
             counters["inductor"][f"spec_ops_{graph_pass.name}"] += result.matches
             for note in result.refused:
@@ -149,13 +152,13 @@ class PassManager(CustomGraphPass):
             _raise_for_refused(report)
 
     def uuid(self) -> str | None:
-        """Part of Inductor's cache key: our sources, the enabled passes, the target and the registered backends.
+        """Part of Inductor's cache key: our sources, the enabled passes, the target, registered backends and groups of ranks.
 
         None switches the cache off. That is needed for a listener, because a graph from the cache gives no report.
         """
         if self.listener is not None:
             return None
-        state = (_sources_hash(), [p.name for p in self.passes], self.context, self.every_graph, declarations())
+        state = (_sources_hash(), [p.name for p in self.passes], self.context, self.every_graph, declarations(), connected())
         return hashlib.sha256(repr(state).encode()).hexdigest()
 
 

@@ -6,7 +6,7 @@ import datetime
 import functools
 
 import torch
-from torch._C._distributed_c10d import HashStore, ProcessGroup, ProcessGroupGloo, _register_process_group
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore, ProcessGroup, ProcessGroupGloo, _register_process_group
 
 from spec_ops.backends import push
 
@@ -26,4 +26,19 @@ def alone(device: str) -> str:
     _KEPT.append(group)
     if device != "cpu":
         push._workspaces[name] = push.of_one_process(1, torch.device(device), 1 << 16, 1_000_000)
+    return name
+
+
+@functools.cache
+def pretended(size: int) -> str:
+    """The name of a group of `size` ranks, of which this process is the first and nobody the others: for graphs, not to run."""
+    name = f"{size} pretended"
+    store = HashStore()
+    group, fake = ProcessGroup(store, 0, size), FakeProcessGroup._create_internal(0, size, None)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, fake)
+    group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    _KEPT.append(group)
     return name

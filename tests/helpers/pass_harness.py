@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 import spec_ops
 from spec_ops.backends import Backend, get_backend, unregister_backend
 from spec_ops.passes import GraphPass, GraphReport, PassContext, PassManager, PassResult, manager
+from spec_ops.passes.analysis.graph import drop_unread
 from spec_ops.passes.analysis.outputs import Watch
 
 
@@ -183,7 +184,7 @@ def run_pass(graph_pass: GraphPass, module: fx.GraphModule, arch: int | None = N
     result = PassResult(graph_pass.name)
     watch = Watch(module.graph)
     graph_pass.run(module.graph, PassContext(arch), result)
-    module.graph.eliminate_dead_code()
+    drop_unread(module.graph)
     watch.check(result)
     module.graph.lint()
     module.recompile()

@@ -6,16 +6,19 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import spec_ops
+from spec_ops.ops.collectives import all_reduce_add_op, all_reduce_op
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_silu_mul_op, scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes import fuse_norm_linear, lower_skinny_mm, pass_names
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm, Rule
+from tests.helpers.groups import alone
 from tests.helpers.inductor_cuda import generate, launches
 from tests.helpers.pass_harness import capture, run_pass, switched_off, targets, texts
 from tests.helpers.paths import RESULTS
@@ -87,13 +90,14 @@ def errors(got, exact) -> list[float]:
     return [(a.double() - b).square().mean().sqrt().item() for a, b in zip(got, exact, strict=True)]
 
 
-def fused(fn: Callable, args: list[torch.Tensor], matches: int) -> list:
+def fused(fn: Callable, args: list[torch.Tensor], matches: int, of_ranks: int = 0) -> list:
     """The targets after the pass. The sums before the norms equal the unfused ones bit for bit, what follows is as exact."""
     module, inputs = lowered(fn, args)
     unfused = copy.deepcopy(module)
     result = run_pass(FuseNormLinear(), module, 90)
     assert result.matches == matches, texts(result.refused)
-    assert targets(module).count(add_skinny_mm_op) == matches
+    assert targets(module).count(add_skinny_mm_op) == matches - of_ranks
+    assert targets(module).count(all_reduce_add_op) == of_ranks
     assert not {aten.rsqrt.default, aten.mean.dim} & set(targets(module))
     got, want = module(*inputs), unfused(*inputs)
     assert torch.equal(got[0], want[0])
@@ -111,6 +115,38 @@ def test_a_layer(norm, m):
     assert found.count(scaled_skinny_mm_op) == found.count(scaled_silu_mul_op) == found.count(aten.mm.default) == 1
     assert skinny_mm_op not in found
     assert aten.exp.default not in found
+
+
+def test_layers_that_ranks_share():
+    """The sum of ranks takes the place of the product, in any shape with the same rows. The group is one of one rank."""
+    group = alone("cpu")
+
+    def shared(att, r, o, g, gate_up, down, g2, qkv):
+        y = r + torch.ops.spec_ops.all_reduce(F.linear(att, o).view(2, 2, E), "sum", group).view(M, E)
+        gate, up = F.linear(rms_norm(y, g), gate_up).chunk(2, -1)
+        y2 = torch.ops.spec_ops.all_reduce(F.linear(F.silu(gate) * up, down), "sum", group) + y
+        return y, y2, F.linear(llama_norm(y2, g2), qkv)
+
+    found = fused(shared, tensors(), 2, of_ranks=2)
+    assert found.count(scaled_silu_mul_op) == found.count(scaled_skinny_mm_op) == 1
+    assert all_reduce_op not in found
+
+
+@pytest.mark.parametrize(("columns", "reason"), [(248, "its columns are no multiple of 16"), (E, "")])
+def test_columns_of_a_sum_of_ranks(columns, reason):
+    group = alone("cpu")
+
+    def of_ranks(att, r, g, w):
+        y = r + torch.ops.spec_ops.all_reduce(att, "sum", group)
+        return y, F.linear(rms_norm(y, g), w)
+
+    att, r, _, g, _, _, _, qkv = tensors()
+    module, _ = lowered(of_ranks, [t[..., :columns].contiguous() for t in (att, r, g, qkv)])
+    rules = {90: (replace(RULE, min_k=columns, min_bytes=0),)}
+    with mock.patch.object(fuse_norm_linear, "AFTER_NORM", rules), mock.patch.object(lower_skinny_mm, "BLOCK_K", 8):
+        result = run_pass(FuseNormLinear(), module, 90)
+    assert (result.matches == 0) == bool(reason)
+    assert reason in texts(result.refused)
 
 
 def test_products_apart():

@@ -21,10 +21,11 @@ def parts_of(x: torch.Tensor, group: str) -> Sequence[torch.Tensor]:
 
 
 def sum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In float32, from +0.0 on in the order of the ranks; rounded once."""
-    total = torch.zeros_like(parts[0], dtype=torch.float32, memory_format=torch.contiguous_format)
+    """In float32 or more, from +0.0 on in the order of the ranks; rounded once."""
+    exact = torch.promote_types(parts[0].dtype, torch.float32)
+    total = torch.zeros_like(parts[0], dtype=exact, memory_format=torch.contiguous_format)
     for part in parts:
-        total = total + part.float()
+        total = total + part
     return total.to(parts[0].dtype)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -133,6 +134,13 @@ def insert(
     if op_of(node) is not None:
         node.meta[EAGER] = (fake_args, fake_kwargs)
     return node
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase what nobody reads. Sums of ranks too, which torch keeps, since to wait for one is a side effect: ranks have one
+    graph, so none of them computes it."""
+    waits = {torch.ops._c10d_functional.wait_tensor.default} if dist.is_available() else set()
+    graph.eliminate_dead_code(lambda node: node.is_impure() and node.target not in waits)
 
 
 def attention_call(node: fx.Node) -> AttentionCall | None:

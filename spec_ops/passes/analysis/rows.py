@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from spec_ops.ops.linear import scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, value
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten, prims, c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 
 _UNIFORM_ATTENTION = frozenset(op for op, name in ATTENTION_OPS.items() if name not in ("mha_extend", "mla_extend"))
 
@@ -167,6 +168,11 @@ def _pointwise(node: fx.Node, layout: Layout, space: RowSpace) -> Plan:
     if not shapes or tuple(torch.broadcast_shapes(*shapes)) != shape:
         raise NotRowwiseError("it is not a broadcast of its operands")
     return _plan(node, [(n, _operand(n, shape, layout)) for n in node.all_input_nodes])
+
+
+def _same(node: fx.Node, layout: Layout, space: RowSpace) -> Plan:
+    """Of one operand, element by element: what ranks add up."""
+    return _plan(node, [(node.args[0], Demand(layout))])
 
 
 def _reshape(node: fx.Node, layout: Layout, space: RowSpace) -> Plan:
@@ -366,6 +372,8 @@ _RULES: dict[Any, Callable[[fx.Node, Layout, RowSpace], Plan]] = {
     aten.gather.default: _gather,
     aten._to_copy.default: _pointwise,
     operator.getitem: _getitem,
+    # Ranks have one graph, so they leave out the same rows.
+    **dict.fromkeys((c10d.all_reduce.default, c10d.wait_tensor.default) if dist.is_available() else (), _same),
 }
 
 

@@ -1,0 +1,44 @@
+"""Which ranks write to one another's memory, and what is said when one does not come."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from spec_ops.backends.push import of_one_process
+from spec_ops.parallel import RankError, TensorParallel
+from spec_ops.parallel.group import _apart
+
+TWO = [("a", 0), ("a", 1)]
+
+
+@pytest.mark.parametrize(
+    ("places", "peers", "reason"),
+    [
+        (TWO, True, None),
+        ([("a", 0), ("a", 0)], True, None),  # CUDA_VISIBLE_DEVICES of one each
+        (TWO, False, "peer access to cuda:1"),
+        ([("a", 0), ("a", 5)], True, "peer access to cuda:5"),
+        ([("a", 0), ("b", 0)], True, "GPUs of one host"),
+        ([("a", 0), ("a", 1), ("a", 2)], True, "2, 4 or 8 ranks, not 3"),
+        ([("a", 0), ("a", 0), ("a", 1), ("a", 1)], True, "a GPU for each rank"),
+    ],
+)
+def test_who_is_apart(places, peers, reason):
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=4),
+        mock.patch.object(torch.cuda, "can_device_access_peer", return_value=peers),
+    ):
+        assert _apart(places, torch.device("cuda", 0)) == reason
+
+
+def test_a_kernel_that_gave_up_is_an_error_of_its_round():
+    ranks = TensorParallel.__new__(TensorParallel)
+    ranks.size, ranks.check_rounds = 2, False
+    ranks._pushes = of_one_process(2, torch.device("cpu"), 64, 1)
+    ranks.check_round(torch.zeros(1))
+    ranks._pushes.failed.fill_(1)
+    with pytest.raises(RankError, match=r"generate: another rank of the 2 is gone, or waits .*: a sum timed out"):
+        ranks.check_round(torch.zeros(1))

@@ -6,6 +6,7 @@ import typer
 
 from benchmarks.accept import bench_accept
 from benchmarks.ahead import bench_ahead
+from benchmarks.collectives import bench_collectives
 from benchmarks.invariance import bench_invariance
 from benchmarks.kernels.command import bench_kernels
 from benchmarks.moe import bench_moe
@@ -23,6 +24,7 @@ app.command("round", short_help="Whole rounds beside the bytes floor.")(bench_ro
 app.command("kernels", short_help="Every attention kernel: error and microseconds.")(bench_kernels)
 app.command("sampling", short_help="Sampling from logits, and acceptance: microseconds.")(bench_sampling)
 app.command("moe", short_help="Mixtures of experts at few tokens, beside the bytes floor.")(bench_moe)
+app.command("collectives", short_help="Sums over ranks: microseconds.")(bench_collectives)
 app.command("invariance", short_help="Texts that must be equal in bfloat16, and what that costs.")(bench_invariance)
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
 app.command("accept", short_help="Accept length of a target and its draft.")(bench_accept)

@@ -1,0 +1,147 @@
+"""Sums over ranks, in CUDA graphs.
+
+    python -m benchmarks collectives                                                 # one GPU, which holds all ranks
+    torchrun --nproc-per-node 2 --module benchmarks collectives                      # a GPU for each rank
+
+With one process all ranks are programs of one launch: that shows what the kernels cost besides the links between GPUs, and that
+the protocol works. With several, NCCL and torch's symmetric memory are measured beside ours, and a time is the maximum over the
+ranks. Every result is compared with the sum of the parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from benchmarks.rows import write_rows
+from benchmarks.timing import median_ms, side_stream
+from spec_ops.backends.push import PushWorkspace, most_bytes, of_one_process
+from spec_ops.cli.options import writable_file
+
+CALLS, ROUNDS, REPLAYS = 50, 8, 20  # different parts, how often they are in a graph, and how often that is replayed
+COLUMNS = 4096  # of the norm
+SECONDS = 20  # that a kernel waits
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def bench_collectives(
+    ranks: Annotated[list[int] | None, typer.Option(help="In one process: how many ranks; may be repeated.")] = None,
+    kb: Annotated[list[int] | None, typer.Option(help="KiB of a rank's part; may be repeated.")] = None,
+    json: Annotated[Path | None, typer.Option(callback=writable_file, help="Write the figures to this file.")] = None,
+) -> None:
+    """Microseconds of sums over ranks in CUDA graphs; under torchrun beside NCCL and torch's symmetric memory."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("needs a CUDA device", param_hint="collectives")
+    sizes = [size << 10 for size in kb or (8, 32, 64, 128, 256)]
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    rows = _of_processes(sizes) if several else _of_one_process(ranks or [2, 4, 8], sizes)
+    if several and dist.get_rank():
+        return
+    for row in rows:
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    if json is not None:
+        write_rows(json, rows)
+
+
+def _of_one_process(counts: list[int], sizes: list[int]) -> list[dict[str, Any]]:
+    """All ranks on one GPU, in one launch."""
+    rows = []
+    for count in counts:
+        if most_bytes(count) is None:
+            raise typer.BadParameter(f"must be 2, 4 or 8, got {count}", param_hint="--ranks")
+        for size in sizes:
+            workspace = of_one_process(count, torch.device("cuda"), max(sizes), SECONDS * 1_000_000)
+            parts = torch.randn(CALLS, count, size // 2 // COLUMNS, COLUMNS, device="cuda").bfloat16()
+            for way, call in _ours(workspace, parts[0], count).items():
+                rows.append({"ranks": count, "gpus": 1, "kib": size >> 10, "way": way, **_measured(call, parts)})
+                if workspace.failed.item():
+                    raise RuntimeError(f"{way}: a rank waited in vain")
+    return rows
+
+
+def _of_processes(sizes: list[int]) -> list[dict[str, Any]]:
+    """A GPU for each rank."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    from spec_ops.backends.push import connected, workspace_of
+    from spec_ops.parallel import TensorParallel
+
+    ranks = TensorParallel.connect(torch.device("cuda", int(os.environ["LOCAL_RANK"])), timeout=SECONDS)
+    rows = []
+    for size in sizes:
+        generator = torch.Generator("cuda").manual_seed(ranks.rank)
+        parts = torch.randn(CALLS, 1, size // 2 // COLUMNS, COLUMNS, device="cuda", generator=generator).bfloat16()
+        shared = symmetric.empty(parts[0].numel(), dtype=torch.bfloat16, device=parts.device)
+        symmetric.rendezvous(shared, ranks.group)
+
+        ways: dict[str, Call] = {
+            "NCCL": lambda part: ranks.all_reduce(part),
+            "symm_mem one-shot": _torchs(torch.ops.symm_mem.one_shot_all_reduce, shared, ranks.name),
+            "symm_mem two-shot": _torchs(torch.ops.symm_mem.two_shot_all_reduce_, shared, ranks.name),
+        }
+        most = most_bytes(ranks.size)
+        if ranks.name in connected() and most is not None and size <= most:
+            ways |= _ours(workspace_of("collectives", ranks.name), parts[0], 1)
+        for way, call in ways.items():
+            figures = _measured(call, parts, ranks)
+            rows.append({"ranks": ranks.size, "gpus": ranks.size, "kib": size >> 10, "way": way, **figures})
+    return rows
+
+
+def _torchs(op: Any, shared: torch.Tensor, group: str) -> Call:
+    """On memory of torch's, into which a part is copied first."""
+
+    def call(part: torch.Tensor) -> torch.Tensor:
+        shared.copy_(part.view(-1))
+        return op(shared, "sum", group).view(part.shape).clone()
+
+    return call
+
+
+def _ours(workspace: PushWorkspace, part: torch.Tensor, local: int) -> dict[str, Call]:
+    from spec_ops.backends.triton.collectives.push import push
+
+    residual, weight = torch.zeros_like(part), torch.ones(COLUMNS, device="cuda", dtype=part.dtype)
+    squares = torch.empty(part.numel() // 16, device="cuda")
+
+    def alone(part: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(part)
+        push(workspace, part, out, "sum", local=local)
+        return out
+
+    def with_norm(part: torch.Tensor) -> torch.Tensor:
+        out, z = torch.empty_like(part), torch.empty_like(part)
+        push(workspace, part, out, "sum", (residual, weight, z, squares, COLUMNS), local=local)
+        return out
+
+    return {"push": alone, "push, residual and norm": with_norm}
+
+
+def _measured(call: Call, parts: torch.Tensor, ranks: Any = None) -> dict[str, Any]:
+    """Microseconds of a call, after a look at whether the first one's result is near the sum.
+
+    Not by `time_calls`, which replays as often as there is time for: ranks must make the same calls.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with side_stream():
+        for part in parts:
+            call(part)
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            outputs = [call(part) for _ in range(ROUNDS) for part in parts]
+        outputs[0].fill_(torch.nan)
+        median_ms(graph.replay, 3)
+        us = torch.tensor(median_ms(graph.replay, REPLAYS) / len(outputs) * 1e3, device="cuda")
+    total = parts[0].double().sum(0)
+    if ranks is not None:
+        dist.all_reduce(us, dist.ReduceOp.MAX, group=ranks.group)
+        dist.all_reduce(total, group=ranks.group)
+    error = (outputs[0].double() - total).abs().max().item()
+    if not error <= 2**-7 * total.abs().max().item():
+        raise RuntimeError(f"a sum differs from the exact one by {error}")
+    return {"us": round(us.item(), 2)}

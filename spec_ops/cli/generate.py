@@ -49,9 +49,11 @@ from spec_ops.cli.options import (
     quantized,
     refusing,
 )
+from spec_ops.cli.ranks import Ranks, check_shares, join, start
 from spec_ops.cli.speed import show_speed, warm_up
 from spec_ops.cli.text import Text, from_checkpoints, from_pair, read_prompt
 from spec_ops.decoding import GenerationResult, Generator
+from spec_ops.parallel import TensorParallel
 
 DEFAULT_PROMPT = '''class Matrix:
     """A dense matrix stored row by row."""
@@ -95,6 +97,7 @@ def generate(
     quantize: Quantize = None,
     compile: Compile = False,
     invariant: Invariant = False,
+    tp: Ranks = 1,
 ) -> None:
     """Continue a prompt with the shipped pair of models (byte-level, trained on Python sources) or with local checkpoints of
     transformers, streaming the text. A sampling option that is not given is the model's setting, else off."""
@@ -110,6 +113,13 @@ def generate(
     penalties = parse_penalties(repetition_penalty, presence_penalty, frequency_penalty)
     check_models(pair, model, draft_model, settings, plain=plain)
     words = read_prompt(prompt, prompt_file)
+    ranks: TensorParallel | None = None
+    if tp > 1:
+        others = {"--model": model is not None, "--quantize": quantize is not None, "--invariant": invariant}
+        check_shares(tp, place, pair, others)
+        start(tp)
+        ranks, place = join(place)
+        sampling = ranks.first(sampling)  # whose seed was drawn
 
     def read(weights: torch.dtype) -> Text:
         text = unquantized(weights)
@@ -118,7 +128,7 @@ def generate(
 
     def unquantized(weights: torch.dtype) -> Text:
         if model is None:
-            return from_pair(words, pair, sampling, max_new_tokens, device=place, dtype=weights)
+            return from_pair(words, pair, sampling, max_new_tokens, device=place, dtype=weights, ranks=ranks)
         given = {"max_new_tokens": max_new_tokens, "temperature": temperature or None}
         given |= {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         overrides = {name: value for name, value in given.items() if value is not None}
@@ -144,7 +154,8 @@ def generate(
         generators = {k: Generator(text.target, None if k == "plain" else text.draft, config, **options) for k in kinds}
     how = f"{describe(config)}; {describe_sampling(text.sampling)}"
     stored = dtype if quantize is None else f"{dtype}, weights {quantize}"
-    console.print(f"[dim]{place}, {stored}, torch {torch.__version__}; {how}[/dim]")
+    shared = "" if ranks is None else f"{ranks.size} ranks, "
+    console.print(f"[dim]{shared}{place}, {stored}, torch {torch.__version__}; {how}[/dim]")
 
     def decode(kind: str, tokens: int) -> None:
         generators[kind].generate([text.tokens], max_new_tokens=tokens, sampling=text.sampling)
@@ -168,7 +179,7 @@ def generate(
             console.print("[red]texts differ: speculation must not change greedy output[/red]")
             raise typer.Exit(1)
         console.print("[green]texts are equal[/green]")
-        if shows_speed(place, compile):
+        if ranks is None and shows_speed(place, compile):
             show_speed(read(torch.bfloat16), config)
 
 

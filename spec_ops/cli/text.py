@@ -16,6 +16,8 @@ from spec_ops.decoding.batch import StopWhen
 from spec_ops.models.drafts import Draft
 from spec_ops.models.pretrained import load_pair
 from spec_ops.models.target import Target
+from spec_ops.parallel import TensorParallel
+from spec_ops.parallel import load_pair as load_shares
 
 MAX_NEW_TOKENS = 384  # where nobody says
 
@@ -54,9 +56,14 @@ def from_pair(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    ranks: TensorParallel | None = None,
 ) -> Text:
+    """Of the pair in a folder, or the shipped one; a share of it if there are `ranks`."""
     with refusing("--pair"):
-        target, draft, tokenizer = load_pair(pair, device=device, dtype=dtype)
+        if ranks is None:
+            target, draft, tokenizer = load_pair(pair, device=device, dtype=dtype)
+        else:
+            target, draft, tokenizer = load_shares(ranks, pair, device=device, dtype=dtype)
     limit, stops = max_new_tokens or MAX_NEW_TOKENS, list(tokenizer.stop_tokens)
     return Text(target, draft, tokenizer, tokenizer.encode(prompt), sampling, limit, stops, lambda: None)
 

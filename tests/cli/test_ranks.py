@@ -1,0 +1,47 @@
+"""`generate --tp`: processes that share a pair, and what they cannot share."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.command_line import refusal
+from tests.helpers.command_line import run_spec_ops as run
+
+SMALL = ("generate", "--device", "cpu", "--max-new-tokens", "24")
+
+
+def test_two_processes_print_the_text_of_one():
+    """Once, and in the colours of nobody: the second one is silent."""
+    shared = subprocess.run(
+        [sys.executable, "-m", "spec_ops", *SMALL, "--tp", "2"], capture_output=True, text=True, timeout=300
+    )
+    assert shared.returncode == 0, shared.stderr
+    alone = run(*SMALL)
+
+    def text(printed: str) -> str:
+        return re.search(r"^speculative.*?\n(.*?)\n[^\n]*┏", printed, re.DOTALL | re.MULTILINE)[1]
+
+    assert shared.stdout.startswith("2 ranks, cpu, float32")
+    assert shared.stdout.count("class Matrix:") == 1
+    assert text(shared.stdout) == text(alone.stdout)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--tp", "2", "--quantize", "int8"), "leave out --quantize"),
+        (("--tp", "2", "--invariant"), "leave out --invariant"),
+        (("--tp", "3"), "`num_heads` must be a multiple of the 3 ranks"),
+    ],
+)
+def test_what_is_not_shared(options, line):
+    assert line in refusal(run(*SMALL, *options), "--tp")
+
+
+def test_torchrun_with_another_number(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "must be the number of torchrun's processes, 4, got 2" in refusal(run(*SMALL, "--tp", "2"), "--tp")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16)
 SHAPES = [(4096, 4096), (6144, 4096), (28_672, 4096), (4096, 14_336), (1536, 7168), (576, 7168), (1000, 1024), (128_256, 4096)]
-ROWS = (*range(1, 18), 31, 32, 33, 63, 64)
+ROWS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 96, 127, 128)
 MANY = (65, 128, 129, 256, 257, 300, 1024, 2048)
 
 
@@ -49,7 +49,7 @@ def check(function, x: torch.Tensor, rows=ROWS) -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_products(n, k, dtype):
     weight, bias = normal(n, k, dtype=dtype, seed=1) / k**0.5, normal(n, dtype=dtype, seed=2)
-    x = normal(64, k, dtype=dtype)
+    x = normal(128, k, dtype=dtype)
     check(lambda rows: skinny_mm_op(rows, weight, bias, None, None, True), x)
     want = (x.double() @ weight.double().t() + bias.double()).to(dtype)
     error = {torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]

@@ -20,7 +20,7 @@ from spec_ops.ops.reference import invariant as reference
 from spec_ops.ops.reference import linear as reference_linear
 
 EPS = 1e-5
-ROWS = (1, 2, 7, 8, 9, 17, 33, 64, 65, 130)
+ROWS = (1, 2, 7, 8, 9, 17, 33, 64, 65, 128, 130)
 
 
 def tensors(m: int, n: int, k: int) -> list[torch.Tensor]:
@@ -51,16 +51,16 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def few_slices(monkeypatch):
-    """More than 64 rows go to the kernel of many rows, in tiles that the interpreter can compute."""
-    monkeypatch.setattr(invariant, "SLICED", 64)
+    """More than 128 rows go to the kernel of many rows, in tiles that the interpreter can compute."""
+    monkeypatch.setattr(invariant, "SLICED", 128)
     monkeypatch.setattr(invariant, "TILE", (32, 64, 64))
 
 
 @pytest.mark.parametrize(("n", "k"), [(50, 1088), (130, 512)])
 def test_products_like_float64(few_slices, n, k):
-    x, weight, bias = tensors(70, n, k)
+    x, weight, bias = tensors(140, n, k)
     want = reference_linear.skinny_mm(x.double(), weight.double(), bias.double())
-    for rows in (3, 20, 70):
+    for rows in (3, 20, 70, 140):
         got = invariant.skinny_mm(x[:rows], weight, bias, invariant=True)
         torch.testing.assert_close(got.double(), want[:rows], rtol=2**-10, atol=1e-4)
 
@@ -73,6 +73,15 @@ def test_products_of_any_number_of_rows(few_slices):
         for start in {0, max(ROWS) - rows}:
             got = invariant.skinny_mm(x[start : start + rows], weight, bias, invariant=True)
             assert torch.equal(bits(got), bits(whole[start : start + rows])), (rows, start)
+
+
+def test_slices_read_the_weight_for_128_rows_each():
+    x, weight, bias = staged(140, 50)
+    whole = invariant.skinny_mm(x, weight, bias, invariant=True)
+    for rows in (12, 128):
+        assert torch.equal(bits(invariant.skinny_mm(x[-rows:], weight, bias, invariant=True)), bits(whole[-rows:])), rows
+    with pytest.raises(ValueError, match="skinny_mm: `x` must have at most 64 rows, got 128"):
+        linear.skinny_mm(x[:128], weight, bias)
 
 
 def test_splits_that_follow_the_rows_are_noticed(few_slices, monkeypatch):
@@ -91,7 +100,7 @@ def test_splits_that_follow_the_rows_are_noticed(few_slices, monkeypatch):
 @pytest.mark.parametrize(("n", "k"), [(n, k) for n in (1536, 4096, 6144, 28_672, 128_256) for k in (4096, 14_336)])
 def test_the_order_is_a_fact_of_the_weight(n, k):
     for arch in (90, 100, 120):
-        configs = [invariant.config_of(m, n, k, 132, arch) for m in range(1, 65)]
+        configs = [invariant.config_of(m, n, k, 132, arch) for m in range(1, 129)]
         assert len({(config.splits, config.block_k, config.chunk, config.block_n) for config in configs}) == 1
         assert configs[0].block_n >= linear.WARPGROUP.value  # below, each warp has a chunk of k, and sums are added apart
 

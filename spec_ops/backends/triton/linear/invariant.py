@@ -5,8 +5,8 @@ beside others, since a tensor core adds along k alike for each of its columns. S
 in steps of 16 numbers, one after the other, within each of the weight's `splits` of k, whose sums are added in their order. How
 many there are is a fact of the weight and of the GPU (`config_of`). Tiles may follow the rows:
 
-* up to `MAX_ROWS` rows: `skinny_mm`, whose programs share k, with tiles of 64 columns;
-* up to `SLICED` rows: the same, for `MAX_ROWS` of them at a time;
+* up to `READ_ONCE` rows: `skinny_mm`, whose programs share k, with tiles of 64 columns;
+* up to `SLICED` rows: the same, for `READ_ONCE` of them at a time;
 * more: `many_rows_kernel`, in which a program computes all splits of its tile, one after the other.
 
 Multiplications and additions are not fused (`enable_fp_fusion=False`): what is fused is the compiler's choice, and the same
@@ -29,7 +29,8 @@ from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms, recorded
 
 BLOCK_K = 128  # of k: what the bounds of splits are multiples of
-SLICED = 256  # most rows for which a weight is read once for every `MAX_ROWS` of them
+READ_ONCE = 128  # most rows for which a weight is read once: registers hold sums of 64 columns for as many
+SLICED = 256  # most rows for which it is read once for every `READ_ONCE` of them
 TILE = (128, 128, 64)  # rows, columns and k of a program for more of them
 GROUP = 8  # tiles of columns that neighbouring programs share
 UNFUSED = {"enable_fp_fusion": False}
@@ -37,10 +38,10 @@ LINE = 4096  # numbers of a row that a program of a sum has at once
 
 
 def config_of(m: int, n: int, k: int, sms: int, arch: int) -> Config:
-    """For `m` rows, at most `MAX_ROWS`. The splits, and the bounds of their blocks, do not depend on them."""
+    """For `m` rows, at most `READ_ONCE`. The splits, and the bounds of their blocks, do not depend on them."""
     splits = fitted(Tile(MAX_ROWS, 64, BLOCK_K, 4, 2), n, k, sms, arch).splits
     # On sm_100 a tile of 8 would be of another instruction (mma.sync) than the others; on sm_90 the two agree in their bits.
-    sizes = (16, 32, MAX_ROWS) if 100 <= arch < 120 else (8, 16, 32, MAX_ROWS)
+    sizes = (16, 32, MAX_ROWS, READ_ONCE) if 100 <= arch < 120 else (8, 16, 32, MAX_ROWS, READ_ONCE)
     block_m = next(size for size in sizes if m <= size)
     return fitted(Tile(block_m, 64, BLOCK_K, 4, 2), n, k, sms, arch, splits=splits)
 
@@ -102,8 +103,8 @@ def skinny_mm(
         return out
     bias = None if bias is None else bias.contiguous()
     if m <= SLICED:
-        config = config_of(min(m, MAX_ROWS), n, k, num_sms(x.device), linear.arch_of(x.device))
-        for rows, place in zip(x.split(MAX_ROWS), out.split(MAX_ROWS), strict=True):
+        config = config_of(min(m, READ_ONCE), n, k, num_sms(x.device), linear.arch_of(x.device))
+        for rows, place in zip(x.split(READ_ONCE), out.split(READ_ONCE), strict=True):
             linear.run(skinny_mm_kernel, "skinny_mm", rows, Weight(weight), config, bias, place, **UNFUSED)
         return out
     linear.check_operands("skinny_mm", x, weight)
@@ -281,7 +282,7 @@ def _normalized(
 
 
 def ahead() -> Iterator[Variant]:
-    for m in (4, 16, 64):
+    for m in (4, 16, 64, 128):
         for n, k in ((6144, 4096), (4096, 14336)):
             yield from linear.variants(
                 skinny_mm_kernel, "skinny_mm, invariant", (m, n, k), {"out": "*bf16:16"}, {"bias": None}, chooses=config_of

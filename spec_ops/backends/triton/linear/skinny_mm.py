@@ -332,14 +332,15 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
 
     Raises:
         TypeError, ValueError: a weight of no known format.
-        ValueError: more than `MAX_ROWS` rows, 2^31 outputs or more, another k than the weight's or no multiple of 64, or a
-            weight that TMA cannot read.
+        ValueError: more than `MAX_ROWS` rows (with a `config`: than its `block_m`), 2^31 outputs or more, another k than the
+            weight's or no multiple of 64, or a weight that TMA cannot read.
     """
     (m, k), (data, scale, zero) = x.shape, weights
     weight = for_columns(data, k)
     stored, n = weight_format(name, weight, scale, zero), weight.shape[0]
-    if m > MAX_ROWS:
-        raise ValueError(f"{name}: `x` must have at most {MAX_ROWS} rows, got {m}")
+    most = MAX_ROWS if config is None else config.block_m
+    if m > most:
+        raise ValueError(f"{name}: `x` must have at most {most} rows, got {m}")
     if m * n >= 2**31:  # kernels address the output in 32 bits
         raise ValueError(f"{name}: `x` rows times `weight` rows must be less than 2^31, got {m} times {n}")
     check_operands(name, x, weight)

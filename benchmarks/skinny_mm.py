@@ -21,6 +21,7 @@ from benchmarks.rows import write_rows
 from benchmarks.timing import measure_ceilings, time_calls
 from spec_ops.backends.triton.linear.skinny_mm import skinny_mm
 from spec_ops.backends.weight_format import dequantized, packed
+from spec_ops.models.quantized import float8_tensor
 
 # n, k
 SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (2880, 4096), (1536, 7168)]  # replaced
@@ -51,18 +52,15 @@ def measure(m: int, n: int, k: int, copy: float) -> dict[str, Any]:
 
 def stored(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`weight` in 8 or 4 bits, its scale and its zero."""
-    (n, k), limit = weight.shape, torch.finfo(torch.float8_e4m3fn).max
     if kind == "int4":
         groups = weight.float().unflatten(1, (-1, 128))
         low, high = groups.aminmax(dim=2)
         scale = (high - low) / 15
         numbers = ((groups - low[..., None]) / scale[..., None]).round().to(torch.int8).sub(8).flatten(1)
         return packed(numbers), scale.bfloat16().t().contiguous().t(), (low + 8 * scale).bfloat16().t().contiguous().t()
-    rows, columns = {"tensor": (n, k), "row": (1, k), "block": (128, 128)}[kind]
-    padded = torch.nn.functional.pad(weight.float(), (0, -k % columns, 0, -n % rows))
-    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    scale = blocks.abs().amax((1, 3)) / limit
-    return (blocks / scale[:, None, :, None]).view(padded.shape)[:n, :k].to(torch.float8_e4m3fn).contiguous(), scale, None
+    n, k = weight.shape
+    made = float8_tensor(weight, *{"tensor": (n, k), "row": (1, k), "block": (128, 128)}[kind])
+    return made.data_, made.scale, None
 
 
 def scaled_mm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 import typer
 
 from benchmarks.round.shapes import SHAPES
+from benchmarks.round.stored import KINDS
 from benchmarks.timing import measure_ceilings
 from spec_ops.cli.options import KeepK, KeepP, MinP, Temperature, console, parse_sampling, plot_file, writable_file
 
@@ -42,6 +43,9 @@ def bench_round(
         bool, typer.Option("--penalties", help="Also rounds with a bias, penalties and a token bitmask, greedy and sampled.")
     ] = False,
     invariant: Annotated[bool, typer.Option("--invariant", help="Also the rounds with batch-invariant arithmetic.")] = False,
+    weights: Annotated[
+        list[str] | None, typer.Option(help=f"Also the rounds with weights of {', '.join(KINDS)}; may be repeated.")
+    ] = None,
     accept_length: Annotated[
         float | None, typer.Option(min=1, help="Tokens a round for tokens/s; default three quarters of the longest path.")
     ] = None,
@@ -74,7 +78,10 @@ def bench_round(
         raise typer.BadParameter(f"must be one of {list(SHAPES)}, got {unknown}", param_hint="--model")
     if unknown := sorted(set(path) - set(PATHS)):
         raise typer.BadParameter(f"must be one of {list(PATHS)}, got {unknown}", param_hint="--path")
+    if unknown := sorted(set(weights or []) - set(KINDS)):
+        raise typer.BadParameter(f"must be one of {list(KINDS)}, got {unknown}", param_hint="--weights")
     choices = _choices(sampled, penalties, temperature, top_k, top_p, min_p)
+    choices += [choice | {"weights": kind} for kind in weights or [] for choice in choices]
     choices += [choice | {"invariant": True} for choice in choices if invariant]
     if naive and tree_width > 1:
         raise typer.BadParameter("drafts chains: leave out --tree-width", param_hint="--naive")

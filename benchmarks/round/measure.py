@@ -21,6 +21,7 @@ from benchmarks.round.naive import NaiveRound
 from benchmarks.round.profile import Profile, breakdown, plot, profile, small_kernels
 from benchmarks.round.report import kind
 from benchmarks.round.shapes import SHAPES, Shape, touched_experts
+from benchmarks.round.stored import parameter_bytes, store
 from benchmarks.round.through_transformers import build_model, taken_over
 from benchmarks.timing import median_ms
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
@@ -56,6 +57,7 @@ class RoundCase:
         temperature, top_k, top_p, min_p: of every request; temperature 0 decodes greedily.
         penalties: bias, repetition, presence and frequency penalties and a token bitmask change the target's logits.
         invariant: batch-invariant arithmetic.
+        weights: of the linear layers of target and draft, one of `stored.KINDS`; None: they are of `dtype`.
     """
 
     model: str
@@ -82,6 +84,7 @@ class RoundCase:
     min_p: float = 0.0
     penalties: bool = False
     invariant: bool = False
+    weights: str | None = None
 
     def __str__(self) -> str:
         layers = f" {self.layers} layers" if self.layers else ""
@@ -96,9 +99,10 @@ class RoundCase:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """What its rows say of how tokens are chosen; nothing for a greedy round of unchanged logits."""
+        """What its rows say of how tokens are chosen and weights are stored; nothing for a greedy round of unchanged logits
+        and 16 bits."""
         settings = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        flags = {name: True for name in ("penalties", "invariant") if getattr(self, name)}
+        flags = {name: value for name in ("penalties", "invariant", "weights") if (value := getattr(self, name))}
         return ({"sampled": True, **settings} if self.sampled else {}) | flags
 
     @property
@@ -115,7 +119,7 @@ class RoundCase:
         return self.config.path_len * (max(self.repeats, PROFILED) + 8)
 
     def memory_bytes(self) -> int:
-        """Estimate of what the process takes on the device."""
+        """Estimate of what the process takes on the device; weights of fewer bits have 16 at first."""
         target, draft = self.shape.build("meta", getattr(torch, self.dtype))
         models = [target] if self.round == "plain" else [target, draft]
         configs: list[CacheSizes] = [target.config] if self.round == "plain" else [target.config, draft.config]
@@ -181,9 +185,7 @@ def floor_bytes(generator: Generator, batch_size: int, context: int, sizes: Mode
     target, draft = generator.target, draft_model(generator.draft)
 
     def size(module: Any, tokens: int) -> int:
-        total = sum(p.numel() * p.element_size() for p in module.parameters()) - sum(
-            p.numel() * p.element_size() for p in module.embed.parameters()
-        )
+        total = sum(map(parameter_bytes, module.parameters())) - sum(map(parameter_bytes, module.embed.parameters()))
         for layer in (part for part in module.modules() if isinstance(part, Mixture)):
             experts = sum(p.numel() * p.element_size() for p in (layer.gate_up_proj, layer.down_proj))
             total -= round(experts * (1 - touched_experts(layer.mixture, tokens) / layer.mixture.num_experts))
@@ -261,15 +263,20 @@ class CompiledRound:
     def _models(self) -> tuple[Target, Draft]:
         """Target and draft; from then on it counts as the first call."""
         case, shape, dtype = self.case, self.case.shape, getattr(torch, self.case.dtype)
-        if case.path == "own":
-            models: tuple[Target, Draft] = shape.build(case.device, dtype)
-            self._synchronize()
-            self.started = time.perf_counter()
-            return models
-        model = build_model(shape, case.device, dtype)
+        own = case.path == "own"
+        models: list[Any] = list(shape.build(case.device, dtype)) if own else [build_model(shape, case.device, dtype)]
+        self._store(models)
         self._synchronize()
         self.started = time.perf_counter()
-        return taken_over(model, shape)
+        if not own:
+            models = list(taken_over(models[0], shape))
+            self._store(models[1:])
+        return models[0], models[1]
+
+    def _store(self, models: list[Any]) -> None:
+        if self.case.weights is not None:
+            for model in models:
+                store(model, self.case.weights)
 
     def _round(self) -> torch.nn.Module:
         case = self.case

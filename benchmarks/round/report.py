@@ -22,13 +22,15 @@ def above_floor(row: dict[str, Any]) -> dict[str, float] | None:
     return {part: row[f"{part}_ms"] - floors.get(part, 0.0) for part in PARTS}
 
 
-# What a row says of how tokens are chosen; one without them is of a greedy round of unchanged logits.
-CHOICE = ("sampled", "temperature", "top_k", "top_p", "min_p", "penalties", "invariant")
+# What a row says of how tokens are chosen and weights are stored; one without them is of a greedy round of unchanged logits and
+# weights of 16 bits.
+CHOICE = ("sampled", "temperature", "top_k", "top_p", "min_p", "penalties", "invariant", "weights")
 
 
 def kind(row: Mapping[str, Any]) -> str:
-    """Of the round: `"speculative"`, `"plain, sampled"`, `"speculative, sampled, penalties"`, `"plain, transformers"`."""
+    """Of the round: `"speculative"`, `"speculative, sampled, penalties"`, `"plain, float8, transformers"`."""
     parts = [row.get("round", "speculative"), *(name for name in ("sampled", "penalties", "invariant") if row.get(name))]
+    parts += [row["weights"]] if row.get("weights") else []
     return ", ".join(parts + [path for path in [row.get("path", "own")] if path != "own"])
 
 
@@ -141,15 +143,15 @@ def beside_table(rows: Sequence[dict[str, Any]]) -> Table | None:
 
 
 def beside_base(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each row of a round that samples or changes logits, with the row of the same case that it is judged by: a sampled round
-    by the greedy one, one that changes logits or is batch-invariant by the one that does not, or is not."""
+    """Each row of a round that samples, changes logits or has weights of fewer bits, with the row of the same case that it is
+    judged by: a sampled round by the greedy one, any other by the one without."""
 
     def case(row: dict[str, Any]) -> tuple:
-        shape = row["model"], row["bs"], row["context"], draft_shape(row)
+        shape = row["model"], row["bs"], row["context"], draft_shape(row), row.get("path", "own")
         return (*shape, row.get("round", "speculative"), row["backend"], row["passes"])
 
     def without(row: dict[str, Any]) -> tuple:
-        last = next((name for name in ("invariant", "penalties") if row.get(name)), None)
+        last = next((name for name in ("invariant", "penalties", "weights") if row.get(name)), None)
         dropped = CHOICE if last is None else (last,)
         return choice({name: value for name, value in row.items() if name not in dropped})
 
@@ -158,23 +160,32 @@ def beside_base(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], di
     return [(row, other) for row, other in pairs if other is not None]
 
 
+def with_bf16_ms(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows; those of weights of fewer bits with `bf16_ms`, of the same round with 16, where that was measured."""
+    pairs = [(row, other) for row, other in beside_base(rows) if row.get("weights") and not other.get("weights")]
+    found = {id(row): {"bf16_ms": other["ms"]} for row, other in pairs}
+    return [row | found.get(id(row), {}) for row in rows]
+
+
 def describe_choice(row: Mapping[str, Any]) -> str:
-    """`"greedy"`, `"temperature 0.6, top-p 0.9"`, `"greedy, penalties, bias, bitmask"`."""
+    """`"greedy"`, `"temperature 0.6, top-p 0.9"`, `"greedy, penalties, bias, bitmask"`, `"greedy, float8"`."""
     told = [] if row.get("sampled") else ["greedy"]
     if row.get("sampled"):
         told.append(f"temperature {row['temperature']:g}")
         told += [f"top-k {row['top_k']}"] * (row["top_k"] > 0) + [f"top-p {row['top_p']:g}"] * (row["top_p"] < 1)
         told += [f"min-p {row['min_p']:g}"] * (row["min_p"] > 0)
     told += ["penalties, bias, bitmask"] * bool(row.get("penalties")) + ["batch-invariant"] * bool(row.get("invariant"))
+    told += [row["weights"]] if row.get("weights") else []
     return ", ".join(told)
 
 
 def choice_table(rows: Sequence[dict[str, Any]]) -> Table | None:
-    """A line per round that samples or changes logits, beside the one that it is judged by; None if there is none."""
+    """A line per round that samples, changes logits or has weights of fewer bits, beside the one that it is judged by; None if
+    there is none."""
     pairs = beside_base(rows)
     if not pairs:
         return None
-    table = Table("model", "batch, context", "round", "passes", "tokens chosen by", "ms", "beside", "ms", "ratio")
+    table = Table("model", "batch, context", "round", "passes", "tokens, weights", "ms", "beside", "ms", "ratio")
     for row, other in pairs:
         shown = (f"{row['model']}, {draft_shape(row)}", f"{row['bs']}, {row['context']}", row["round"])
         times = (f"{row['ms']:.2f}", describe_choice(other), f"{other['ms']:.2f}", f"{row['ms'] / other['ms']:.3f}")

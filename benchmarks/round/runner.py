@@ -24,6 +24,7 @@ from benchmarks.round.report import (
     draft_shape,
     judge_auto,
     rounds_table,
+    with_bf16_ms,
 )
 from benchmarks.rows import write_rows
 from spec_ops.decoding import SpeculationConfig
@@ -132,7 +133,7 @@ def measure(
         ):
             notes += [result for result in results if isinstance(result, Note)]
             found[case] = [result for result in results if not isinstance(result, Note)]
-            rows = [row for one in cases for row in found.get(one, [])]
+            rows = with_bf16_ms([row for one in cases for row in found.get(one, [])])
             report.write(list(found), rows, notes)
             progress.advance(task)
     return rows, notes

@@ -127,7 +127,8 @@ DType = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float1
 Quantize = Annotated[
     str | None,
     typer.Option(
-        "--quantize", help="Weights of 8 bits: float8, int8 (a scale a row), float8_tensor (one a weight); of 4: int4."
+        "--quantize",
+        help="Weights of 8 bits: float8, int8 (a scale a row), float8_block (128 x 128), float8_tensor (one); of 4: int4.",
     ),
 ]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile rounds (CUDA graphs on a GPU).")]

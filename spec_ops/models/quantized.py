@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from spec_ops._extras import install_hint
-from spec_ops.backends.weight_format import GROUPS, packed
+from spec_ops.backends.weight_format import BLOCK, GROUPS, packed
 from spec_ops.models.stored_tensor import StoredTensor
 
-KINDS = ("float8", "float8_tensor", "int8", "int4")
+KINDS = ("float8", "float8_block", "float8_tensor", "int8", "int4")
 _COLUMNS = 2 * min(GROUPS)  # what the kernels need k to be a multiple of
 _GROUP = 128  # columns that share a scale in 4 bits, where k is a multiple of it; torchao's default
 _RANGES = [1 - 0.02 * i for i in range(16)]  # parts of a group's range that 4 bits may cover
@@ -20,16 +21,18 @@ _RANGES = [1 - 0.02 * i for i in range(16)]  # parts of a group's range that 4 b
 def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) -> nn.Module:
     """Store the weights of a model's linear layers in 8 or 4 bits, in place. Activations keep their dtype.
 
-    The weights become torchao's `Float8Tensor` or `Int8Tensor`; those of 4 bits become `StoredTensor`, in the layout of
-    torchao's `Int4Tensor`, whose own kernels need a GPU and one more package. Biases, embeddings, norms and layers whose input
-    is no multiple of 64 stay as they are, and so do layers that are quantized already, such as an LM head that a draft shares
-    with its target. Load weights first: a quantized model has no state dict in the layout of checkpoints.
+    The weights become torchao's `Float8Tensor` or `Int8Tensor`, but for two kinds that become `StoredTensor`: `"float8_block"`,
+    which torchao has for 8-bit activations alone, and `"int4"`, in the layout of torchao's `Int4Tensor`, whose own kernels need
+    a GPU and one more package. Biases, embeddings, norms and layers whose input is no multiple of 64 stay as they are, and so
+    do layers that are quantized already, such as an LM head that a draft shares with its target. Load weights first: a
+    quantized model has no state dict in the layout of checkpoints.
 
     Args:
         model: of any kind; ours, or one of transformers.
-        kind: `"float8"`: float8_e4m3fn with a float32 scale for each row (output channel). `"float8_tensor"`: with one scale
-            for each weight. `"int8"`: int8 with a scale for each row. `"int4"`: 4 bits, a scale and a zero point for 128
-            columns of a row each (64 where 128 does not divide them).
+        kind: `"float8"`: float8_e4m3fn with a float32 scale for each row (output channel). `"float8_block"`: with one for each
+            block of 128 x 128, as in DeepSeek's and Qwen's checkpoints. `"float8_tensor"`: with one for each weight.
+            `"int8"`: int8 with a scale for each row. `"int4"`: 4 bits, a scale and a zero point for 128 columns of a row each
+            (64 where 128 does not divide them).
         lm_head: whether layers of that name are quantized too.
 
     Returns:
@@ -38,20 +41,17 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
     Raises:
         TypeError: `model` is no module.
         ValueError: an unknown `kind`; a model without a linear layer to quantize, or with none left.
-        ImportError: torchao is not installed, which all kinds but `"int4"` need.
+        ImportError: torchao is not installed, which all kinds but `"float8_block"` and `"int4"` need.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize: `model` must be a torch.nn.Module, got {type(model).__name__}")
     if kind not in KINDS:
         raise ValueError(f"quantize: `kind` must be one of {list(KINDS)}, got {kind!r}")
-    found = [module for name, module in model.named_modules() if _is_linear(name, module, lm_head)]
-    chosen = {id(module): module for module in found if not is_quantized(module)}
-    if not chosen:
-        got = "one that is quantized already" if any(map(is_quantized, found)) else type(model).__name__
-        raise ValueError(f"quantize: `model` must have linear layers with an input of a multiple of {_COLUMNS}, got {got}")
-    if kind == "int4":
-        for layer in chosen.values():
-            layer.weight = nn.Parameter(int4_tensor(layer.weight), requires_grad=False)
+    layers = linear_layers(model, lm_head)
+    if kind in ("float8_block", "int4"):
+        store = int4_tensor if kind == "int4" else float8_tensor
+        for layer in layers:
+            layer.weight = nn.Parameter(store(layer.weight), requires_grad=False)
         return model
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, PerRow, PerTensor, quantize_
@@ -66,8 +66,37 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
     else:
         granularity = PerRow() if kind == "float8" else PerTensor()
         config = Float8WeightOnlyConfig(granularity=granularity, set_inductor_config=False)
+    chosen = {id(layer) for layer in layers}
     quantize_(model, config, filter_fn=lambda module, _: id(module) in chosen)
     return model
+
+
+def linear_layers(model: nn.Module, lm_head: bool = True) -> list[nn.Linear]:
+    """Those of `model` that `quantize` stores anew; raises as it does if there are none."""
+    found = [module for name, module in model.named_modules() if _is_linear(name, module, lm_head)]
+    chosen: list[Any] = [module for module in found if not is_quantized(module)]
+    if not chosen:
+        got = "one that is quantized already" if found else type(model).__name__
+        raise ValueError(f"quantize: `model` must have linear layers with an input of a multiple of {_COLUMNS}, got {got}")
+    return chosen
+
+
+@torch.no_grad()
+def float8_tensor(weight: torch.Tensor, rows: int = BLOCK, columns: int = BLOCK) -> StoredTensor:
+    """`weight [n, k]` in float8_e4m3fn, with a float32 scale for each `rows` x `columns` of it, whose greatest magnitude
+    becomes the greatest number of float8.
+
+    Args:
+        weight: floating-point.
+        rows, columns: 128 x 128, 1 x k, or n x k.
+    """
+    n, k = weight.shape
+    padded = F.pad(weight.float(), (0, -k % columns, 0, -n % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    numbers = blocks / torch.where(scale == 0, 1, scale)[:, None, :, None]
+    stored = numbers.view(padded.shape)[:n, :k].to(torch.float8_e4m3fn).contiguous()
+    return StoredTensor(stored, scale, dtype=weight.dtype)
 
 
 @torch.no_grad()

@@ -8,14 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as benchmarks
 from benchmarks.round import profile as round_profile
 from benchmarks.round.measure import CompiledRound, RoundCase, floor_bytes
 from benchmarks.round.profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
-from benchmarks.round.report import above_floor, beside_base, choice_table, describe_choice, judge_auto, kind
+from benchmarks.round.report import above_floor, beside_base, choice_table, describe_choice, judge_auto, kind, with_bf16_ms
 from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES, touched_experts
+from benchmarks.round.stored import store
+from spec_ops.models.stored_tensor import StoredTensor
 from spec_ops.passes import explain
 from spec_ops.passes.analysis import counts
 
@@ -162,6 +165,54 @@ def test_batch_invariant_rounds():
     (row, _) = CompiledRound(case).rows()
     assert row["invariant"] is True
     assert kind(row) == "speculative, invariant"
+
+
+@pytest.mark.parametrize("path", ["own", "transformers"])
+def test_rounds_with_weights_of_fewer_bits(path, monkeypatch):
+    """The layers of target and draft are stored; the same texts as of the dequantized models."""
+    sizes = replace(TINY.shape.target, attention_sinks=False, sliding_window=None, sliding_window_pattern=None)
+    monkeypatch.setitem(SHAPES, "tiny", replace(SHAPES["tiny"], target=sizes))
+    case = replace(TINY, contexts=(40,), path=path)
+    for weights, bits in (("float8", 8), ("float8_block", 8), ("int4", 4)):
+        made = CompiledRound(replace(case, weights=weights))
+        layers = [m for model in (made.generator.target, made.generator.draft) for m in model.modules() if type(m) is nn.Linear]
+        stored = [layer.weight for layer in layers if isinstance(layer.weight, StoredTensor)]
+        assert {layer.in_features for layer in layers if not isinstance(layer.weight, StoredTensor)} <= {96}
+        assert len(stored) >= 2 * 3 + 3
+        assert {w.data_.numel() * w.data_.element_size() * 8 // w.numel() for w in stored} == {bits}
+        (row,) = made.rows()
+        assert row["weights"] == weights
+        assert kind(row) == f"speculative, {weights}" + (", transformers" if path == "transformers" else "")
+
+
+def test_floors_of_weights_of_fewer_bits():
+    """Of Llama-3.1-8B in GB, by hand: 7.505e9 weights and a head of 0.425e9 three times; scales of 4 bytes for a row, for 128 x
+    128 and, with a zero point, for 128."""
+    numbers = 7.505 + 3 * 0.425
+    for weights, each in (("float8", 1 + 4 / 4096), ("float8_block", 1 + 4 / 128**2), ("int4", 0.5 + 4 / 128)):
+
+        class Meta:
+            target, draft = SHAPES["llama-8b"].with_layers(None).build("meta", torch.bfloat16)
+            config = RoundCase("llama-8b", 1, (1024,)).config
+
+        store(Meta.target, weights)
+        store(Meta.draft, weights)
+        assert floor_bytes(Meta, 1, 1024)[0] / 1e9 == pytest.approx(numbers * each, rel=0.002)
+
+
+def test_what_weights_of_fewer_bits_are_judged_by():
+    def row(ms: float, **more) -> dict:
+        same = {"model": "m", "bs": 1, "context": 8, "steps": 3, "topk": 1, "round": "plain", "backend": "auto", "passes": True}
+        return same | {"ms": ms} | more
+
+    rows = [row(4.0), row(2.5, weights="float8"), row(2.0, weights="int4"), row(5.0, path="transformers")]
+    rows += [
+        row(2.6, weights="float8", path="transformers"),
+        row(2.7, weights="float8", invariant=True),
+        row(1.0, bs=2, weights="int4"),
+    ]
+    assert [r.get("bf16_ms") for r in with_bf16_ms(rows)] == [None, 4.0, 4.0, None, 5.0, None, None]
+    assert describe_choice(rows[2]) == "greedy, int4"
 
 
 def test_penalties_change_the_round():

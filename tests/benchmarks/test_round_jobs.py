@@ -198,6 +198,18 @@ def test_the_command_in_real_processes(tmp_path):
     assert "tokens a second" in result.output  # plain beside speculative
 
 
+def test_rounds_with_weights_of_fewer_bits_stand_beside_those_of_16(tmp_path):
+    path = tmp_path / "round.json"
+    small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--jobs", "3"]
+    result = bench_round(*small, "--weights", "float8", "--weights", "int4", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    plain, *stored = json.loads(path.read_text())["rows"]
+    assert "weights" not in plain
+    assert [(row["weights"], row["bf16_ms"]) for row in stored] == [("float8", plain["ms"]), ("int4", plain["ms"])]
+    assert plain["floor_ms"] > stored[0]["floor_ms"] > stored[1]["floor_ms"]
+    assert "speculative, float8" in result.output
+
+
 def test_sampled_rounds_stand_beside_greedy_ones(tmp_path):
     path = tmp_path / "round.json"
     small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--jobs", "2", "--sampled", "--temperature", "0.8"]

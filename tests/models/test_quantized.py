@@ -43,6 +43,27 @@ def test_weights_and_what_stays(torchao):
     assert one.weight.scale.numel() == 1
 
 
+@pytest.mark.parametrize("shape", [(300, 192), (128, 256), (48, 64)])
+def test_float8_in_blocks(shape):
+    """Needs no torchao. Blocks at the edges are smaller; one of zeros stays zeros."""
+    n, k = shape
+    layer = nn.Linear(k, n)
+    layer.weight.data[:128, :64] = 0 if k > 64 else 1
+    exact = layer.weight.detach().clone()
+    assert quantize(layer, "float8_block") is layer
+    weight = layer.weight
+    assert type(weight.data) is StoredTensor
+    assert (weight.data_.dtype, weight.scale.shape) == (torch.float8_e4m3fn, (-(-n // 128), -(-k // 128)))
+    got = weight.dequantize()
+    for i in range(0, n, 128):
+        for j in range(0, k, 128):
+            block, want = got[i : i + 128, j : j + 128], exact[i : i + 128, j : j + 128]
+            # Half a unit in the last of 4 binary digits, or of the least numbers.
+            bound = want.abs() / 16 + want.abs().max() / 448 * 2**-10
+            assert bool(((block - want).abs() <= bound).all())
+            torch.testing.assert_close(block.abs().max(), want.abs().max())
+
+
 def test_weights_of_other_kinds(torchao):
     layer = nn.Linear(128, 48)
     exact = layer.weight.detach().clone()
@@ -164,7 +185,7 @@ def test_speculation_gives_the_text_of_the_quantized_target(torchao):
 
 
 # MiB of 1.25 Mi numbers: read, written in 16 bits and read again, or read once. Scales and zeros of 4 bits are 0.08.
-@pytest.mark.parametrize(("kind", "moved"), [("float8", (7, 2)), ("int8", (7, 2)), ("int4", (6, 1))])
+@pytest.mark.parametrize(("kind", "moved"), [("float8", (7, 2)), ("float8_block", (7, 2)), ("int8", (7, 2)), ("int4", (6, 1))])
 def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao, kind, moved):
     """A layer of torchao's weights beside an op of ours: all products, the residual and the norm, in bfloat16."""
 

@@ -1,0 +1,31 @@
+"""Weights of 8 and 4 bits for the models that `python -m benchmarks round` measures."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from spec_ops.models.quantized import float8_tensor, int4_tensor, linear_layers
+from spec_ops.models.stored_tensor import StoredTensor
+
+KINDS = ("float8", "float8_block", "int4")
+
+
+def store(model: nn.Module, kind: str) -> None:
+    """What `quantize(model, kind)` does, without torchao: a compiled round has the same kernels."""
+    for layer in linear_layers(model):
+        layer.weight = nn.Parameter(stored(layer.weight, kind), requires_grad=False)
+
+
+def stored(weight: torch.Tensor, kind: str) -> StoredTensor:
+    """`weight [n, k]` in one of `KINDS`; `"float8"` has a scale for each row."""
+    if kind == "int4":
+        return int4_tensor(weight)
+    return float8_tensor(weight, 1, weight.shape[1]) if kind == "float8" else float8_tensor(weight)
+
+
+def parameter_bytes(parameter: torch.Tensor) -> int:
+    """Of what is stored."""
+    if not isinstance(parameter, StoredTensor):
+        return parameter.numel() * parameter.element_size()
+    return sum(getattr(parameter, name).nbytes for name in parameter.__tensor_flatten__()[0])

@@ -91,7 +91,8 @@ def test_launches_are_early_where_programs_fill_a_multiprocessor():
     assert all(full(head_dim, 2, rows) for head_dim in (64, 128) for rows in (4, 8, 16, 32, 64, 128))
     assert [full(64, 1, rows) for rows in (8, 32, 128)] == [False, True, True]
     assert {v.early for v in VARIANTS if v.name.startswith("Hopper")} == {True}
-    assert not any(v.early for v in VARIANTS if v.name.startswith(("ragged", "deterministic attention")))
+    assert not any(v.early for v in VARIANTS if v.name.startswith(("ragged", "deterministic extend")))
+    assert all(v.early for v in VARIANTS if v.name.startswith("deterministic attention") and 90 in v.archs)
 
 
 def test_wgmma_run_side_by_side(variant, arch):

@@ -147,6 +147,8 @@ def _deterministic() -> Iterator[Variant]:
                 if step != "combine" or shape is GQA_64:  # it is the same for all but the width of a row
                     # What is merged so far waits on the stack while the loop over a chunk's keys runs: only this one is `hot`.
                     hot = step == "combine"
+                    # Early or not, a merge is too short to matter where it spreads unevenly.
+                    launch = launch._replace(early=launch.early and not hot)
                     yield variant_of(f"deterministic {step}, {shape.label}{suffix}", launch, config, archs, hot)
 
 

@@ -57,14 +57,16 @@ def _launch_chunks(o: Operands) -> None:
         deterministic_attention_kernel, (min(programs, bs * most * tiles),),
         o.q, *keys.tensors, o.out, o.block_tables, o.seq_lens, o.tree_mask, o.sinks, *partials, *o.softmax,
         bs, q_len, row_blocks, ranges, capacity, *o.q.stride()[:3], *keys.strides, o.block_tables.stride(0), o.mask_stride,
-        HAS_SOFTCAP=o.has_softcap, HOLES=o.mask_len > q_len, **keys.constants, num_warps=config.num_warps, **common,
+        HAS_SOFTCAP=o.has_softcap, HOLES=o.mask_len > q_len, **keys.constants, num_warps=config.num_warps,
+        early=config.full and keys.tma, **common,
     )  # fmt: skip
     if capacity > 0:
         rows_each = max(1, 128 * COMBINE_WARPS // keys.block_dv)  # four numbers a thread
         launch(
             deterministic_combine_kernel, (triton.cdiv(o.rows, rows_each), o.kv_heads, bs), o.out, o.seq_lens, o.sinks,
             *partials, o.softmax[1], bs, q_len, ranges, capacity,
-            DV=keys.constants["DV"], BLOCK_DV=keys.block_dv, ROWS=rows_each, AHEAD=4, num_warps=COMBINE_WARPS, **common,
+            DV=keys.constants["DV"], BLOCK_DV=keys.block_dv, ROWS=rows_each, AHEAD=4, num_warps=COMBINE_WARPS, early=True,
+            **common,
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import logging
@@ -9,7 +10,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,10 +27,15 @@ from spec_ops.cli.options import (
     parse_config,
     parse_device,
     parse_dtype,
+    refusing,
     writable_file,
 )
 from spec_ops.decoding import Generator
+from spec_ops.models import CausalLM, Eagle3Draft
 from spec_ops.models.pretrained import load_pair
+from spec_ops.parallel import TensorParallel
+from spec_ops.parallel import load_pair as load_shares
+from spec_ops.parallel.fake import first_of
 
 _COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch")
 _RAISED = re.compile(r"raised exception (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*)(?P=quote)\)")
@@ -55,6 +60,12 @@ def explain(
         str | None,
         typer.Option("--dtype", help="bfloat16, float16 or float32; default: bfloat16, for FACTORY what it makes."),
     ] = None,
+    tp: Annotated[
+        int,
+        typer.Option(
+            "--tp", min=1, help="Plan for one of so many ranks that share the models. FACTORY is called as by torchrun."
+        ),
+    ] = 1,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Every count, rewrite and refusal, and why not another kernel.")
     ] = False,
@@ -71,9 +82,10 @@ def explain(
 
     capability = parse_arch_option(arch)
     # `.item()` becomes a node that a pass can remove, instead of a graph break.
-    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+    world = contextlib.nullcontext() if factory is None or tp == 1 else first_of(tp)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True), world:
         if factory is None:
-            target, draft, _ = load_pair(device=parse_device(device), dtype=parse_dtype(dtype or "bfloat16"))
+            target, draft = _pair(tp, parse_device(device), parse_dtype(dtype or "bfloat16"))
             made: Any = Generator(target, draft, parse_config(steps, tree_width, tree_tokens), max_batch_size=8).round(8)
             report = explain_graph(made, arch=capability)
         else:
@@ -101,6 +113,14 @@ def explain(
         elsewhere = "; --arch sm100 plans for a GPU" if report.place.arch is None else ""
         more = f"\n--verbose shows every rewrite and refusal, --html FILE the graph before and after{elsewhere}"
         console.print(more, markup=False, soft_wrap=True)
+
+
+def _pair(ranks: int, device: torch.device, dtype: torch.dtype) -> tuple[CausalLM, Eagle3Draft]:
+    """The shipped one; of more than one rank, the first one's share."""
+    if ranks == 1:
+        return load_pair(device=device, dtype=dtype)[:2]
+    with refusing("--tp"):
+        return load_shares(TensorParallel.fake(ranks), device=device, dtype=dtype)[:2]
 
 
 def _is_a_defect_of_a_pass(error: BaseException | None) -> bool:
@@ -171,7 +191,7 @@ def _load(file: Path, name: str) -> Callable:
     return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without what torch logs of an error before it is raised: tracebacks through the compiler."""
     before = logging.root.manager.disable

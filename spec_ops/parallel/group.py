@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from spec_ops.backends.push import PushWorkspace, connect, most_bytes
+from spec_ops.parallel.fake import fake_group, is_fake
 
 _T = TypeVar("_T")
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -49,7 +50,7 @@ class TensorParallel:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 600.0, check_rounds: bool = False) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_available() or (group is None and not dist.is_initialized()):
             raise ValueError(
                 "TensorParallel: torch.distributed must be initialized: start the processes with `torchrun --nproc-per-node N` "
                 "and call `TensorParallel.connect(device)`"
@@ -57,18 +58,21 @@ class TensorParallel:
         chosen = dist.group.WORLD if group is None else group
         assert chosen is not None
         self.group, self.check_rounds = chosen, check_rounds
-        self.rank, self.size = dist.get_rank(chosen), dist.get_world_size(chosen)
+        self.rank, self.size = chosen.rank(), chosen.size()
         self.name: str = chosen.group_name
-        # What hosts exchange must not come between the collectives of a round.
-        virtual = dist.get_backend(chosen) == "fake"
-        self._host = chosen if virtual else dist.new_group(dist.get_process_group_ranks(chosen), backend="gloo")
         self._pushes: PushWorkspace | None = None
-        if not virtual and torch.cuda.is_available() and torch.device("cuda") in chosen._device_types:
+        self._fake = is_fake(chosen)
+        if self._fake:
+            return
+        # What hosts exchange must not come between the collectives of a round.
+        self._host = dist.new_group(dist.get_process_group_ranks(chosen), backend="gloo")
+        if torch.cuda.is_available() and torch.device("cuda") in chosen._device_types:
             self._pushes = self._connect(torch.device("cuda", torch.cuda.current_device()), timeout)
 
     @classmethod
     def connect(cls, device: torch.device | str, *, timeout: float = 600.0, check_rounds: bool = False) -> TensorParallel:
-        """Join the processes that torchrun started, with NCCL for a GPU and gloo for the CPU.
+        """Join the processes that torchrun started, with NCCL for a GPU and gloo for the CPU. A world that this process has
+        joined already is taken as it is.
 
         Args:
             device: of the models; for a GPU it becomes the process's current one.
@@ -79,19 +83,34 @@ class TensorParallel:
             RankError: the environment of torchrun is missing, or the other processes do not come.
         """
         device = torch.device(device)
+        if device.type == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(device)
+        if dist.is_initialized():
+            return cls(timeout=timeout, check_rounds=check_rounds)
         if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
             raise RankError(
                 f"TensorParallel: the environment must have {', '.join(missing)}: start the processes with "
                 "`torchrun --nproc-per-node N`"
             )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         except (RuntimeError, ValueError) as error:
             raise RankError(f"TensorParallel: the processes did not find one another: {_first_line(error)}") from error
         return cls(timeout=timeout, check_rounds=check_rounds)
+
+    @classmethod
+    def fake(cls, size: int, rank: int = 0) -> TensorParallel:
+        """One of `size` ranks without the others, in a process that has joined no world: to plan (`spec_ops.explain`), and to
+        time one rank's work. What its rounds compute is wrong: a sum is this rank's part.
+
+        Args:
+            size: how many ranks there would be.
+            rank: which of them this one is, in [0, size).
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"TensorParallel: `rank` must be in [0, {size}), got {rank}")
+        return cls(fake_group(size, rank))
 
     def _connect(self, device: torch.device, timeout: float) -> PushWorkspace | None:
         """Memory that all ranks write to; None if there is a rank that cannot, which rank 0 says."""
@@ -145,7 +164,7 @@ class TensorParallel:
 
     def first(self, value: _T) -> _T:
         """Rank 0's `value`, which can be pickled, on every rank."""
-        if self.group is self._host and dist.get_backend(self.group) == "fake":
+        if self._fake:
             return value
         with self.guard("exchange"):
             box = [value]
@@ -162,7 +181,7 @@ class TensorParallel:
         Raises:
             RankError: on every rank, with the first name whose values differ, and the ranks that differ from rank 0.
         """
-        if self.group is self._host and dist.get_backend(self.group) == "fake":
+        if self._fake:
             return
         mine = {name: _digest(value) for name, value in values.items()}
         theirs: list[Any] = [None] * self.size

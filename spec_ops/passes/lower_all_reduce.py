@@ -22,7 +22,7 @@ from torch import fx
 from spec_ops.backends import push
 from spec_ops.backends.registry import device_arch
 from spec_ops.ops.collectives import all_reduce_op
-from spec_ops.passes.analysis.graph import calls, insert, value
+from spec_ops.passes.analysis.graph import calls, insert, num_ranks, value
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 
@@ -58,7 +58,7 @@ def _refusal(fake: torch.Tensor, reduce: Any, group: Any, arch: int, *, planned:
         return "its sizes are not known while compiling"
     if arch < push.LEAST_ARCH:
         return f"no figures for sm_{arch}"
-    ranks = dist.distributed_c10d._resolve_process_group(group).size()
+    ranks = num_ranks(group)
     if (most := push.most_bytes(ranks)) is None:
         return f"no figures for {ranks} ranks"
     if reason := push.refusal(fake.dtype, reduce, fake.numel() * fake.element_size(), most):

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from spec_ops.passes.analysis import counts
-from spec_ops.passes.analysis.graph import arg, attention_calls, has_arg, value
+from spec_ops.passes.analysis.graph import arg, attention_calls, group_of, has_arg, num_ranks, value
 from spec_ops.passes.base import Note, PassContext, PassResult
 from spec_ops.passes.history import History
 from spec_ops.passes.page import page
@@ -19,15 +19,17 @@ from spec_ops.passes.wording import Kernel, groups, listed, places_of, short_pla
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _SHOWN_OF_A_PASS = 4  # lines, unless everything is asked for
-_ON_GPU_ALONE = (counts.HOST_COPIES, counts.CUDA_GRAPHS)
+_ON_GPU_ALONE = (counts.HOST_COPIES, counts.CUDA_GRAPHS, counts.COLLECTIVES)
 _SELECTION = "select_backends"
 
 
 class Place(NamedTuple):
-    """What a graph was compiled or planned for: the compute capability (None: CPU) and the dtypes of attention."""
+    """What a graph was compiled or planned for: the compute capability (None: CPU), the dtypes of attention, and how many ranks
+    share the work."""
 
     arch: int | None = None
     dtypes: tuple[str, ...] = ()
+    ranks: int = 1
 
     @classmethod
     def of(cls, graph: fx.Graph, context: PassContext) -> Place:
@@ -37,10 +39,12 @@ class Place(NamedTuple):
             if isinstance(q, torch.Tensor) and isinstance(cache, torch.Tensor):
                 arch = context.machine(q.device)[0]
                 dtypes[_short(q.dtype) + ("" if cache.dtype == q.dtype else f" with {_short(cache.dtype)} caches")] = None
-        return cls(arch, tuple(dtypes))
+        names = {name for node in graph.nodes if (name := group_of(node)) is not None}
+        return cls(arch, tuple(dtypes), max((num_ranks(name) for name in names), default=1))
 
     def __str__(self) -> str:
-        return ", ".join(["the CPU" if self.arch is None else f"sm_{self.arch}", *self.dtypes])
+        place = "the CPU" if self.arch is None else f"sm_{self.arch}"
+        return ", ".join([place if self.ranks == 1 else f"one of {self.ranks} ranks on {place}", *self.dtypes])
 
 
 @dataclass
@@ -81,6 +85,7 @@ class GraphReport:
         parts = [self._change("host sync", *syncs)]
         if self.place.arch is not None:
             parts.insert(0, self._change("CUDA graph", counts.CUDA_GRAPHS))
+            parts += [self._change("NCCL collective", counts.COLLECTIVES)] if self.place.ranks > 1 else []
         if self.before.get(counts.METADATA_LAUNCHES) or self.after.get(counts.METADATA_LAUNCHES):
             parts.append(self._change("metadata launch", counts.METADATA_LAUNCHES))
         backends = [kernel.backend for kernel in self.chosen()]

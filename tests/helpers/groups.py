@@ -6,9 +6,10 @@ import datetime
 import functools
 
 import torch
-from torch._C._distributed_c10d import FakeProcessGroup, HashStore, ProcessGroup, ProcessGroupGloo, _register_process_group
+from torch._C._distributed_c10d import HashStore, ProcessGroup, ProcessGroupGloo, _register_process_group
 
 from spec_ops.backends import push
+from spec_ops.parallel.fake import fake_group
 
 _KEPT: list[ProcessGroup] = []  # torch knows a group by its name for as long as it lives
 
@@ -29,16 +30,6 @@ def alone(device: str) -> str:
     return name
 
 
-@functools.cache
 def pretended(size: int) -> str:
     """The name of a group of `size` ranks, of which this process is the first and nobody the others: for graphs, not to run."""
-    name = f"{size} pretended"
-    store = HashStore()
-    group, fake = ProcessGroup(store, 0, size), FakeProcessGroup._create_internal(0, size, None)
-    for device in ("cpu", "cuda"):
-        group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, fake)
-    group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
-    group._set_group_name(name)
-    _register_process_group(name, group)
-    _KEPT.append(group)
-    return name
+    return fake_group(size, 0).group_name

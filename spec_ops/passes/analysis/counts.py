@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from spec_ops.passes.analysis.graph import ATTENTION_OPS, INDEX_OPS, op_of, value
+from spec_ops.passes.analysis.graph import ATTENTION_OPS, INDEX_OPS, group_of, op_of, value
 from spec_ops.passes.analysis.lengths import INTEGERS
 from spec_ops.passes.analysis.rows import RESHAPES, is_product
 from spec_ops.passes.analysis.storage import Storage, storage_of
@@ -20,9 +20,10 @@ KV_GENERATIONS, PAGE_TABLES = "kv-index generations", "page tables"
 HOST_COPIES, ITEMS = "device-to-host copies", "item calls"
 METADATA_LAUNCHES, HEAD_ROWS, PREFILLS = "metadata launches", "LM-head rows in extend", "extends on a prefill kernel"
 HOST_PLANNED, CUDA_GRAPHS = "host-planned calls", "CUDA graphs"
-WEIGHTS = "MiB moved for weights"
+COLLECTIVES, WEIGHTS = "NCCL collectives", "MiB moved for weights"
 SUMMARY = (
-    KV_GENERATIONS, PAGE_TABLES, HOST_COPIES, ITEMS, METADATA_LAUNCHES, HEAD_ROWS, PREFILLS, HOST_PLANNED, CUDA_GRAPHS, WEIGHTS,
+    KV_GENERATIONS, PAGE_TABLES, HOST_COPIES, ITEMS, METADATA_LAUNCHES, HEAD_ROWS, PREFILLS, HOST_PLANNED, CUDA_GRAPHS,
+    COLLECTIVES, WEIGHTS,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -56,6 +57,7 @@ def count_nodes(graph: fx.Graph) -> dict[str, int]:
       are computed for an op of ours; each is a kernel of its own unless it finds one to ride on. Rows of one tensor count once.
     * LM-head rows in extend: rows of matrix products that choose tokens after an extend, in the example that was traced.
     * CUDA graphs: as few as the data allow, which is how Inductor orders the work unless that takes a tenth more memory.
+    * NCCL collectives: torch's own, which a backend of its process groups computes.
     * MiB moved for weights: of products; a weight of 8 bits that is dequantized before one is read, written and read again.
     """
     found: Counter[str] = Counter(dict.fromkeys(SUMMARY, 0))
@@ -66,6 +68,7 @@ def count_nodes(graph: fx.Graph) -> dict[str, int]:
         found[HOST_COPIES] += is_host_copy(node)
         found[ITEMS] += is_item(node)
         found[HOST_PLANNED] += plans_on_host(node)
+        found[COLLECTIVES] += group_of(node) is not None
         if (op := op_of(node)) is None:
             continue
         name = op._schema.name.removeprefix("spec_ops::")

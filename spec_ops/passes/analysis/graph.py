@@ -45,6 +45,18 @@ def op_of(node: fx.Node) -> Any:
     return target if getattr(target, "namespace", None) == "spec_ops" else None
 
 
+def group_of(node: fx.Node) -> str | None:
+    """The group of ranks over which `node` calls one of torch's functional collectives; None if it calls none."""
+    if getattr(node.target, "namespace", None) != "_c10d_functional" or not has_arg(node, "group_name"):
+        return None
+    return arg(node, "group_name")
+
+
+def num_ranks(group: Any) -> int:
+    """How many ranks the group of that name has."""
+    return dist.distributed_c10d._resolve_process_group(group).size()
+
+
 def mutated_input(node: Any) -> fx.Node | None:
     """The input of the graph that `node` is, unchanged or after earlier mutations; None if `node` is made in the graph."""
     while node.target is operator.getitem and op_of(node.args[0]) is not None and node.args[0].target is AUTO_FUNCTIONALIZED:

@@ -13,6 +13,7 @@ from benchmarks.moe import bench_moe
 from benchmarks.prompts import bench_prompts
 from benchmarks.round.command import bench_round
 from benchmarks.sampling.command import bench_sampling
+from benchmarks.soak import bench_soak
 from benchmarks.tune.command import bench_tune
 
 # Without rich markup: it would break an error's line into the lines of a box, paths too.
@@ -29,6 +30,7 @@ app.command("invariance", short_help="Texts that must be equal in bfloat16, and 
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
 app.command("accept", short_help="Accept length of a target and its draft.")(bench_accept)
 app.command("prompts", short_help="Many prompts of unequal lengths: rows refilled, groups, one by one.")(bench_prompts)
+app.command("soak", short_help="Rounds for as long as asked: nothing compiled, recorded or kept.")(bench_soak)
 app.command("ahead", short_help="Registers, shared memory and spills, without a GPU.")(bench_ahead)
 
 

@@ -31,6 +31,7 @@ from spec_ops.cli.options import (
 from spec_ops.decoding import Generator, SamplingParams
 from spec_ops.decoding.pages import PagePool
 from spec_ops.models.corpus import ByteTokenizer, held_out_prompts
+from spec_ops.models.paged import DEFAULT_PAGE_SIZE
 from spec_ops.models.pretrained import load_pair
 
 SHORTEST, LONGEST = 8, 512  # tokens, of prompts and of limits
@@ -68,7 +69,7 @@ def bench_prompts(
     texts = [(text * 8)[:length] for text, length in zip(texts, lengths, strict=True)]
     sampling = SamplingParams(temperature or 0.0, seed=seed)
     longest = max(length + limit for length, limit in zip(lengths, limits, strict=True))
-    needed = PagePool(0, 16, config.reserve).needed
+    needed = PagePool(0, DEFAULT_PAGE_SIZE, config.reserve).needed
     most = sorted((needed(a + b) for a, b in zip(lengths, limits, strict=True)), reverse=True)[:batch_size]
     options: dict[str, Any] = {"max_batch_size": batch_size, "max_seq_len": longest, "compile": compile}
     shared = Generator(target, draft, config, num_pages=sum(most), **options)
@@ -107,8 +108,9 @@ def bench_prompts(
             {
                 "way": name, "prompts": prompts, "batch_size": generator.max_batch_size, "median": median,
                 "new_tokens": new_tokens, "rounds": rounds[name], "seconds": round(took, 3),
-                "tokens_per_second": round(new_tokens / took, 1), "kv_pages": generator.num_pages, "page_size": 16,
-                "steps": steps, "temperature": sampling.temperature, "dtype": dtype, "device": str(place), "compile": compile,
+                "tokens_per_second": round(new_tokens / took, 1),
+                "kv_pages": generator.num_pages, "page_size": generator.page_size, "steps": steps,
+                "temperature": sampling.temperature, "dtype": dtype, "device": str(place), "compile": compile,
             }
         )  # fmt: skip
     table = Table(

@@ -1,7 +1,8 @@
 """Compiles what `python -m benchmarks kernels` is about to time, in processes side by side.
 
 Triton, and FlashInfer where it compiles at first use, take seconds a kernel on one processor and keep the binary on disk. So
-every kernel is called once, by some process, on short contexts; the process that measures then finds the binary.
+every kernel is called once, by some process, on short contexts; the process that measures then finds the binary. All of them
+assemble with Inductor's ptxas, which is part of the binary's key: measuring FlexAttention would change it half-way.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.kernels.cases import Batch, Case, Pool, Problem, pages_needed
+from spec_ops.passes.manager import assemble_as_inductor_does
 
 # A page table this wide is, like those of long contexts, a multiple of 16 wide: for others Triton compiles anew.
 PAGES = 16
@@ -66,6 +68,7 @@ def warm_up(
     todo = [(case, backend) for case in short_cases(cases, page_size) for backend in own]
     if not todo:
         return
+    assemble_as_inductor_does()  # here and, through the environment, there
     # A forked process cannot use CUDA.
     with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=multiprocessing.get_context("spawn")) as pool:
         calls = [pool.submit(call_once, *call, device, dtype, kv_dtype, page_size) for call in todo]

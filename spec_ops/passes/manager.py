@@ -243,7 +243,7 @@ def enabled(
     Raises:
         ValueError: an unknown pass name.
     """
-    _assemble_as_inductor_does()
+    assemble_as_inductor_does()
     manager = PassManager(switches, arch, listener, keep_history, invariant=invariant)
     settings = {SLOT: _slot(manager), "shape_padding": False, **(INDUCTOR if invariant else {})}
     with inductor_config.patch(settings):
@@ -265,7 +265,7 @@ def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
     Raises:
         ValueError: an unknown pass name.
     """
-    _assemble_as_inductor_does()
+    assemble_as_inductor_does()
     manager = PassManager(switches)
     inductor_config.post_grad_custom_pre_pass = _slot(manager)
     inductor_config.shape_padding = False
@@ -284,7 +284,7 @@ def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
     return uninstall
 
 
-def _assemble_as_inductor_does() -> None:
+def assemble_as_inductor_does() -> None:
     """Set TRITON_PTXAS_PATH to torch's own ptxas, as Inductor does, if torch has one and the user has set none.
 
     Inductor sets it when it compiles a kernel in this process, hence not if its caches have all kernels. Triton compiles the

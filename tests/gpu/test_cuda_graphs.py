@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 from tqdm.auto import tqdm
 
+from benchmarks.soak import recorded_graphs
 from spec_ops.backends import get_backend
 from spec_ops.decoding import GenerationResult, Generator, SamplingParams, SpeculationConfig
 from spec_ops.decoding.arguments import Requests, check_sampling
@@ -28,19 +29,6 @@ TEXTS = [
     "def test_simple(self):\n        self.assertEqual(",
     "x",
 ]
-
-
-def recorded_graphs() -> int:
-    """CUDA graphs recorded so far by Inductor's CUDA-graph trees on this device."""
-    manager = torch._inductor.cudagraph_trees.get_container(torch.cuda.current_device()).tree_manager
-    if manager is None:
-        return 0
-    pending, count = [node for nodes in manager.roots.values() for node in nodes], 0
-    while pending:
-        node = pending.pop()
-        count += 1
-        pending += [child for children in node.children.values() for child in children]
-    return count
 
 
 @pytest.fixture(scope="module")

@@ -101,8 +101,10 @@ def test_splits_that_follow_the_rows_are_noticed(few_slices, monkeypatch):
 def test_the_order_is_a_fact_of_the_weight(n, k):
     for arch in (90, 100, 120):
         configs = [invariant.config_of(m, n, k, 132, arch) for m in range(1, 129)]
-        assert len({(config.splits, config.block_k, config.chunk, config.block_n) for config in configs}) == 1
-        assert configs[0].block_n >= linear.WARPGROUP.value  # below, each warp has a chunk of k, and sums are added apart
+        assert len({(config.splits, config.block_k, config.chunk) for config in configs}) == 1
+        # Below, each warp has a chunk of k, and sums are added apart. Above, sm_100 has another instruction.
+        widths = {config.block_n for config in configs}
+        assert widths <= {linear.WARPGROUP.value, *([128] if arch == 90 else [])}
 
 
 @pytest.mark.parametrize("strides", ["plain", "transposed", "sliced"])

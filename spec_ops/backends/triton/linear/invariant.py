@@ -5,7 +5,7 @@ beside others, since a tensor core adds along k alike for each of its columns. S
 in steps of 16 numbers, one after the other, within each of the weight's `splits` of k, whose sums are added in their order. How
 many there are is a fact of the weight and of the GPU (`config_of`). Tiles may follow the rows:
 
-* up to `READ_ONCE` rows: `skinny_mm`, whose programs share k, with tiles of 64 columns;
+* up to `READ_ONCE` rows: `skinny_mm`, whose programs share k, with tiles of 64 columns, on Hopper of 128 for the most rows;
 * up to `SLICED` rows: the same, for `READ_ONCE` of them at a time;
 * more: `many_rows_kernel`, in which a program computes all splits of its tile, one after the other.
 
@@ -29,7 +29,7 @@ from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms, recorded
 
 BLOCK_K = 128  # of k: what the bounds of splits are multiples of
-READ_ONCE = 128  # most rows for which a weight is read once: registers hold sums of 64 columns for as many
+READ_ONCE = 128  # most rows for which a weight is read once
 SLICED = 256  # most rows for which it is read once for every `READ_ONCE` of them
 TILE = (128, 128, 64)  # rows, columns and k of a program for more of them
 GROUP = 8  # tiles of columns that neighbouring programs share
@@ -40,6 +40,9 @@ LINE = 4096  # numbers of a row that a program of a sum has at once
 def config_of(m: int, n: int, k: int, sms: int, arch: int) -> Config:
     """For `m` rows, at most `READ_ONCE`. The splits, and the bounds of their blocks, do not depend on them."""
     splits = fitted(Tile(MAX_ROWS, 64, BLOCK_K, 4, 2), n, k, sms, arch).splits
+    if m > MAX_ROWS and 90 <= arch < 100 and 3 * triton.cdiv(n, 128) * splits >= 2 * sms:
+        # Rows are twice the bytes of 64 columns. (sm_100 has another instruction for 128 columns.)
+        return fitted(Tile(READ_ONCE, 128, BLOCK_K, 4, 1), n, k, sms, arch, splits=splits)
     # On sm_100 a tile of 8 would be of another instruction (mma.sync) than the others; on sm_90 the two agree in their bits.
     sizes = (16, 32, MAX_ROWS, READ_ONCE) if 100 <= arch < 120 else (8, 16, 32, MAX_ROWS, READ_ONCE)
     block_m = next(size for size in sizes if m <= size)

@@ -121,7 +121,7 @@ def test_batched_products(strides):
         assert torch.equal(bits(invariant.batched_mm(a[:, 5 : 5 + rows], b, None)), bits(whole[:, 5 : 5 + rows])), rows
 
 
-@pytest.mark.parametrize("n", [1, 96, 5000])
+@pytest.mark.parametrize("n", [1, 96, 5000, 9000])
 def test_sums_and_norms(n):
     g = torch.Generator().manual_seed(n)
     x, weight = torch.randn(9, n, generator=g).half(), torch.rand(n, generator=g).half()
@@ -136,7 +136,7 @@ def test_sums_and_norms(n):
             assert torch.equal(bits(invariant.row_sum(x[alone])), bits(total[alone]))
 
 
-@pytest.mark.parametrize("n", [96, 5000])
+@pytest.mark.parametrize("n", [96, 5000, 9000])
 def test_norms_of_sums_have_the_bits_of_two_operations(n):
     g = torch.Generator().manual_seed(n)
     x, residual = torch.randn(2, 9, n, generator=g).half()

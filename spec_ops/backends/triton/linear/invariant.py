@@ -34,7 +34,7 @@ SLICED = 256  # most rows for which it is read once for every `READ_ONCE` of the
 TILE = (128, 128, 64)  # rows, columns and k of a program for more of them
 GROUP = 8  # tiles of columns that neighbouring programs share
 UNFUSED = {"enable_fp_fusion": False}
-LINE = 4096  # numbers of a row that a program of a sum has at once
+LINE = 8192  # numbers of a row that a program of a sum or a norm has at once: all of them, in most models
 
 
 def config_of(m: int, n: int, k: int, sms: int, arch: int) -> Config:
@@ -203,30 +203,48 @@ def _added(x, residual, place, live):
 
 
 @triton.jit
+def _normalized_part(value, rstd, weight, out, ROUNDED: tl.constexpr):
+    """In the dtype of `out`; `weight`: of these columns, or None."""
+    value *= rstd
+    if weight is not None:
+        if ROUNDED:
+            value = value.to(out.dtype.element_ty).to(tl.float32)
+        value *= weight.to(tl.float32)
+    return value.to(out.dtype.element_ty)
+
+
+@triton.jit
 def rms_norm_kernel(
-    x, residual, weight, total, out, N, eps, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x, residual, weight, total, out, N, eps,
+    ROUNDED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `row`; `x`, `out [M, N]` contiguous, `weight [N]` or None. `residual` and `total`, its sum with `x`: as `x`, or
-    None."""
+    None. `WHOLE`: `BLOCK` numbers are a row, which stays in registers."""
     await_predecessors(PDL)
     row = tl.program_id(0).to(tl.int64) * N
     at = tl.arange(0, BLOCK)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, N, BLOCK):
-        live = start + at < N
-        value = _added(x, residual, row + start + at, live)
+    if WHOLE:
+        live = at < N
+        g = None if weight is None else tl.load(weight + at, mask=live, other=0.0)
+        value = _added(x, residual, row + at, live)
         if total is not None:
-            tl.store(total + row + start + at, value.to(total.dtype.element_ty), mask=live)
-        squares += value * value
-    rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
-    for start in tl.range(0, N, BLOCK):
-        live = start + at < N
-        value = _added(x, residual, row + start + at, live) * rstd
-        if weight is not None:
-            if ROUNDED:
-                value = value.to(out.dtype.element_ty).to(tl.float32)
-            value *= tl.load(weight + start + at, mask=live, other=0.0).to(tl.float32)
-        tl.store(out + row + start + at, value.to(out.dtype.element_ty), mask=live)
+            tl.store(total + row + at, value.to(total.dtype.element_ty), mask=live)
+        rstd = tl.rsqrt(tl.sum(value * value, 0) / N + eps)
+        tl.store(out + row + at, _normalized_part(value, rstd, g, out, ROUNDED), mask=live)
+    else:
+        squares = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, N, BLOCK):
+            live = start + at < N
+            value = _added(x, residual, row + start + at, live)
+            if total is not None:
+                tl.store(total + row + start + at, value.to(total.dtype.element_ty), mask=live)
+            squares += value * value
+        rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
+        for start in tl.range(0, N, BLOCK):
+            live = start + at < N
+            g = None if weight is None else tl.load(weight + start + at, mask=live, other=0.0)
+            value = _added(x, residual, row + start + at, live)
+            tl.store(out + row + start + at, _normalized_part(value, rstd, g, out, ROUNDED), mask=live)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -278,8 +296,8 @@ def _normalized(
         weight = None if weight is None else weight.contiguous()
         with device_guard(x):
             launch(
-                rms_norm_kernel, (m,), x, residual, weight, total, out, n, eps, ROUNDED=rounded, **_shape(n), **UNFUSED,
-                early=m <= num_sms(x.device),  # few rows: a launch is most of the time
+                rms_norm_kernel, (m,), x, residual, weight, total, out, n, eps, ROUNDED=rounded, WHOLE=n <= LINE, **_shape(n),
+                **UNFUSED, early=m <= num_sms(x.device),  # few rows: a launch is most of the time
             )  # fmt: skip
     return out
 

@@ -95,6 +95,12 @@ def test_features(wanted):
     check_accuracy(made(16, lens=[300, 65, 0, 193, 500], **wanted))
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 24, 32, 48])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_pages_shorter_than_a_block(page_size, tree):
+    check_long(made(16, kv_heads=8, tree=tree, page_size=page_size, lens=[*AROUND_BLOCKS, 16, 17, 1000, 5000]))
+
+
 @pytest.mark.parametrize("draft_steps", [2, 4])
 def test_slots_of_a_tree_that_no_query_sees(draft_steps):
     """The last level of a tree asks; dead branches hold NaN, in the last block, the one before it, or both."""
@@ -165,7 +171,7 @@ def test_which_calls_the_backend_gives_to_it():
         ({}, "gqa_hopper_attention"),
         ({"page_size": 128, "sinks": True, "dtype": FP16}, "gqa_hopper_attention"),
         ({"num_nodes": 8}, "split_kv_attention_kernel"),
-        ({"page_size": 32}, "split_kv_attention_kernel"),
+        ({"page_size": 1}, "gqa_hopper_attention"),
         ({"window_left": 100}, "split_kv_attention_kernel"),
         ({"softcap": 3.0}, "split_kv_attention_kernel"),
         ({"kv_dtype": FP8}, "split_kv_attention_kernel"),

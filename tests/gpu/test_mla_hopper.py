@@ -61,6 +61,12 @@ def test_features(wanted):
     check_accuracy(made("verify_tree", heads=128, lens=[300, 65, 0, 193], **wanted))
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 24, 32, 48])
+@pytest.mark.parametrize("mode", ["verify_chain", "verify_tree"])
+def test_pages_shorter_than_a_block(page_size, mode):
+    check_accuracy(made(mode, heads=32, page_size=page_size, lens=[0, 1, 15, 16, 17, 63, 64, 65, 129, 500]))
+
+
 @pytest.mark.parametrize(("width", "draft_steps"), [(4, 3), (8, 7)])
 def test_slots_of_a_tree_that_no_query_sees(width, draft_steps):
     """The last level of a tree asks; dead branches hold NaN, in an even block, an odd one, or both."""
@@ -131,4 +137,4 @@ def test_what_is_not_supported():
     assert not supported(kv_lora_rank=256)
     assert not supported(q=call.q.float(), k_cache=call.k_cache.float())
     assert not supported(k_cache=call.k_cache.to(torch.float8_e4m3fn))
-    assert not supported(k_cache=call.k_cache.view(-1, 32, 576))
+    assert not supported(k_cache=call.k_cache[:, :60])  # pages apart

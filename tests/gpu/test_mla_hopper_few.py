@@ -98,6 +98,11 @@ def test_features(wanted):
     check_accuracy(made(8, 2, True, lens=[300, 65, 0, 193], **wanted).but(kv_scale=1.5))
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 24, 32, 48])
+def test_pages_shorter_than_a_block(page_size):
+    check_long(made(2, 8, True, page_size=page_size, lens=[*AROUND_BLOCKS, 16, 17, 5000]))
+
+
 def test_slots_of_a_tree_that_no_query_sees():
     """The last level of a tree asks; dead branches hold NaN, in the last block, the one before it, or both."""
     tree = {"width": 2, "draft_steps": 20, "heads": 8, "head_dim": 576, "v_dim": 512, "dtype": BF16, "page_size": 64}

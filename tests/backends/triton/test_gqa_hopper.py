@@ -17,7 +17,7 @@ import triton
 
 from spec_ops.backends import AttentionCall
 from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
-from spec_ops.backends.triton.attention.hopper.host import is_token_rows
+from spec_ops.backends.triton.attention.hopper.host import box_of, is_token_rows
 from spec_ops.backends.triton.runtime import ahead
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -42,7 +42,8 @@ def serves(
     "call",
     [
         {}, {"q_len": 9}, {"q_len": 40}, {"heads": 32, "q_len": 17}, {"heads": 64, "kv_heads": 1, "q_len": 2},
-        {"page_size": 128}, {"page_size": 256}, {"dtype": FP16, "kv_dtype": FP16}, {"bs": 2048},
+        {"page_size": 128}, {"page_size": 192}, {"page_size": 16}, {"page_size": 1}, {"dtype": FP16, "kv_dtype": FP16},
+        {"bs": 2048},
     ],
     ids=str,
 )  # fmt: skip
@@ -54,7 +55,7 @@ def test_serves(call: dict[str, Any]):
     "call",
     [
         {"arch": 80}, {"arch": 100}, {"q_len": 8}, {"heads": 32, "q_len": 16}, {"heads": 40}, {"heads": 128, "kv_heads": 1},
-        {"head_dim": 128, "v_dim": 128}, {"v_dim": 128}, {"page_size": 32}, {"page_size": 16}, {"page_size": 192}, {"pages": 0},
+        {"head_dim": 128, "v_dim": 128}, {"v_dim": 128}, {"pages": 0},
         {"dtype": torch.float32, "kv_dtype": torch.float32}, {"kv_dtype": FP8}, {"kv_dtype": FP16}, {"window_left": 100},
         {"softcap": 30.0},
     ],
@@ -116,3 +117,10 @@ ROWS = torch.zeros(8 * 64 * 160 + 8, dtype=torch.bfloat16)
 def test_what_a_descriptor_reads_as_rows_of_tokens(shape, strides, offset, readable):
     assert ROWS.data_ptr() % 16 == 0
     assert is_token_rows(ROWS.as_strided(shape, strides, offset)) == readable
+
+
+@pytest.mark.parametrize(
+    ("page_size", "box"), [(1, 1), (3, 1), (8, 1), (16, 16), (24, 1), (32, 32), (48, 16), (64, 64), (96, 32), (192, 64)]
+)
+def test_boxes_are_what_pages_hold_whole(page_size, box):
+    assert box_of(torch.empty(2, page_size, 576, device="meta"), 64) == box

@@ -63,6 +63,7 @@ UNIFORM = [
     *((shape, q_len, False) for shape in OTHER_SIZES for q_len in (1, 16)),
 ]  # fmt: skip
 RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SIZES]
+PAGE_SIZES = (64, 16, 1)  # of Hopper's kernels: a block of keys in one piece, in four, row by row
 DETERMINISTIC = [(GQA_64, 16, True), (GQA_128, 4, False), (MLA_128, 1, False)]
 
 
@@ -94,14 +95,15 @@ def _counted_on(shape: Shape, config: tuning.Config, variant: Variant) -> Varian
     return replace(variant, estimated={arch: tuning.shared_bytes(config, arch, *row) for arch in variant.archs})
 
 
-def call_of(shape: Shape, bs: int, q_len: int, tree: bool = False, *, ragged: int = 0, pages: int = 128) -> AttentionCall:
-    """A call on the meta device, of pages of 64: `bs` requests of `q_len` queries, or `ragged` rows with `q_len` as their
-    bound."""
+def call_of(
+    shape: Shape, bs: int, q_len: int, tree: bool = False, *, ragged: int = 0, pages: int = 128, page_size: int = 64
+) -> AttentionCall:  # fmt: skip
+    """A call on the meta device: `bs` requests of `q_len` queries, or `ragged` rows with `q_len` as their bound."""
     empty = functools.partial(torch.empty, device="meta")
     heads = shape.kv_heads
     step = ("mha_" if heads else "mla_") + ("extend" if ragged else "target_verify")
     widths = (shape.head_dim, shape.v_dim) if heads else (shape.head_dim,)
-    caches = [empty(1024, 64, *([heads] if heads else []), width, dtype=shape.kv_dtype) for width in widths]
+    caches = [empty(1024, page_size, *([heads] if heads else []), width, dtype=shape.kv_dtype) for width in widths]
     call = AttentionCall(
         step,
         empty(*([ragged] if ragged else [bs, q_len]), shape.heads, shape.head_dim, dtype=BF16),
@@ -152,6 +154,20 @@ def _deterministic() -> Iterator[Variant]:
                     yield variant_of(f"deterministic {step}, {shape.label}{suffix}", launch, config, archs, hot)
 
 
+def _on_hopper(name: str, shape: Shape, bs: int, q_len: int, tree: bool) -> Iterator[Variant]:
+    for page_size in PAGE_SIZES:
+        call = call_of(shape, bs, q_len, tree, page_size=page_size)
+        mla = (mla_hopper_few if mla_hopper_few.preferred(call.q) else mla_hopper).mla
+        kernel = mla if call.is_mla else gqa_hopper.mha
+        (launch,) = launches_of(functools.partial(kernel, call))
+        for striped in (True, False) if "STRIPED" in launch.arguments else (None,):  # by the batch: hopper/combine.py
+            if striped is not None:
+                launch.arguments["STRIPED"] = striped
+            suffix = ", many splits" if striped is False else ""
+            suffix += f", pages of {page_size}" if page_size < 64 else ""
+            yield variant_of(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=page_size > 1)
+
+
 def ahead() -> Iterator[Variant]:
     yield from _deterministic()
     for shape, q_len, tree in UNIFORM:
@@ -170,16 +186,8 @@ def ahead() -> Iterator[Variant]:
             if archs:
                 hot = not call.is_mla and shape not in OTHER_SIZES  # those were never timed
                 yield _counted_on(shape, config, variant_of(f"{name}{suffix}", launch, config, archs, hot))
-        hopper = gqa_hopper.mha if gqa_on_hopper else None
-        if call.is_mla and shape.kv_dtype == BF16:
-            hopper = (mla_hopper_few if mla_hopper_few.preferred(call.q) else mla_hopper).mla
-        if hopper is not None:
-            (launch,) = launches_of(functools.partial(hopper, call))
-            for striped in (True, False) if "STRIPED" in launch.arguments else (None,):  # by the batch: hopper/combine.py
-                if striped is not None:
-                    launch.arguments["STRIPED"] = striped
-                suffix = ", many splits" if striped is False else ""
-                yield variant_of(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=True)
+        if gqa_on_hopper or (call.is_mla and shape.kv_dtype == BF16):
+            yield from _on_hopper(name, shape, bs, q_len, tree)
     for shape in RAGGED:
         bs, most = 8, 512
         call = call_of(shape, bs, most, ragged=2048)

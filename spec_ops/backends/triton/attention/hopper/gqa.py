@@ -7,7 +7,7 @@ overlap, as in FlashAttention-3 (arXiv:2407.08608):
 - two warpgroups have 64 rows each, and one's softmax overlaps the other's products,
 - a warpgroup starts the products of queries and keys of block `n + 1` before it multiplies the weights of block `n` with their
   values, and the latter runs during the softmax of the former,
-- a third partition of one warp loads queries, keys and values with TMA, some blocks ahead.
+- a third partition loads queries, keys and values, some blocks ahead (`pages.py`).
 
 Weights stay in registers. Masks are applied in a loop of its own, over the last blocks.
 """
@@ -30,8 +30,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums
-from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, is_token_rows, tree_arguments
+from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, box_of, is_token_rows, token_rows, tree_arguments
 from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
+from spec_ops.backends.triton.attention.hopper.pages import (
+    announce,
+    arrivals,
+    await_copies,
+    copy,
+    expect,
+    loading_warps,
+    pages_of,
+)
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
     arrive,
@@ -78,27 +87,24 @@ def _clear_rows(
 
 
 @gluon.jit
-def _load_block(rows, smem, bar, page0, page1, key, kv_head, PAGE: gl.constexpr, D: gl.constexpr, BOX: gl.constexpr):
-    """Start to load the keys or values of a block: `BOX` tokens by 64 numbers at a time."""
+def _copy_block(rows, distance, smem, bar, pages, key, column, PAGE: gl.constexpr, BOX: gl.constexpr):
+    """Start to load the keys or values of a block."""
     BLOCK_N: gl.constexpr = smem.shape[0]
-    mbarrier.expect(bar, BLOCK_N * D * 2)
+    D: gl.constexpr = smem.shape[1]
     chunks = smem._reinterpret(smem.dtype, [D // 64, BLOCK_N, 64], smem.layout)
-    for part in gl.static_range(BLOCK_N // BOX):
-        page = page0 if part == 0 else page1
-        slot = page * PAGE + (key + part * BOX) % PAGE
-        for c in gl.static_range(D // 64):
-            box = chunks.index(c).slice(part * BOX, BOX)
-            tma.async_copy_global_to_shared(rows, [slot, kv_head * D + c * 64], bar, box)
+    expect(bar, BLOCK_N * D * 2, BOX)
+    copy(rows, distance, chunks, 0, D // 64, bar, pages, key, column, PAGE, BOX)
+    announce(bar, BOX)
 
 
 @gluon.jit
 def _load(
-    q_rows, k_rows, v_rows, q_smem, k_smem, v_smem, full, free,
+    q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
     block_tables, seq_lens, table_stride, position, stop, length, b, begin, kv_head, query0,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp."""
+    """The loading warps."""
     stage = 0
     phase = 0
     segments = 0
@@ -111,9 +117,8 @@ def _load(
             last = gl.minimum(until - begin, count)
             first = position - begin
             table = block_tables + b.to(gl.int64) * table_stride
-            # Page ids are loaded one block ahead; with pages of half a block there are two.
-            page0 = gl.load(table + first * BLOCK_N // PAGE)
-            page1 = gl.load(table + (first * BLOCK_N + BOX) // PAGE, mask=first * BLOCK_N + BOX < seq_len, other=0)
+            seen = gl.minimum(seq_len, last * BLOCK_N)
+            next_pages = pages_of(table, first * BLOCK_N, seen, PAGE, BLOCK_N, BOX)
             side = segments & 1
             mbarrier.wait(free.index(side), ((segments >> 1) & 1) ^ 1)
             mbarrier.expect(full.index(side), 128 * D * 2)
@@ -127,18 +132,14 @@ def _load(
             segments += 1
             for k in range(first, last):
                 key = k * BLOCK_N
-                this0 = page0
-                this1 = page1
-                page0 = gl.load(table + (key + BLOCK_N) // PAGE, mask=k + 1 < last, other=0)
-                page1 = gl.load(
-                    table + (key + BLOCK_N + BOX) // PAGE, mask=(k + 1 < last) & (key + BLOCK_N + BOX < seq_len), other=0
-                )
+                pages = next_pages
+                next_pages = pages_of(table, key + BLOCK_N, seen, PAGE, BLOCK_N, BOX)
                 keys = KEYS + 2 * stage
                 mbarrier.wait(free.index(keys), phase ^ 1)
-                _load_block(k_rows, k_smem.index(stage), full.index(keys), this0, this1, key, kv_head, PAGE, D, BOX)
+                _copy_block(k_rows, k_distance, k_smem.index(stage), full.index(keys), pages, key, kv_head * D, PAGE, BOX)
                 values = VALUES + 2 * stage
                 mbarrier.wait(free.index(values), phase ^ 1)
-                _load_block(v_rows, v_smem.index(stage), full.index(values), this0, this1, key, kv_head, PAGE, D, BOX)
+                _copy_block(v_rows, v_distance, v_smem.index(stage), full.index(values), pages, key, kv_head * D, PAGE, BOX)
                 stage, phase = next_stage(stage, phase, STAGES)
             position = until
         begin = end
@@ -157,7 +158,7 @@ def _logits(q, k, BLOCK_N: gl.constexpr):
 def _iterate(
     iterations, start, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l, stage, phase, v_stage, issued, clears,
     seq_len, query, words, slots, qk_scale, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, WARPGROUP: gl.constexpr,
+    MASKED: gl.constexpr, WARPGROUP: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Weights of `iterations` blocks from key `start` on, and the outputs of the blocks one before, whose values are loaded."""
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -169,7 +170,7 @@ def _iterate(
                 clears = _clear_rows(
                     v_smem.index(v_stage), seq_len - before, slots, cleared, clears, MASK_LEN, HOLES, WARPGROUP
                 )  # fmt: skip
-        mbarrier.wait(full.index(KEYS + 2 * stage), phase)
+        await_copies(full.index(KEYS + 2 * stage), phase, BOX)
         mbarrier.wait(order.index(WARPGROUP), (issued & 1) ^ (1 - WARPGROUP))
         s_token = _logits(q, k_smem.index(stage), BLOCK_N)
         o_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
@@ -183,7 +184,7 @@ def _iterate(
         l = scale_rows(l, shrink) + thread_sums(weights)
         # The next iteration's values. Here, because without a branch in between the assembler moves the wait for products
         # ahead of the softmax that they are to overlap with.
-        mbarrier.wait(full.index(VALUES + 2 * stage), phase)
+        await_copies(full.index(VALUES + 2 * stage), phase, BOX)
         acc, p = warpgroup_mma_wait(0, [o_token, p])  # the operand must stay where it is until then
         arrive(free.index(VALUES + 2 * v_stage))
         acc = scale_rows(acc, shrink)
@@ -199,7 +200,7 @@ def _attend(
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
     index, share, longer, range_begin, stop, length, b, begin, hm,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, MASK_LEN: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, WARPGROUP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, WARPGROUP: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 rows and all blocks of each of its program's tiles."""
     D: gl.constexpr = v_smem.shape[2]
@@ -245,7 +246,7 @@ def _attend(
             q = q_smem.index((segments & 1) * 2 + WARPGROUP)
 
             mbarrier.wait(full.index(segments & 1), (segments >> 1) & 1)
-            mbarrier.wait(full.index(KEYS + 2 * stage), phase)
+            await_copies(full.index(KEYS + 2 * stage), phase, BOX)
             s = warpgroup_mma_wait(0, [_logits(q, k_smem.index(stage), BLOCK_N)])
             arrive(free.index(KEYS + 2 * stage))
             if (first + 1) * BLOCK_N > all_seen:
@@ -255,19 +256,19 @@ def _attend(
             weights, m, _ = softmax_step(s, m, qk_scale)
             l = thread_sums(weights)
             p = gl.convert_layout(weights.to(q.dtype), p_layout)
-            mbarrier.wait(full.index(VALUES + 2 * stage), phase)
+            await_copies(full.index(VALUES + 2 * stage), phase, BOX)
             v_stage = stage
             stage, phase = next_stage(stage, phase, STAGES)
 
             acc, p, m, l, stage, phase, v_stage, issued, clears = _iterate(
                 seen - first - 1, (first + 1) * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
                 stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
-                Q_LEN, MASK_LEN, STAGES, False, WARPGROUP,
+                Q_LEN, MASK_LEN, STAGES, False, WARPGROUP, BOX,
             )  # fmt: skip
             acc, p, m, l, stage, phase, v_stage, issued, clears = _iterate(
                 last - seen, seen * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
                 stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
-                Q_LEN, MASK_LEN, STAGES, True, WARPGROUP,
+                Q_LEN, MASK_LEN, STAGES, True, WARPGROUP, BOX,
             )  # fmt: skip
             arrive(free.index(segments & 1))
             segments += 1
@@ -296,21 +297,22 @@ def _attend(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "k_distance", "v_distance"])
 def gqa_hopper_attention(
-    q_rows, k_rows, v_rows, out, block_tables, seq_lens, tree_mask, sinks,
+    q_rows, k_rows, v_rows, k_distance, v_distance, out, block_tables, seq_lens, tree_mask, sinks,
     partial_acc, partial_ml, counters,
     qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, D: gl.constexpr,
     PAGE: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr, BS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr, MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors: queries `[bs * Q_LEN, KV_HEADS * GROUP, D]`, 64 rows by 64; caches `[tokens, KV_HEADS * D]`, `BOX` by 64."""
+    """Descriptors: queries `[bs * Q_LEN, KV_HEADS * GROUP, D]`, 64 rows by 64; caches `[tokens, KV_HEADS * D]`, `BOX` by 64
+    (`pages.py`)."""
     full = gl.allocate_shared_memory(gl.int64, [2 + 2 * STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2 + 2 * STAGES, 1], mbarrier.MBarrierLayout())
     cleared = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 + 2 * STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=1 if i < 2 else arrivals(BOX))
         mbarrier.init(free.index(i), count=2)
     mbarrier.init(cleared.index(0), count=2)
     order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -354,7 +356,7 @@ def gqa_hopper_attention(
         longer = total - share * ranges
     position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use)
 
-    dtype: gl.constexpr = k_rows.dtype
+    dtype: gl.constexpr = q_rows.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_smem = gl.allocate_shared_memory(dtype, [4, 64, D], shared)  # of two buffers, each warpgroup's
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], shared)
@@ -365,29 +367,29 @@ def gqa_hopper_attention(
                 q_smem, k_smem, v_smem, full, free, cleared, order,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, share, longer, position, stop, length, b, begin, hm,
-                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, 0,
+                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, 0, BOX,
             )),
             (_attend, (
                 q_smem, k_smem, v_smem, full, free, cleared, order,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, share, longer, position, stop, length, b, begin, hm,
-                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, 1,
+                Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, 1, BOX,
             )),
             (_load, (
-                q_rows, k_rows, v_rows, q_smem, k_smem, v_smem, full, free,
+                q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
                 block_tables, seq_lens, table_stride, position, stop, length, b, begin,
                 hm // ROW_BLOCKS, hm % ROW_BLOCKS * (128 // GROUP), Q_LEN, GROUP, D, PAGE, BLOCK_N, STAGES, BOX,
             )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, loading_warps(BOX)],
+        [240, 24] if BOX >= 64 else [232, 40],  # more pages to hold
     )  # fmt: skip
 
 
 def supports(arch: int, call: AttentionCall) -> bool:
     """Whether `mha` here serves a call on `arch` (90 for sm_90), by dtypes, shapes, strides and alignment.
 
-    Pages must hold whole halves of a block. Heads of 128 would need more registers than there are, or shorter blocks.
+    Heads of 128 would need more registers than there are, or shorter blocks.
     """
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     pages, page_size, kv_heads, head_dim = k_cache.shape
@@ -400,7 +402,6 @@ def supports(arch: int, call: AttentionCall) -> bool:
         and group in (1, 2, 4, 8, 16, 32, 64)
         and group * q.shape[1] >= MIN_ROWS
         and pages > 0
-        and (page_size == BLOCK_N // 2 or page_size % BLOCK_N == 0)
         and is_token_rows(k_cache)
         and is_token_rows(v_cache)
         and window_within(call.window_left, call.block_tables, page_size) < 0
@@ -426,17 +427,13 @@ def mha(call: AttentionCall, block_n: int = BLOCK_N, stages: int = 5, min_blocks
     ranges = aligned_ranges(max(1, num_sms(q.device) // tiles), bs)
     slots = ranges * 2 * tiles * 2
     partial = torch.empty(slots * 64 * (dim + 2), dtype=torch.float32, device=q.device)
-    box = min(page_size, block_n)
-
-    def cache_rows(cache: torch.Tensor) -> TensorDescriptor:
-        shape = [cache.shape[0] * page_size, kv_heads * dim]
-        return TensorDescriptor(cache, shape, [cache.stride(1), 1], [box, 64], gl.NVMMASharedLayout(128, 16, rank=2))
-
+    box = box_of(k_cache, block_n)
     q_layout = gl.NVMMASharedLayout(128, 16, rank=3)
     launch(
         gqa_hopper_attention, (ranges * tiles,),
         TensorDescriptor(q, [bs * q_len, heads, dim], [q.stride(1), dim, 1], [64 // group, group, 64], q_layout),
-        cache_rows(k_cache), cache_rows(v_cache), out, block_tables, seq_lens, tree_mask, sinks,
+        token_rows(k_cache, box), token_rows(v_cache, box), k_cache.stride(1) // 8, v_cache.stride(1) // 8,
+        out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * dim :], arrival_counters(q.device, bs * tiles * 2, "gqa_hopper"),
         call.scale * call.k_scale * LOG2E.value, call.v_scale, bs, ranges,
         block_tables.stride(0), mask_stride,

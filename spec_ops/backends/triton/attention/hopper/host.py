@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.operands import packed
+
+MIN_BOX = 16  # tokens that TMA copies at a time
 
 
 def aligned_ranges(ranges: int, bs: int) -> int:
@@ -15,6 +19,20 @@ def aligned_ranges(ranges: int, bs: int) -> int:
     of queries and one partial result."""
     whole = ranges // bs * bs
     return whole if whole * 16 >= ranges * 15 else ranges
+
+
+def box_of(cache: torch.Tensor, block_n: int) -> int:
+    """`BOX` of `pages.py` for blocks of `block_n` keys out of the pages of `cache`."""
+    box = math.gcd(cache.shape[1], block_n)
+    return box if box >= MIN_BOX else 1
+
+
+def token_rows(cache: torch.Tensor, box: int) -> TensorDescriptor | torch.Tensor:
+    """`cache [pages, page, ..., dim]` (`is_token_rows`) as `pages.py` reads it."""
+    if box == 1:
+        return cache
+    shape, layout = [cache.shape[0] * cache.shape[1], math.prod(cache.shape[2:])], gl.NVMMASharedLayout(128, 16, rank=2)
+    return TensorDescriptor(cache, shape, [cache.stride(1), 1], [box, 64], layout)
 
 
 def is_token_rows(cache: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ https://github.com/deepseek-ai/FlashMLA/blob/main/docs/20250422-new-kernel-deep-
 
 - the *even* warpgroup computes logits and weights of blocks 0, 2, 4, ... and accumulates columns 0 to 255 over all blocks,
 - the *odd* warpgroup those of blocks 1, 3, 5, ... and columns 256 to 511,
-- a third partition of one warp loads queries and KV blocks with TMA, half a block at a time.
+- a third partition loads queries and KV blocks, half a block at a time (`pages.py`).
 
 Weights and row maxima go through shared memory, each block's relative to the maximum of the blocks up to it. Unlike in
 FlashMLA, both warpgroups then finish a block before they start its partner, so that a block is free for reloading half an
@@ -31,8 +31,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
-from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, is_token_rows, tree_arguments
+from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, box_of, is_token_rows, token_rows, tree_arguments
 from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
+from spec_ops.backends.triton.attention.hopper.pages import (
+    announce,
+    arrivals,
+    await_copies,
+    copy,
+    expect,
+    loading_warps,
+    pages_of,
+)
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
     await_predecessors,
@@ -80,26 +89,29 @@ def _scale_rows(acc, factor):
 
 @gluon.jit
 def _load(
-    q_rows, kv_half, kv_rest, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
+    q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
     block_tables, seq_lens, table_stride, position, stop, b, begin, row0,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, Q_BOX: gl.constexpr,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp. Parts of blocks come in the order in which the warpgroups free them."""
+    """The loading warps. Parts of blocks come in the order in which the warpgroups free them."""
     half_bytes: gl.constexpr = 64 * 256 * 2
     rest_bytes: gl.constexpr = 64 * 64 * 2
+    halves = kv_smem._reinterpret(kv_smem.dtype, [16, 64, 64], kv_smem.layout)
     q_chunks = q_smem._reinterpret(q_smem.dtype, [8, 64, 64], q_rest_smem.layout)
     segments = 0
     evens = 0
     odds = 0
     while position < stop:
-        count = gl.cdiv(gl.maximum(gl.load(seq_lens + b), 0), 64)
+        seq_len = gl.maximum(gl.load(seq_lens + b), 0)
+        count = gl.cdiv(seq_len, 64)
         end = begin + count
         if count > 0:
             last = gl.minimum(end, stop) - begin
             first = position - begin
             table = block_tables + b.to(gl.int64) * table_stride
-            page0 = gl.load(table + first * 64 // PAGE)
-            page1 = gl.load(table + (first + 1) * 64 // PAGE, mask=first + 1 < last, other=0)
+            seen = gl.minimum(seq_len, last * 64)
+            even = pages_of(table, first * 64, seen, PAGE, 64, BOX)
+            odd = pages_of(table, first * 64 + 64, seen, PAGE, 64, BOX)
             mbarrier.wait(bars.index(QUERIES + FREE), (segments & 1) ^ 1)
             full = bars.index(QUERIES)
             mbarrier.expect(full, 576 * Q_BOX * 2)
@@ -108,32 +120,36 @@ def _load(
                 tma.async_copy_global_to_shared(q_rows, [b * ROWS + row0, c * 64], full, chunk.slice(0, Q_BOX))
             segments += 1
             for k in range(first, last, 2):
-                slot0 = page0 * PAGE + k * 64 % PAGE
-                slot1 = page1 * PAGE + (k + 1) * 64 % PAGE
-                page0 = gl.load(table + (k + 2) * 64 // PAGE, mask=k + 2 < last, other=0)
-                page1 = gl.load(table + (k + 3) * 64 // PAGE, mask=k + 3 < last, other=0)
+                key = k * 64
                 even_free = (evens & 1) ^ 1
                 odd_free = (odds & 1) ^ 1
 
                 full = bars.index(EVEN_LEFT)
                 mbarrier.wait(bars.index(EVEN_LEFT + FREE), even_free)
-                mbarrier.expect(full, half_bytes)
-                tma.async_copy_global_to_shared(kv_half, [slot0, 0], full, kv_smem.index(0))
+                expect(full, half_bytes, BOX)
+                copy(kv_rows, kv_distance, halves, 0, 4, full, even, key, 0, PAGE, BOX)
+                announce(full, BOX)
                 full = bars.index(EVEN_RIGHT)
                 mbarrier.wait(bars.index(EVEN_RIGHT + FREE), even_free)
-                mbarrier.expect(full, half_bytes + rest_bytes)
-                tma.async_copy_global_to_shared(kv_half, [slot0, 256], full, kv_smem.index(1))
-                tma.async_copy_global_to_shared(kv_rest, [slot0, 512], full, kv_rest_smem.index(0))
+                expect(full, half_bytes + rest_bytes, BOX)
+                copy(kv_rows, kv_distance, halves, 4, 4, full, even, key, 256, PAGE, BOX)
+                copy(kv_rows, kv_distance, kv_rest_smem, 0, 1, full, even, key, 512, PAGE, BOX)
+                announce(full, BOX)
+                even = pages_of(table, key + 128, seen, PAGE, 64, BOX)
                 if k + 1 < last:
+                    key += 64
                     full = bars.index(ODD_LEFT)
                     mbarrier.wait(bars.index(ODD_LEFT + FREE), odd_free)
-                    mbarrier.expect(full, half_bytes + rest_bytes)
-                    tma.async_copy_global_to_shared(kv_half, [slot1, 0], full, kv_smem.index(2))
-                    tma.async_copy_global_to_shared(kv_rest, [slot1, 512], full, kv_rest_smem.index(1))
+                    expect(full, half_bytes + rest_bytes, BOX)
+                    copy(kv_rows, kv_distance, halves, 8, 4, full, odd, key, 0, PAGE, BOX)
+                    copy(kv_rows, kv_distance, kv_rest_smem, 1, 1, full, odd, key, 512, PAGE, BOX)
+                    announce(full, BOX)
                     full = bars.index(ODD_RIGHT)
                     mbarrier.wait(bars.index(ODD_RIGHT + FREE), odd_free)
-                    mbarrier.expect(full, half_bytes)
-                    tma.async_copy_global_to_shared(kv_half, [slot1, 256], full, kv_smem.index(3))
+                    expect(full, half_bytes, BOX)
+                    copy(kv_rows, kv_distance, halves, 12, 4, full, odd, key, 256, PAGE, BOX)
+                    announce(full, BOX)
+                    odd = pages_of(table, key + 128, seen, PAGE, 64, BOX)
                     odds += 1
                 evens += 1
             position = begin + last
@@ -143,21 +159,21 @@ def _load(
 
 @gluon.jit
 def _logits(
-    q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, phase, ODD: gl.constexpr,
+    q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, phase, ODD: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Products `[64, 64]` of the queries with this warpgroup's block: the half that arrives first comes first."""
     s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     z = opaque_zero()
     if ODD:
-        mbarrier.wait(bars.index(ODD_LEFT), phase)
+        await_copies(bars.index(ODD_LEFT), phase, BOX)
         s = warpgroup_mma(q_smem.index(z + 0), kv_smem.index(z + 2).permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma(q_rest_smem.index(z), kv_rest_smem.index(z + 1).permute((1, 0)), s, is_async=True)
-        mbarrier.wait(bars.index(ODD_RIGHT), phase)
+        await_copies(bars.index(ODD_RIGHT), phase, BOX)
         s = warpgroup_mma(q_smem.index(z + 1), kv_smem.index(z + 3).permute((1, 0)), s, is_async=True)
     else:
-        mbarrier.wait(bars.index(EVEN_LEFT), phase)
+        await_copies(bars.index(EVEN_LEFT), phase, BOX)
         s = warpgroup_mma(q_smem.index(z + 0), kv_smem.index(z + 0).permute((1, 0)), s, use_acc=False, is_async=True)
-        mbarrier.wait(bars.index(EVEN_RIGHT), phase)
+        await_copies(bars.index(EVEN_RIGHT), phase, BOX)
         s = warpgroup_mma(q_smem.index(z + 1), kv_smem.index(z + 1).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma(q_rest_smem.index(z), kv_rest_smem.index(z + 0).permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, [s])
@@ -169,7 +185,7 @@ def _attend(
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
     index, share, longer, range_begin, stop, b, begin, hm, HM: gl.constexpr,
     ROWS: gl.constexpr, HEADS: gl.constexpr, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr,
-    STRIPED: gl.constexpr, ODD: gl.constexpr,
+    STRIPED: gl.constexpr, ODD: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: logits and weights of every other block, and half of the output columns of all blocks."""
     row0 = hm * 64
@@ -214,7 +230,7 @@ def _attend(
                 start = k * 64
                 if ODD:
                     if k + 1 < last:
-                        s = _logits(q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, odd_phase, True)
+                        s = _logits(q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, odd_phase, True, BOX)
                         mbarrier.arrive(bars.index(QUERIES + FREE), pred=k + 3 >= last)
                         if start + 128 > all_seen:
                             s = visible(s, start + 64, seq_len, query, words, Q_LEN, MASK_LEN, 1, False)
@@ -262,7 +278,7 @@ def _attend(
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(EVEN_RIGHT + FREE))
                 else:
-                    s = _logits(q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, even_phase, False)
+                    s = _logits(q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, even_phase, False, BOX)
                     mbarrier.arrive(bars.index(QUERIES + FREE), pred=k + 2 >= last)
                     if start + 64 > all_seen:
                         s = visible(s, start, seq_len, query, words, Q_LEN, MASK_LEN, 1, False)
@@ -324,19 +340,19 @@ def _attend(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance"])
 def mla_hopper_attention(
-    q_rows, kv_half, kv_rest, out, block_tables, seq_lens, tree_mask, sinks,
+    q_rows, kv_rows, kv_distance, out, block_tables, seq_lens, tree_mask, sinks,
     partial_acc, partial_ml, counters,
     qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr,
-    HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, STRIPED: gl.constexpr, MIN_BLOCKS: gl.constexpr,
-    PDL: gl.constexpr,
+    HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr,
+    MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in 64 x 256 and in 64 x 64."""
+    """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in `BOX` x 64 (`pages.py`)."""
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BARRIERS):
-        mbarrier.init(bars.index(i), count=2 if i == QUERIES + FREE else 1)
+        mbarrier.init(bars.index(i), count=2 if i == QUERIES + FREE else arrivals(BOX) if i < QUERIES else 1)
     fence_async_shared()
     await_predecessors(PDL)
 
@@ -367,7 +383,7 @@ def mla_hopper_attention(
     longer = total - share * ranges
     position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use)
 
-    dtype: gl.constexpr = kv_half.dtype
+    dtype: gl.constexpr = q_rows.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_smem = gl.allocate_shared_memory(dtype, [2, 64, 256], shared)
     q_rest_smem = gl.allocate_shared_memory(dtype, [1, 64, 64], shared)
@@ -381,20 +397,20 @@ def mla_hopper_attention(
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
-                STRIPED, False,
+                STRIPED, False, BOX,
             )),
             (_attend, (
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
-                STRIPED, True,
+                STRIPED, True, BOX,
             )),
             (_load, (
-                q_rows, kv_half, kv_rest, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
-                block_tables, seq_lens, table_stride, position, stop, b, begin, hm * 64, ROWS, PAGE, Q_BOX,
+                q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
+                block_tables, seq_lens, table_stride, position, stop, b, begin, hm * 64, ROWS, PAGE, Q_BOX, BOX,
             )),
         ],
-        [4, 1],
+        [4, loading_warps(BOX)],
         [232, 40],
     )  # fmt: skip
 
@@ -410,7 +426,6 @@ def supports(call: AttentionCall) -> bool:
         and q.dtype in (torch.bfloat16, torch.float16)
         and kv_cache.dtype == q.dtype
         and pages > 0
-        and page_size % 64 == 0
         and is_token_rows(kv_cache)
         and window_within(call.window_left, call.block_tables, page_size) < 0
         and call.softcap == 0
@@ -439,19 +454,18 @@ def mla(call: AttentionCall, min_blocks: int | None = None) -> torch.Tensor:
     partial = torch.empty(slots * 64 * (512 + 2), dtype=torch.float32, device=q.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     q_box = max(8, min(64, triton.next_power_of_2(rows)))
-    cache_shape, stride = [kv_cache.shape[0] * kv_cache.shape[1], dim], kv_cache.stride(1)
+    box = box_of(kv_cache, 64)
     launch(
         mla_hopper_attention, (ranges * tiles,),
         TensorDescriptor(q, [bs * rows, dim], [dim, 1], [q_box, 64], layout),
-        TensorDescriptor(kv_cache, cache_shape, [stride, 1], [64, 256], layout),
-        TensorDescriptor(kv_cache, cache_shape, [stride, 1], [64, 64], layout),
+        token_rows(kv_cache, box), kv_cache.stride(1) // 8,
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * 512 :], arrival_counters(q.device, bs * tiles, "mla_hopper"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
         block_tables.stride(0), mask_stride,
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
         MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
-        BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, STRIPED=striped(ranges, bs),
+        BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, BOX=box, STRIPED=striped(ranges, bs),
         MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), num_warps=4,
         # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,

@@ -9,7 +9,8 @@ change places: the rows of a product are keys, or output columns, and the querie
 - softmax down the columns; the weights go to shared memory, where the second operand of `wgmma` has to be,
 - `O^T [512, N] += V^T P^T`: eight products of 64 output columns each; `V^T` is the same keys, read across.
 
-A block of 64 keys is three parts of 192 columns. One warp loads parts with TMA into a ring, and one warpgroup does the rest.
+A block of 64 keys is three parts of 192 columns. Other warps load parts into a ring (`pages.py`), and one warpgroup does the
+rest.
 """
 
 from __future__ import annotations
@@ -28,10 +29,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
-from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, tree_arguments
+from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, box_of, token_rows, tree_arguments
 from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.mla import query_rows
 from spec_ops.backends.triton.attention.hopper.mla_few_combine import combine_unfinished, finish
+from spec_ops.backends.triton.attention.hopper.pages import (
+    announce,
+    arrivals,
+    await_copies,
+    copy,
+    expect,
+    loading_warps,
+    pages_of,
+)
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
     arrive,
@@ -74,35 +84,36 @@ def _load_queries(q_rows, q_smem, full, free, row0, segments):
 
 @gluon.jit
 def _load(
-    q_rows, kv_rows, q_smem, kv_smem, full, free, q_full, q_free,
+    q_rows, kv_rows, kv_distance, q_smem, kv_smem, full, free, q_full, q_free,
     block_tables, seq_lens, table_stride, position, stop, length, b, begin,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, PARTS: gl.constexpr,
+    ROWS: gl.constexpr, PAGE: gl.constexpr, PARTS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp."""
+    """The loading warps."""
     stage = 0
     phase = 0
     segments = 0
     while position < stop:
-        count = gl.cdiv(gl.maximum(gl.load(seq_lens + b), 0), 64)
+        seq_len = gl.maximum(gl.load(seq_lens + b), 0)
+        count = gl.cdiv(seq_len, 64)
         end = gl.where(length > 0, stop, begin + count)  # with a length ranges end with requests; spares `padded`'s division
         if count > 0:
             until = gl.minimum(end, stop)
             last = gl.minimum(until - begin, count)
             first = position - begin
             table = block_tables + b.to(gl.int64) * table_stride
-            page = gl.load(table + first * 64 // PAGE)
+            seen = gl.minimum(seq_len, last * 64)
+            next_pages = pages_of(table, first * 64, seen, PAGE, 64, BOX)
             for k in range(first, last):
-                slot = page * PAGE + k * 64 % PAGE
-                page = gl.load(table + (k + 1) * 64 // PAGE, mask=k + 1 < last, other=0)
+                pages = next_pages
+                next_pages = pages_of(table, (k + 1) * 64, seen, PAGE, 64, BOX)
                 if (k == first) & (segments == 0):
                     _load_queries(q_rows, q_smem, q_full, q_free, b * ROWS, segments)
                 for p in gl.static_range(3):
                     mbarrier.wait(free.index(stage), phase ^ 1)
                     bar = full.index(stage)
-                    mbarrier.expect(bar, PART_BYTES)
-                    for c in gl.static_range(3):
-                        column = (3 * p + c) * 64
-                        tma.async_copy_global_to_shared(kv_rows, [slot, column], bar, kv_smem.index(stage * 3 + c))
+                    expect(bar, PART_BYTES, BOX)
+                    copy(kv_rows, kv_distance, kv_smem, stage * 3, 3, bar, pages, k * 64, 192 * p, PAGE, BOX)
+                    announce(bar, BOX)
                     stage, phase = next_stage(stage, phase, PARTS)
                 # Later requests' queries come after their first block, since their place may still be in use. That block can
                 # always be loaded: what stands in its way are blocks whose queries are there.
@@ -130,6 +141,7 @@ def _attend(
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
     index, share, longer, range_begin, stop, length, b, begin,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr, PARTS: gl.constexpr,
+    BOX: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that computes."""
     N: gl.constexpr = q_smem.shape[1]
@@ -171,11 +183,11 @@ def _attend(
                 start = k * 64
                 stage1, phase1 = next_stage(stage, phase, PARTS)
                 stage2, phase2 = next_stage(stage1, phase1, PARTS)
-                mbarrier.wait(full.index(stage), phase)
+                await_copies(full.index(stage), phase, BOX)
                 s = _logits(zero, q_smem, kv_smem, stage, 0)
-                mbarrier.wait(full.index(stage1), phase1)
+                await_copies(full.index(stage1), phase1, BOX)
                 s = _logits(s, q_smem, kv_smem, stage1, 1)
-                mbarrier.wait(full.index(stage2), phase2)
+                await_copies(full.index(stage2), phase2, BOX)
                 s = _logits(s, q_smem, kv_smem, stage2, 2)
                 s = warpgroup_mma_wait(0, [s])
                 if start + 64 > all_seen:
@@ -234,19 +246,19 @@ def _attend(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance"])
 def mla_hopper_few_attention(
-    q_rows, kv_rows, out, block_tables, seq_lens, tree_mask, sinks, partial_acc, partial_ml, counters,
+    q_rows, kv_rows, kv_distance, out, block_tables, seq_lens, tree_mask, sinks, partial_acc, partial_ml, counters,
     qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr,
-    BS: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+    BS: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, BOX: gl.constexpr, MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `N` x 64; cache `[tokens, 576]` in 64 x 64."""
+    """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `N` x 64; cache `[tokens, 576]` in `BOX` x 64 (`pages.py`)."""
     full = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
     queries = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PARTS):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=arrivals(BOX))
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(queries.index(i), count=1)
@@ -281,7 +293,7 @@ def mla_hopper_few_attention(
     longer = total - share * ranges
     position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use)
 
-    dtype: gl.constexpr = kv_rows.dtype
+    dtype: gl.constexpr = q_rows.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_smem = gl.allocate_shared_memory(dtype, [9, N, 64], shared)
     kv_smem = gl.allocate_shared_memory(dtype, [PARTS * 3, 64, 64], shared)
@@ -293,14 +305,14 @@ def mla_hopper_few_attention(
                 q_smem, kv_smem, p_smem, full, free, queries.index(0), queries.index(1),
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, share, longer, position, stop, length, b, begin,
-                Q_LEN, HEADS, MASK_LEN, HAS_SINKS, PARTS,
+                Q_LEN, HEADS, MASK_LEN, HAS_SINKS, PARTS, BOX,
             )),
             (_load, (
-                q_rows, kv_rows, q_smem, kv_smem, full, free, queries.index(0), queries.index(1),
-                block_tables, seq_lens, table_stride, position, stop, length, b, begin, ROWS, PAGE, PARTS,
+                q_rows, kv_rows, kv_distance, q_smem, kv_smem, full, free, queries.index(0), queries.index(1),
+                block_tables, seq_lens, table_stride, position, stop, length, b, begin, ROWS, PAGE, PARTS, BOX,
             )),
         ],
-        [1],
+        [loading_warps(BOX)],
         [64],
     )  # fmt: skip
 
@@ -325,18 +337,18 @@ def mla(call: AttentionCall, parts: int = PARTS, min_blocks: int = 1) -> torch.T
     slots = ranges * 2
     partial = torch.empty(slots * MAX_ROWS * (512 + 2), dtype=torch.float32, device=q.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    tokens = kv_cache.shape[0] * kv_cache.shape[1]
+    box = box_of(kv_cache, 64)
     launch(
         mla_hopper_few_attention, (ranges,),
         TensorDescriptor(q, [bs * rows, dim], [dim, 1], [MAX_ROWS, 64], layout),
-        TensorDescriptor(kv_cache, [tokens, dim], [kv_cache.stride(1), 1], [64, 64], layout),
+        token_rows(kv_cache, box), kv_cache.stride(1) // 8,
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * MAX_ROWS * 512 :], arrival_counters(q.device, bs, "mla_hopper_few"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
         block_tables.stride(0), mask_stride,
         Q_LEN=q_len, HEADS=heads, PAGE=kv_cache.shape[1], MASK_LEN=mask_len,
         HAS_SINKS=sinks is not None, BS=max(32, triton.next_power_of_2(bs)), N=MAX_ROWS, PARTS=parts,
-        MIN_BLOCKS=min_blocks, num_warps=4,
+        BOX=box, MIN_BLOCKS=min_blocks, num_warps=4,
         # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,
     )  # fmt: skip

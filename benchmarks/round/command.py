@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.round.ranks import COLLECTIVES
 from benchmarks.round.shapes import SHAPES
 from benchmarks.round.stored import KINDS
 from benchmarks.timing import measure_ceilings
@@ -46,6 +47,13 @@ def bench_round(
     weights: Annotated[
         list[str] | None, typer.Option(help=f"Also the rounds with weights of {', '.join(KINDS)}; may be repeated.")
     ] = None,
+    tp: Annotated[list[int], typer.Option(min=1, help="Ranks that share the models; may be repeated.")] = [1],  # noqa: B006
+    collective: Annotated[
+        list[str], typer.Option(help=f"{', '.join(COLLECTIVES)}: who adds up what ranks have computed; may be repeated.")
+    ] = ["push"],  # noqa: B006
+    alone: Annotated[
+        bool, typer.Option("--alone", help="With --tp on one GPU: the first rank, with its own parts for those of the others.")
+    ] = False,
     accept_length: Annotated[
         float | None, typer.Option(min=1, help="Tokens a round for tokens/s; default three quarters of the longest path.")
     ] = None,
@@ -83,6 +91,11 @@ def bench_round(
     choices = _choices(sampled, penalties, temperature, top_k, top_p, min_p)
     choices += [choice | {"weights": kind} for kind in weights or [] for choice in choices]
     choices += [choice | {"invariant": True} for choice in choices if invariant]
+    others = {"--weights": weights, "--naive": naive, "--assisted": assisted, "--invariant": invariant}
+    _check_ranks(tp, collective, alone, device, others | {"--path transformers": "transformers" in path})
+    shared: list[dict[str, Any]] = [{"tp": n, "alone": alone, "collective": who} for n in tp if n > 1 for who in collective]
+    whole: list[dict[str, Any]] = [{}] if 1 in tp else []
+    choices = [choice | ranks for ranks in whole + shared for choice in choices]
     if naive and tree_width > 1:
         raise typer.BadParameter("drafts chains: leave out --tree-width", param_hint="--naive")
     from benchmarks.round import runner as round_runner  # imports the compiler, which would slow down every command
@@ -108,6 +121,19 @@ def bench_round(
     if any(note.failed for note in notes):
         console.print("[red]some rounds failed[/red]")
         raise typer.Exit(1)
+
+
+def _check_ranks(tp: list[int], collective: list[str], alone: bool, device: str, others: dict[str, Any]) -> None:
+    if unknown := sorted(set(collective) - set(COLLECTIVES)):
+        raise typer.BadParameter(f"must be one of {list(COLLECTIVES)}, got {unknown}", param_hint="--collective")
+    if alone and "nccl" in collective:
+        raise typer.BadParameter("has nobody whom NCCL could reach: leave out --collective nccl", param_hint="--alone")
+    if max(tp) > 1 and (given := [name for name, there in others.items() if there]):
+        raise typer.BadParameter(f"shares models of spec_ops as they are: leave out {given[0]}", param_hint="--tp")
+    if device == "cuda" and not alone and max(tp) > (count := torch.cuda.device_count()):
+        raise typer.BadParameter(
+            f"must be at most {count}, the number of CUDA devices, got {max(tp)}; --alone times one rank", param_hint="--tp"
+        )
 
 
 def _choices(

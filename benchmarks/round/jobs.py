@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,30 +58,36 @@ def groups(cases: Sequence[RoundCase], jobs: int, memory: float) -> list[list[Ro
 
 
 class _Worker:
-    """A process that compiles one case; errors of any kind become a note."""
+    """A process that compiles one case, or one for each of its ranks; errors of any kind become a note."""
 
     def __init__(self, case: RoundCase, cache: Path, threads: int, command: Sequence[str]) -> None:
         self.case = case
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by `stop`
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=os.environ | caches | {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)},
-        )
+        common = os.environ | caches | {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+        self.processes = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL if rank else subprocess.PIPE,
+                stderr=self.log,
+                text=True,
+                env=common | place,
+            )
+            for rank, place in enumerate(_places(case.processes))
+        ]
+        self.process = self.processes[0]  # which answers for all
         self.note: Note | None = None
         self._send(case.to_json())
 
     def _send(self, line: str) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:  # it is gone; reading says why
-            pass
+        for process in self.processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:  # it is gone; reading says why
+                pass
 
     def _receive(self) -> dict[str, Any] | None:
         """The next answer; None, and a note, if it is an error or none comes."""
@@ -113,12 +120,24 @@ class _Worker:
             yield answer["row"]
 
     def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self.log):
-            assert pipe is not None
-            pipe.close()
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            for pipe in filter(None, (process.stdin, process.stdout)):
+                pipe.close()
+        self.log.close()
+
+
+def _places(size: int) -> list[dict[str, str]]:
+    """The environment of each rank of a case, as torchrun sets it; nothing for one process."""
+    if size == 1:
+        return [{}]
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = str(found.getsockname()[1])
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def run(

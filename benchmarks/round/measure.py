@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.round import ranks as sharing
 from benchmarks.round.naive import NaiveRound
 from benchmarks.round.profile import Profile, breakdown, plot, profile, small_kernels
 from benchmarks.round.report import kind
@@ -30,6 +31,7 @@ from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures
 from spec_ops.models import Draft, Target
 from spec_ops.models.config import CacheSizes, ModelConfig
 from spec_ops.models.layers import Mixture
+from spec_ops.parallel import TensorParallel
 from spec_ops.passes import compile as compile_with_passes
 
 ROUNDS = ("speculative", "naive", "plain", "assisted")
@@ -58,6 +60,8 @@ class RoundCase:
         penalties: bias, repetition, presence and frequency penalties and a token bitmask change the target's logits.
         invariant: batch-invariant arithmetic.
         weights: of the linear layers of target and draft, one of `stored.KINDS`; None: they are of `dtype`.
+        tp: ranks that share the models, in as many processes; alone: only the first of them runs (`ranks.py`).
+        collective: who computes their sums: `"push"`, our kernels where they do; `"nccl"`.
     """
 
     model: str
@@ -85,6 +89,9 @@ class RoundCase:
     penalties: bool = False
     invariant: bool = False
     weights: str | None = None
+    tp: int = 1
+    alone: bool = False
+    collective: str = "push"
 
     def __str__(self) -> str:
         layers = f" {self.layers} layers" if self.layers else ""
@@ -103,7 +110,12 @@ class RoundCase:
         and 16 bits."""
         settings = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         flags = {name: value for name in ("penalties", "invariant", "weights") if (value := getattr(self, name))}
-        return ({"sampled": True, **settings} if self.sampled else {}) | flags
+        shared = {"tp": self.tp, "collective": self.collective, "gpus": self.processes} if self.tp > 1 else {}
+        return ({"sampled": True, **settings} if self.sampled else {}) | flags | shared
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.alone else self.tp
 
     @property
     def shape(self) -> Shape:
@@ -120,7 +132,7 @@ class RoundCase:
 
     def memory_bytes(self) -> int:
         """Estimate of what the process takes on the device; weights of fewer bits have 16 at first."""
-        target, draft = self.shape.build("meta", getattr(torch, self.dtype))
+        target, draft = self.build("meta", TensorParallel.fake(self.tp))
         models = [target] if self.round == "plain" else [target, draft]
         configs: list[CacheSizes] = [target.config] if self.round == "plain" else [target.config, draft.config]
         weights = {id(p): p.numel() * p.element_size() for model in models for p in model.parameters()}
@@ -129,6 +141,11 @@ class RoundCase:
         item = getattr(torch, self.dtype).itemsize
         # The CUDA context, libraries' workspaces, a graph's pool, and logits of a batch.
         return sum(weights.values()) + tokens * item * sum(map(math.prod, rows)) + 2 * 2**30
+
+    def build(self, device: str, ranks: TensorParallel) -> tuple[Target, Draft]:
+        """Target and draft, or a rank's shares of them."""
+        dtype = getattr(torch, self.dtype)
+        return self.shape.build(device, dtype) if self.tp == 1 else sharing.shares(self.shape, ranks, device, dtype)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -229,6 +246,7 @@ class CompiledRound:
 
     def __init__(self, case: RoundCase) -> None:
         self.case = case
+        self.ranks = sharing.join(case.tp, case.alone or case.tp == 1, case.device)
         target, draft = self._models()
         self.generator = Generator(
             target,
@@ -264,7 +282,7 @@ class CompiledRound:
         """Target and draft; from then on it counts as the first call."""
         case, shape, dtype = self.case, self.case.shape, getattr(torch, self.case.dtype)
         own = case.path == "own"
-        models: list[Any] = list(shape.build(case.device, dtype)) if own else [build_model(shape, case.device, dtype)]
+        models: list[Any] = list(case.build(case.device, self.ranks)) if own else [build_model(shape, case.device, dtype)]
         self._store(models)
         self._synchronize()
         self.started = time.perf_counter()
@@ -288,7 +306,8 @@ class CompiledRound:
         if not self.case.compiled:
             return module
         if self.case.passes:
-            return compile_with_passes(module, invariant=self.case.invariant)
+            switches = sharing.COLLECTIVES[self.case.collective]
+            return compile_with_passes(module, passes=switches, invariant=self.case.invariant)
         # torch 2.11 records no CUDA graph after an `.item()`: the node's buffer, None, enters the next partition, where an
         # assertion without a text fails. Without the pass that removes it, the naive round is launched kernel by kernel.
         mode = "default" if self.case.round == "naive" else "reduce-overhead"
@@ -330,8 +349,9 @@ class CompiledRound:
         case = self.case
         for context in case.contexts:
             self.reset(context)
-            milliseconds = self._milliseconds()
-            row = case.row(context, milliseconds, floor_bytes(self.generator, case.batch_size, context, case.shape.target))
+            milliseconds = sharing.slowest(self.ranks, self._milliseconds())
+            sizes = case.shape.target if case.path == "transformers" else None
+            row = case.row(context, milliseconds, floor_bytes(self.generator, case.batch_size, context, sizes))
             row["first_call_s"] = round(self.first_call_s, 3)
             if case.device == "cuda":
                 self.reset(context)

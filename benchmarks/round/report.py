@@ -22,16 +22,22 @@ def above_floor(row: dict[str, Any]) -> dict[str, float] | None:
     return {part: row[f"{part}_ms"] - floors.get(part, 0.0) for part in PARTS}
 
 
-# What a row says of how tokens are chosen and weights are stored; one without them is of a greedy round of unchanged logits and
-# weights of 16 bits.
-CHOICE = ("sampled", "temperature", "top_k", "top_p", "min_p", "penalties", "invariant", "weights")
+# What a row says of how tokens are chosen, and weights are stored and shared; one without them is of a greedy round of
+# unchanged logits and weights of 16 bits in one process.
+CHOICE = ("sampled", "temperature", "top_k", "top_p", "min_p", "penalties", "invariant", "weights", "tp", "collective", "gpus")
 
 
 def kind(row: Mapping[str, Any]) -> str:
     """Of the round: `"speculative"`, `"speculative, sampled, penalties"`, `"plain, float8, transformers"`."""
     parts = [row.get("round", "speculative"), *(name for name in ("sampled", "penalties", "invariant") if row.get(name))]
     parts += [row["weights"]] if row.get("weights") else []
+    parts += [_ranks(row)] if row.get("tp") else []
     return ", ".join(parts + [path for path in [row.get("path", "own")] if path != "own"])
+
+
+def _ranks(row: Mapping[str, Any]) -> str:
+    alone = " alone" if row["gpus"] < row["tp"] else ""
+    return f"one of {row['tp']} ranks{alone}, {row['collective']}"
 
 
 def choice(row: Mapping[str, Any]) -> tuple:
@@ -143,16 +149,16 @@ def beside_table(rows: Sequence[dict[str, Any]]) -> Table | None:
 
 
 def beside_base(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each row of a round that samples, changes logits or has weights of fewer bits, with the row of the same case that it is
-    judged by: a sampled round by the greedy one, any other by the one without."""
+    """Each row of a round that samples, changes logits, has weights of fewer bits or is shared by ranks, with the row of the
+    same case that it is judged by: a sampled round by the greedy one, any other by the one without."""
 
     def case(row: dict[str, Any]) -> tuple:
         shape = row["model"], row["bs"], row["context"], draft_shape(row), row.get("path", "own")
         return (*shape, row.get("round", "speculative"), row["backend"], row["passes"])
 
     def without(row: dict[str, Any]) -> tuple:
-        last = next((name for name in ("invariant", "penalties", "weights") if row.get(name)), None)
-        dropped = CHOICE if last is None else (last,)
+        last = next((name for name in ("tp", "invariant", "penalties", "weights") if row.get(name)), None)
+        dropped = {None: CHOICE, "tp": ("tp", "collective", "gpus")}.get(last, (last,))
         return choice({name: value for name, value in row.items() if name not in dropped})
 
     found = {(case(row), choice(row)): row for row in rows}
@@ -176,6 +182,7 @@ def describe_choice(row: Mapping[str, Any]) -> str:
         told += [f"min-p {row['min_p']:g}"] * (row["min_p"] > 0)
     told += ["penalties, bias, bitmask"] * bool(row.get("penalties")) + ["batch-invariant"] * bool(row.get("invariant"))
     told += [row["weights"]] if row.get("weights") else []
+    told += [_ranks(row)] if row.get("tp") else []
     return ", ".join(told)
 
 

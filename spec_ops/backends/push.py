@@ -123,6 +123,20 @@ def connect(group: Any, device: torch.device, seconds: float) -> PushWorkspace:
     return _workspaces.setdefault(name, made)
 
 
+def without_others(group: str, size: int, device: torch.device) -> PushWorkspace:
+    """Buffers of the first of `size` ranks whose writes to another come back as that one's part, to time its rounds alone."""
+    most = most_bytes(size)
+    assert most is not None
+    buffers = torch.zeros(3 * size * most // 4, dtype=torch.int32, device=device)
+    failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+    # Rank 0 writes to slot 0 of every rank: slot `rank` of its own buffer.
+    pointers = [buffers.data_ptr() + rank * most for rank in range(size)]
+    addresses = torch.tensor([*pointers, failed.data_ptr()], dtype=torch.int64).to(device)
+    state = torch.zeros(1, STATE, dtype=torch.int32, device=device)
+    made = PushWorkspace(0, size, most, addresses, state, failed, LOOKS_A_SECOND, buffers)
+    return _workspaces.setdefault(group, made)
+
+
 def of_one_process(size: int, device: torch.device, most: int, looks: int) -> PushWorkspace:
     """All ranks in one process and on one device: to try the kernels without a second GPU."""
     buffers = torch.zeros(size, 3 * size * most // 4, dtype=torch.int32, device=device)

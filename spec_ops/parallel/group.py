@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from spec_ops.backends.push import PushWorkspace, connect, most_bytes
+from spec_ops.backends.push import PushWorkspace, connect, most_bytes, without_others
 from spec_ops.parallel.fake import fake_group, is_fake
 
 _T = TypeVar("_T")
@@ -44,6 +44,7 @@ class TensorParallel:
     Attributes:
         rank: this process's place among them.
         size: how many there are.
+        alone: this process is a rank without the others: see `fake`.
 
     Raises:
         ValueError: torch.distributed is not initialized.
@@ -61,8 +62,8 @@ class TensorParallel:
         self.rank, self.size = chosen.rank(), chosen.size()
         self.name: str = chosen.group_name
         self._pushes: PushWorkspace | None = None
-        self._fake = is_fake(chosen)
-        if self._fake:
+        self.alone = is_fake(chosen)
+        if self.alone:
             return
         # What hosts exchange must not come between the collectives of a round.
         self._host = dist.new_group(dist.get_process_group_ranks(chosen), backend="gloo")
@@ -100,17 +101,22 @@ class TensorParallel:
         return cls(timeout=timeout, check_rounds=check_rounds)
 
     @classmethod
-    def fake(cls, size: int, rank: int = 0) -> TensorParallel:
+    def fake(cls, size: int, rank: int = 0, *, device: torch.device | str = "cpu") -> TensorParallel:
         """One of `size` ranks without the others, in a process that has joined no world: to plan (`spec_ops.explain`), and to
         time one rank's work. What its rounds compute is wrong: a sum is this rank's part.
 
         Args:
             size: how many ranks there would be.
             rank: which of them this one is, in [0, size).
+            device: a GPU to run rank 0's rounds on. Our kernels then add up its own part `size` times: they do their work, but
+                send nothing over links between GPUs, and never wait for anyone.
         """
         if not 0 <= rank < size:
             raise ValueError(f"TensorParallel: `rank` must be in [0, {size}), got {rank}")
-        return cls(fake_group(size, rank))
+        ranks = cls(fake_group(size, rank))
+        if torch.device(device).type == "cuda" and rank == 0 and most_bytes(size) is not None:
+            ranks._pushes = without_others(ranks.name, size, torch.device(device))
+        return ranks
 
     def _connect(self, device: torch.device, timeout: float) -> PushWorkspace | None:
         """Memory that all ranks write to; None if there is a rank that cannot, which rank 0 says."""
@@ -164,7 +170,7 @@ class TensorParallel:
 
     def first(self, value: _T) -> _T:
         """Rank 0's `value`, which can be pickled, on every rank."""
-        if self._fake:
+        if self.alone:
             return value
         with self.guard("exchange"):
             box = [value]
@@ -181,7 +187,7 @@ class TensorParallel:
         Raises:
             RankError: on every rank, with the first name whose values differ, and the ranks that differ from rank 0.
         """
-        if self._fake:
+        if self.alone:
             return
         mine = {name: _digest(value) for name, value in values.items()}
         theirs: list[Any] = [None] * self.size

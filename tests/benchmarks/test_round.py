@@ -123,6 +123,16 @@ def test_rows_of_a_round_on_cpu():
         assert (row["round"], row["model"], row["topk"]) == ("speculative", "tiny-2-layers+eagle3", 1)
 
 
+def test_one_rank_alone():
+    """Shares with weights of their own; of the whole models nothing is made."""
+    slow = replace(TINY, bandwidth=1e9)
+    (whole, *_), (share, *_) = (list(CompiledRound(case).rows()) for case in (slow, replace(slow, tp=2, alone=True)))
+    assert (share["tp"], share["gpus"], share["collective"]) == (2, 1, "push")
+    assert 0.5 * whole["weights_floor_ms"] <= share["weights_floor_ms"] < 0.8 * whole["weights_floor_ms"]
+    assert kind(share) == "speculative, one of 2 ranks alone, push"
+    assert replace(TINY, tp=2).memory_bytes() < TINY.memory_bytes()
+
+
 @pytest.mark.parametrize("tree", [{}, {"topk": 2, "tree_tokens": 6}], ids=["chain", "tree"])
 @pytest.mark.parametrize("penalties", [False, True], ids=["logits as they are", "penalties"])
 def test_rounds_that_sample(tree, penalties):

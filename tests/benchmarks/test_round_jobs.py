@@ -226,6 +226,21 @@ def test_sampled_rounds_stand_beside_greedy_ones(tmp_path):
     assert [row["ms"] for row in json.loads(path.read_text())["rows"]] == [greedy["ms"], 1.0]
 
 
+def test_rounds_of_ranks_stand_beside_those_of_one_process(tmp_path):
+    path = tmp_path / "round.json"
+    small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--jobs", "2", "--tp", "1", "--tp", "2", "--plain"]
+    result = bench_round(*small, "--bandwidth", "1e9", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["round"], row.get("tp"), row.get("gpus")) for row in rows] == [
+        ("speculative", None, None), ("speculative", 2, 2), ("plain", None, None), ("plain", 2, 2),
+    ]  # fmt: skip
+    for whole, share in (rows[:2], rows[2:]):
+        assert 0.5 * whole["weights_floor_ms"] <= share["weights_floor_ms"] < 0.8 * whole["weights_floor_ms"]
+        assert 0.5 * whole["kv_floor_ms"] == pytest.approx(share["kv_floor_ms"], abs=0.002)
+    assert "speculative, one of 2 ranks, push" in result.output
+
+
 def test_the_cases_of_sampled_and_penalized_rounds():
     choices = [{}, {"temperature": 0.6, "top_p": 0.9}]
     choices += [choice | {"penalties": True} for choice in choices]
@@ -255,6 +270,9 @@ def test_the_cases_of_sampled_and_penalized_rounds():
         (["--tree-width", "2", "--tree-tokens", "99"], "--tree-tokens"),
         (["--tree-width", "2", "--naive"], "--naive"),
         (["--timeline", "x.png"], "--timeline"),
+        (["--tp", "2", "--weights", "int4"], "--tp"),
+        (["--tp", "2", "--alone", "--collective", "nccl"], "--alone"),
+        (["--collective", "gloo"], "--collective"),
     ],
 )
 def test_bad_options_are_named(args, named):

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from spec_ops.backends import push as workspaces
 from spec_ops.backends.push import PushWorkspace, of_one_process
 from spec_ops.ops.reference import collectives as reference
 
@@ -91,6 +92,24 @@ def test_sum_of_ranks(size, m, n):
         parts = parts_of(size, m, n, seed)
         for got in run(ranks, parts, seed=seed):
             same_bits(got, reference.sum_of(list(parts)))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_rank_without_the_others(size):
+    """It gets its own part from each, in calls of any sizes in turn."""
+    with mock.patch.dict(workspaces._workspaces):
+        ranks = workspaces.without_others(f"alone of {size}", size, CPU)
+    for call, columns in enumerate((528, 16, 272, 528)):
+        part = parts_of(1, 1, columns, call)
+        out, largest = torch.empty_like(part), torch.empty(1, 3, dtype=torch.int64)
+        with together(push.sum_kernel, call):
+            push.push(ranks, part, out, "sum", warps=1)
+        same_bits(out[0], reference.sum_of([part[0]] * size))
+        keys = torch.tensor([[3, -5, 2**40 + call]])
+        with together(push.max_kernel, call):
+            push.push(ranks, keys, largest, "max", warps=1)
+        assert torch.equal(largest, keys)
+    assert ranks.failed.item() == 0
 
 
 def test_calls_of_any_sizes_in_turn():

@@ -33,6 +33,7 @@ from spec_ops.passes.analysis.outputs import Watch
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 from spec_ops.passes.elide_host_syncs import ElideHostSyncs
 from spec_ops.passes.elide_unread_inputs import ElideUnreadInputs
+from spec_ops.passes.fallbacks import register_fallbacks
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.fuse_rope_append import FuseRopeAppend
@@ -145,6 +146,7 @@ class PassManager(CustomGraphPass):
         if report.history is not None:
             report.history.close()
         graph.lint()
+        register_fallbacks(graph)
         report.after = count_nodes(graph)
         if self.listener is not None:
             self.listener(report)

@@ -39,7 +39,7 @@ from spec_ops.passes.analysis.graph import (
 from spec_ops.passes.analysis.norms import RMSNorm, find_norms
 from spec_ops.passes.analysis.rotations import NotRotatedError, Read, Rotation, find_rotation
 from spec_ops.passes.analysis.rows import is_pointwise
-from spec_ops.passes.analysis.storage import is_view
+from spec_ops.passes.analysis.storage import is_view, storage_of
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -122,7 +122,9 @@ def _heads(rotated: fx.Node, reader: fx.Node, norms: dict[fx.Node, RMSNorm], wha
         raise _NotFusedError(f"the rotated {what} have other readers")
     norm = norms.get(rotation.x.source)
     if norm is not None and not (
-        value(norm.weight).shape == value(norm.out).shape[-1:] == (dim,) and norm.weight.op == "placeholder"
+        value(norm.weight).shape == value(norm.out).shape[-1:] == (dim,)
+        and norm.weight.op == "placeholder"
+        and _are_rows(rotation.x.at, dim)
     ):
         norm = None
     found = _Heads(rotation, norm)
@@ -131,6 +133,12 @@ def _heads(rotated: fx.Node, reader: fx.Node, norms: dict[fx.Node, RMSNorm], wha
     if is_computed(found.buffer.source):
         raise _NotFusedError(f"the {what} are computed, which Inductor does in the kernel that rotates them")
     return found
+
+
+def _are_rows(at: torch.Tensor, dim: int) -> bool:
+    """Whether heads of `dim` are whole rows of what `at` is a view of, not the end of one row and the start of the next."""
+    *outer, column = at.stride()
+    return column == 1 and all(stride % dim == 0 for stride in (*outer, at.storage_offset()))
 
 
 def _obstacle(node: fx.Node, queries: _Heads, keys: _Heads) -> str | None:
@@ -142,6 +150,9 @@ def _obstacle(node: fx.Node, queries: _Heads, keys: _Heads) -> str | None:
     if _table(q.cos) != _table(k.cos) or _table(q.sin) != _table(k.sin):
         return "queries and keys rotate by different angles"
     dtypes = {value(heads.buffer.source).dtype for heads in (queries, keys)} | {value(node.kwargs["v"]).dtype}
+    written = {storage_of(base, written=True) for base in bases}
+    if any(storage_of(read.source, written=True) in written for read in (queries.buffer, keys.buffer, q.cos, q.sin)):
+        return "it would read what it rotates from a cache that it writes"  # in the same launch, in any order
     if len(dtypes) > 1 or cache.dtype not in (*dtypes, *FP8_DTYPES):
         return "queries, keys, values and caches are of several dtypes"
     if (queries.norm is None) != (keys.norm is None):
@@ -170,8 +181,9 @@ def _moved(node: fx.Node, call: fx.Node, order: Mapping[fx.Node, int]) -> list[f
 
 def _table(read: Read) -> tuple:
     """Which rows of angles these are, whatever the number of heads."""
-    rows = 0 if read.at.shape[0] == 1 else read.at.stride(0)
-    return _computation(read.source), read.at.shape[0], read.at.shape[-1], rows, read.at.storage_offset()
+    tokens, _, width = read.at.shape
+    row, _, column = read.at.stride()
+    return _computation(read.source), tokens, width, row if tokens > 1 else 0, column, read.at.storage_offset()
 
 
 def _computation(node: fx.Node) -> Any:
@@ -221,7 +233,8 @@ def _rows(graph: fx.Graph, before: fx.Node, read: Read) -> fx.Node:
     row, head, column = read.at.stride()
     width, start = _width(read, row), int(read.at.storage_offset())
     head = dim if heads == 1 else head
-    if column != 1 or (head != dim and (width % head or start % head + dim > head)):
+    # Heads that are one head, expanded, lie 0 apart.
+    if column != 1 or (head != dim and (head < dim or width % head or start % head + dim > head)):
         raise _NotFusedError("the heads before their rotation are not side by side")
     rows = _shaped(graph, before, read.source, (n, width))
     if head == dim:

@@ -118,6 +118,25 @@ def later(x, t):
     return models.transformers_rope(x, {"whole": whole})
 
 
+def every_second(x, t):
+    """By columns 0, 2, ... of a table, of which `first_columns` reads 0, 1, ..."""
+    return models.in_float32(x, {"half": [table.reshape(-1, models.DIM // 2, 2)[..., 0] for table in t["whole"]]})
+
+
+def first_columns(x, t):
+    return models.in_float32(x, {"half": [table.reshape(-1, models.DIM)[..., : models.DIM // 2] for table in t["whole"]]})
+
+
+def one_head_expanded(q, k, *_):
+    return q, k[:, :, :1].expand_as(k)
+
+
+def across_heads(q, k, q_norm, k_norm):
+    """Keys are the end of one head that was normalized and the start of the next."""
+    normed = models.rms_norm(torch.cat([q, k], 2), k_norm).flatten(-2)
+    return models.rms_norm(q, q_norm), normed[..., models.DIM // 2 :][..., : models.KV_HEADS * models.DIM].view(k.shape)
+
+
 NO_ROTATION = "are not known to be rotated: "
 NEAR_MISSES = {
     "interleaved": (layers(models.interleaved), NO_ROTATION),
@@ -128,6 +147,9 @@ NEAR_MISSES = {
     "no rotation": (layers(lambda x, _: x), "keys " + NO_ROTATION + "it is not two halves"),
     "queries do not rotate": (layers(q_rope=lambda x, _: x), "queries " + NO_ROTATION),
     "other angles": (layers(q_rope=later), "rotate by different angles"),
+    "other columns of a table": (layers(every_second, q_rope=first_columns), "rotate by different angles"),
+    "one head expanded": (layers(models.in_float32, prepare=one_head_expanded), "the heads before their rotation are not"),
+    "across heads": (layers(models.in_float32, prepare=across_heads), "the keys are computed"),
     "part of the queries": (layers(q_rope=models.partial), "rotate by different angles"),
     "computed before": (
         layers(models.doubled_first),
@@ -147,6 +169,27 @@ NEAR_MISSES = {
 @pytest.mark.parametrize(("fn", "refused"), NEAR_MISSES.values(), ids=NEAR_MISSES)
 def test_near_misses(fn, refused):
     check(fn, inputs(), 0, refused)
+
+
+@pytest.mark.parametrize("what", ["keys", "queries"])
+def test_rows_of_the_cache_that_is_written(what):
+    """As keys that move to other positions: in one launch, one row would be written while another still reads it."""
+    heads = models.KV_HEADS if what == "keys" else models.HEADS
+
+    def prepare(q, k, old):
+        rows = old.view(models.BS, models.QUERIES, heads, models.DIM)
+        return (q, rows) if what == "keys" else (rows, k)
+
+    def fn(x, weight, positions, slots, table, lens, q_norm, k_norm, k_cache, v_cache):
+        step = layers(models.in_float32, prepare=lambda q, k, *_: prepare(q, k, k_cache), count=1)
+        return step(x, weight, positions, slots, table, lens, q_norm, k_norm, k_cache, v_cache)
+
+    x, weight, positions, _, _, lens, *norms, k_cache, v_cache = inputs(count=1)
+    pages = models.BS * models.QUERIES * heads // (2 * models.KV_HEADS)  # of 2 tokens: as many numbers as are rotated
+    table = torch.tensor([[0, 1, 0, 0], [2, 1, 0, 0]], dtype=torch.int32)
+    caches = [cache[:pages, :2].clone() for cache in (k_cache, v_cache)]
+    slots = torch.tensor([3, 4, 5, 0, 1, 2])
+    check(fn, [x, weight, positions, slots, table, lens, *norms, *caches], 0, "from a cache that it writes")
 
 
 def test_two_attention_calls():

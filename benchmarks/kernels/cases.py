@@ -47,23 +47,36 @@ class Heads:
 
 @dataclass(frozen=True)
 class Batch:
-    """Context lengths of a batch: all `low`, or log-uniform from `low` to `high` (the same draw in every run)."""
+    """Context lengths of a batch: all `low`, or log-uniform from `low` to `high` (the same draw in every run), but for one in
+    the middle of `longest` tokens if that is not 0."""
 
     bs: int
     low: int
     high: int
+    longest: int = 0
 
     def __str__(self) -> str:
-        return f"{self.bs}x{self.low}" + (f"-{self.high}" if self.unequal else "")
+        spread = f"-{self.high}" if self.low != self.high else ""
+        return f"{self.bs}x{self.low}{spread}" + (f"+{self.longest}" if self.longest else "")
 
     @property
     def unequal(self) -> bool:
-        return self.low != self.high
+        return self.low != self.high or self.longest > 0
+
+    @property
+    def lengths(self) -> str:
+        """In words, for a row."""
+        if not self.unequal:
+            return "equal"
+        return f"log-uniform {self.low}-{self.high}" + (f", one {self.longest}" if self.longest else "")
 
     def lens(self) -> list[int]:
         rng = random.Random(0)
         bounds = math.log(self.low), math.log(self.high)
-        return [round(math.exp(rng.uniform(*bounds))) for _ in range(self.bs)] if self.unequal else [self.low] * self.bs
+        lens = [round(math.exp(rng.uniform(*bounds))) for _ in range(self.bs)] if self.unequal else [self.low] * self.bs
+        if self.longest:
+            lens[self.bs // 2] = self.longest
+        return lens
 
     def equalized(self) -> Batch:
         """The batch of equal lengths with the same total, to within `bs / 2` tokens."""
@@ -125,13 +138,14 @@ def parse_heads(text: str) -> Heads:
 
 
 def parse_batch(text: str) -> Batch:
-    """`"8x8192"`: batch size and context; `"32x512-65536"`: lengths log-uniform between the two."""
-    if not (match := re.fullmatch(r"(\d+)x(\d+)(?:-(\d+))?", text)):
-        raise ValueError(f"--case must look like 8x8192 or 32x512-65536, got {text!r}")
-    bs, low, high = int(match[1]), int(match[2]), int(match[3] or match[2])
+    """`"8x8192"`: batch size and context; `"32x512-65536"`: lengths log-uniform between the two; `"48x500-2000+120000"`: but
+    for one."""
+    if not (match := re.fullmatch(r"(\d+)x(\d+)(?:-(\d+))?(?:\+([1-9]\d*))?", text)):
+        raise ValueError(f"--case must look like 8x8192, 32x512-65536 or 48x500-2000+120000, got {text!r}")
+    bs, low, high, longest = int(match[1]), int(match[2]), int(match[3] or match[2]), int(match[4] or 0)
     if bs < 1 or not 1 <= low <= high:
         raise ValueError(f"--case must have a batch size of at least 1 and rising positive lengths, got {text!r}")
-    return Batch(bs, low, high)
+    return Batch(bs, low, high, longest)
 
 
 def select(

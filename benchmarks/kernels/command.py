@@ -16,7 +16,10 @@ def bench_kernels(
     kind: Annotated[str | None, typer.Option(help="gqa or mla; default both.")] = None,
     heads: Annotated[list[str] | None, typer.Option(help="32/8, 32/8:128 (GQA) or 128 (MLA 512+64); may be repeated.")] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="8x8192, or 32x512-65536 for log-uniform lengths; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="8x8192; 32x512-65536: log-uniform lengths; 48x500-2000+120000: one of them that long. May be repeated."
+        ),
     ] = None,
     q_len: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
     mask: Annotated[list[str] | None, typer.Option(help="causal or tree; may be repeated.")] = None,
@@ -26,7 +29,7 @@ def bench_kernels(
         typer.Option(help="May be repeated; default all that run here but reference; torch-flex compiles anew per case."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the cache; float8_e4m3fn takes bfloat16 queries.")] = "bfloat16",
-    page_size: Annotated[int, typer.Option(min=1, max=128)] = 64,
+    page_size: Annotated[list[int], typer.Option(min=1, max=128, help="May be repeated.")] = [64],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="Two batches, q_len 1 and 16, less time for each.")] = False,
     jobs: Annotated[
         int | None, typer.Option(min=0, help="Processes that compile first; default on CUDA one per processor, 16 at most.")
@@ -60,7 +63,7 @@ def bench_kernels(
         device=place,
         dtype=torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype,
         kv_dtype=kv_dtype,
-        page_size=page_size,
+        page_sizes=page_size,
         # Each process takes half a gigabyte of the device.
         jobs=(min(os.cpu_count() or 1, 16) if place.type == "cuda" else 0) if jobs is None else jobs,
         copy_rate=copy_rate,

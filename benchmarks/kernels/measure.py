@@ -156,7 +156,7 @@ def _row(problem: Problem, expected: Expected, backend: str, timing: Timing, cei
         "head_dim": heads.head_dim,
         "bs": batch.bs,
         "context": batch.equalized().low,
-        "lengths": f"log-uniform {batch.low}-{batch.high}" if batch.unequal else "equal",
+        "lengths": batch.lengths,
         "q_len": case.q_len,
         "mask": case.mask,
         **({"window": case.window} if case.window >= 0 else {}),

@@ -24,7 +24,7 @@ from benchmarks.kernels.warmup import warm_up
 from benchmarks.rows import environment, write_rows
 from benchmarks.timing import Ceilings, measure_ceilings
 
-CASE = ("kind", "heads", "head_dim", "bs", "context", "lengths", "q_len", "mask")
+CASE = ("kind", "heads", "head_dim", "bs", "context", "lengths", "q_len", "mask", "page_size")
 LOG_WIDTH = 240
 
 
@@ -60,6 +60,7 @@ def times_table(rows: Sequence[dict[str, Any]]) -> Table:
         cells = [f"[red]{cell} wrong[/red]" if bad else cell for cell, bad in zip(cells, wrong, strict=True)]
         heads = f"{row['heads']}:{row['head_dim']}"
         shape = f"{row['bs']} x {context}" + (f", window {row['window']}" if "window" in row else "")
+        shape += f", pages of {row['page_size']}" if row["page_size"] != 64 else ""
         table.add_row(row["kind"], heads, shape, str(row["q_len"]), row["mask"], f"{row['floor_us']:.1f}", *cells)
     return table
 
@@ -120,7 +121,7 @@ def run(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    page_size: int,
+    page_sizes: Sequence[int],
     jobs: int,
     copy_rate: float | None,
     matmul_rate: float | None,
@@ -138,33 +139,25 @@ def run(
     console.print(f"copy {ceilings.copy / 1e12:.3g} TB/s, bf16 matrix product {ceilings.matmul / 1e12:.4g} TFLOP/s")
     rows: list[dict[str, Any]] = []
     notes: list[Note] = []
-    total = len(cases) * len(backends)
+    total = len(cases) * len(backends) * len(page_sizes)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console) as progress, torch.no_grad():
-            if jobs:
-                compiling = progress.add_task("compiling", total=None)
-                warm_up(
-                    cases, backends, jobs, device=device, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size,
-                    tick=lambda done, total, _: progress.update(compiling, completed=done, total=total),
-                )  # fmt: skip
+            compiling = progress.add_task("compiling", total=None) if jobs else None
             task = progress.add_task("measuring", total=total)
-            for result in measure(
-                cases,
-                backends,
-                device=device,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                page_size=page_size,
-                ceilings=ceilings,
-                min_ms=min_ms,
-                deadline=deadline,
-            ):
-                if isinstance(result, Note):
-                    notes.append(result)
-                else:
-                    rows.append(result)
-                progress.advance(task)
+            for page_size in page_sizes:
+                what: dict[str, Any] = {"device": device, "dtype": dtype, "kv_dtype": kv_dtype, "page_size": page_size}
+                if compiling is not None:
+                    warm_up(
+                        cases, backends, jobs, **what,
+                        tick=lambda done, total, _: progress.update(compiling, completed=done, total=total),
+                    )  # fmt: skip
+                for result in measure(cases, backends, **what, ceilings=ceilings, min_ms=min_ms, deadline=deadline):
+                    if isinstance(result, Note):
+                        notes.append(result)
+                    else:
+                        rows.append(result)
+                    progress.advance(task)
     finally:
         _show(console, rows, notes, ceilings, out, plot)
     if left := total - len(rows) - len(notes):

@@ -106,6 +106,7 @@ def test_options_select_and_combine():
         (["--case", "8"], "--case"),
         (["--case", "0x8"], "--case"),
         (["--case", "2x64-32"], "--case"),
+        (["--case", "2x64+0"], "--case"),
         (["--q-len", "0"], "--q-len"),
         (["--q-len", "65"], "--q-len"),
         (["--q-len", "9", "--case", "1x8"], "--q-len"),
@@ -276,6 +277,18 @@ def test_windows(tmp_path):
     assert "without a window only" in " ".join(shown.split())
     everything, _ = bench(tmp_path, *shape, "--backend=reference")
     assert all("window" not in row and row["bytes"] > 2 * figures["rows"][0]["bytes"] for row in everything["rows"])
+
+
+def test_one_long_request_and_pages_of_several_sizes(tmp_path):
+    shape = ["--heads", "4/2:16", "--case", "5x10-20+300", "--q-len", "1", "--backend", "reference"]
+    figures, shown = bench(tmp_path, *shape, "--page-size", "1")  # beside the 16 of `TINY`
+    rows = {(row["page_size"], row["lengths"]): row for row in figures["rows"]}
+    assert rows.keys() == {(page, lengths) for page in (1, 16) for lengths in ("log-uniform 10-20, one 300", "equal")}
+    assert all(row["correct"] for row in rows.values())
+    lens = Batch(5, 10, 20, 300).lens()
+    assert sorted(lens)[-1] == 300 > 20 >= sorted(lens)[-2]
+    assert rows[1, "log-uniform 10-20, one 300"]["context"] == round(sum(lens) / 5)
+    assert "pages of 1" in shown
 
 
 def test_whole_path_on_cpu(tmp_path):
@@ -472,7 +485,16 @@ def test_an_interrupted_run_writes_what_it_has(tmp_path, monkeypatch):
 
 
 def test_summary_compares_backends_and_lengths():
-    case = {"kind": "gqa", "heads": "4/2", "head_dim": 16, "bs": 2, "context": 50, "q_len": 1, "mask": "causal"}
+    case = {
+        "kind": "gqa",
+        "heads": "4/2",
+        "head_dim": 16,
+        "bs": 2,
+        "context": 50,
+        "q_len": 1,
+        "mask": "causal",
+        "page_size": 64,
+    }
     shared = {"floor_us": 10.0, "share_of_floor": 0.5, "error": 2e-3, "reference_error": 1e-3, "correct": True}
 
     def row(backend: str, us: float, lengths: str = "equal", **changes: Any) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def test_nothing_sees_tests_or_benchmarks(modules):
         ("passes.select_backends", "ops.attention", True),
         ("passes.plan", "models.target", False),
         ("models.paged", "passes", False),
-        ("decoding.generate", "passes.compile", True),
+        ("decoding.buckets", "passes.compile", True),
         ("models.paged", "decoding.state", False),
         ("cli.text", "integrations.transformers.loading", True),
         ("backends.tokenspeed", "backends.flashinfer.provider", False),

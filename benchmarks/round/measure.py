@@ -223,7 +223,7 @@ def floor_bytes(generator: Generator, batch_size: int, context: int, sizes: Mode
 
 def reset(generator: Generator, batch_size: int, context: int) -> None:
     """All rows in the middle of a generation at `context` committed tokens, their pages in random order."""
-    state = generator._state(batch_size)
+    state = generator.buckets.state(batch_size)
     state.clear()
     order = torch.randperm(batch_size * generator.max_pages, generator=torch.Generator().manual_seed(0))
     state.block_tables.copy_(order.to(torch.int32).view(batch_size, -1))
@@ -321,7 +321,7 @@ class CompiledRound:
         case = self.case
         reset(self.generator, case.batch_size, context)
         if case.sampled:
-            state = self.generator._state(case.batch_size)
+            state = self.generator.buckets.state(case.batch_size)
             state.seeds.copy_(torch.arange(case.batch_size))
             for name in ("temperature", "top_k", "top_p", "min_p"):
                 getattr(state, name).fill_(getattr(case, name))

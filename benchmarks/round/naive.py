@@ -59,7 +59,7 @@ class NaiveRound(example.NaiveRound):  # type: ignore[misc, name-defined]
         self.target, self.draft, self.steps, self.width = generator.target, draft, config.num_steps, 1
         self.num_tokens, self.page_size, self.backend = config.num_steps + 1, generator.page_size, generator.backend
         self.target_cache, self.draft_cache = generator.target_cache, cache
-        state = generator._state(batch_size)
+        state = generator.buckets.state(batch_size)
         self.committed, self.last_token, self.hidden = state.committed_lens, state.last_token, state.draft_hidden
         self.first_drafts, self.first_scores = state.draft_tokens, state.draft_scores
         tables = state.block_tables

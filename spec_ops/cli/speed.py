@@ -89,8 +89,8 @@ def warm_up(generator: Generator, run: Callable[[int], object], tokens: int) -> 
     """`run(n)`, which generates `n` tokens, before one of `tokens` is timed. Graphs record in the first rounds, and kernels
     load. Where lengths are chosen, each is compiled when it is first chosen: until a whole run chooses no new one."""
     made, few = -1, min(tokens, 24) if generator.config.lengths is None else tokens
-    while len(generator._rounds) > made:
-        made = len(generator._rounds)
+    while len(generator.buckets.rounds) > made:
+        made = len(generator.buckets.rounds)
         run(few)
 
 
@@ -112,7 +112,7 @@ def _count(generator: Generator, stats: GenerationStats) -> Counts | None:
         return None
     length = (max(stats.lengths, key=stats.lengths.__getitem__),) if stats.lengths else ()
     key = (generator.bucket(1), False, *length, None)
-    step = generator._rounds[key]
+    step = generator.buckets.rounds[key]
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.no_grad(), torch.cuda.device(generator.device):
         torch.cuda.synchronize()

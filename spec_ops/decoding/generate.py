@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,31 +14,26 @@ from tqdm.auto import tqdm
 
 from spec_ops._numbers import integer
 from spec_ops._version import __version__
-from spec_ops.backends.registry import available_backends, device_arch, get_backend, invariant_backend
+from spec_ops.backends.registry import available_backends, device_arch, invariant_backend
+from spec_ops.decoding.admission import begin
 from spec_ops.decoding.arguments import Requests, TokenChoice, check_kinds, check_requests, check_sampling
-from spec_ops.decoding.batch import Admitted, Batch, OnTokens, StopWhen, on_first
+from spec_ops.decoding.batch import Batch, OnTokens, StopWhen, on_first
+from spec_ops.decoding.buckets import Buckets
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.draft import HeldDrafts
-from spec_ops.decoding.drafter import agreed, draft_model, make_drafter
+from spec_ops.decoding.drafter import draft_model
+from spec_ops.decoding.fitting import check_draft, check_invariant, check_lookup
 from spec_ops.decoding.grammar import Grammars, Matcher, check_matchers
-from spec_ops.decoding.lengths import LengthChooser
-from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures, LogitsProcessor, check_processor, identity
+from spec_ops.decoding.logits import LogitsFeatures, LogitsProcessor
 from spec_ops.decoding.lookup import PromptLookup
 from spec_ops.decoding.output import OutputReader
 from spec_ops.decoding.pages import PagePool
-from spec_ops.decoding.plan import RoundPlan
-from spec_ops.decoding.prefill import pieces
-from spec_ops.decoding.random import row_seeds
-from spec_ops.decoding.round import PlainRound, SpeculativeRound, commit_next
+from spec_ops.decoding.round import PlainRound, SpeculativeRound
 from spec_ops.decoding.sampling import SamplingParams
-from spec_ops.decoding.state import MAX_STOP_TOKENS, RoundState
 from spec_ops.decoding.stats import GenerationResult, GenerationStats
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import DEFAULT_PAGE_SIZE, PagedKVCache, refuse_autocast
 from spec_ops.models.target import Target
-from spec_ops.ops.eager_invariance import BatchInvariant
-
-MAX_PROCESSORS = 8  # functions whose rounds a generator keeps
 
 
 class Generator:
@@ -109,15 +102,15 @@ class Generator:
         self.device, self.dtype = weight.device, weight.dtype
         self.compile, self.invariant = compile, bool(invariant)
         if invariant:
-            self._check_invariant(backend, prefill_backend)
+            check_invariant(target, draft is not None, self.config, backend, prefill_backend)
             backend = invariant_backend(device_arch(self.device)) if backend == "auto" else backend
         self.backend = backend
         self.prefill_backend = backend if prefill_backend in (None, "auto") and invariant else prefill_backend or backend
         if isinstance(draft, PromptLookup):
-            self._check_lookup(draft)
+            check_lookup(draft, self.config, max_seq_len)
         model = draft_model(draft)
         if model is not None:
-            self._check_draft(model.eval())
+            check_draft(model.eval(), target, self.config)
         if cache_dtype not in (None, self.dtype, torch.float8_e4m3fn):
             raise ValueError(f"Generator: `cache_dtype` must be the model's {self.dtype} or float8_e4m3fn, got {cache_dtype}")
         self.max_pages = self._pool(0).needed(max_seq_len)
@@ -126,67 +119,16 @@ class Generator:
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
             self.target_cache = PagedKVCache(target.config, self.num_pages, page_size, **pool)
             self.draft_cache = None if model is None else PagedKVCache(model.config, self.num_pages, page_size, **pool)
-        self._states: dict[int, RoundState] = {}
-        self._rounds: dict[tuple[Any, ...], Callable[[], None]] = {}
-        self._choosers: dict[tuple[Any, ...], LengthChooser] = {}
-        self._changes: dict[tuple[int, LogitsFeatures], LogitsChanges] = {}
-        self._processors: list[LogitsProcessor] = []
-        self._drafts: dict[tuple[int, bool], HeldDrafts] = {}
+        self.buckets = Buckets(
+            target, draft, self.config, self.target_cache, self.draft_cache, max_pages=self.max_pages, max_seq_len=max_seq_len,
+            compile=compile, backend=self.backend, invariant=self.invariant,
+        )  # fmt: skip
         self._running = threading.Lock()
         self.ranks = target.ranks
         self._check_ranks(model)
 
-    def _check_invariant(self, backend: str, prefill_backend: str | None) -> None:
-        """Refuse what is known not to be batch-invariant before anything is compiled."""
-        for name, value in (("backend", backend), ("prefill_backend", prefill_backend)):
-            known = None if value in (None, "auto") else get_backend(value)
-            if known is not None and not known.deterministic:
-                raise ValueError(f"Generator: `{name}` must be batch-invariant with `invariant=True`, got {value!r}")
-        if self.device.type == "cuda" and self.dtype == torch.float32:
-            raise ValueError("Generator: `target` must be bfloat16 or float16 on CUDA with `invariant=True`, got torch.float32")
-        if self.device.type == "cuda" and self.draft is not None and self.config.topk > 1:
-            raise ValueError(f"Generator: `config.topk` must be 1 on CUDA with `invariant=True`, got {self.config.topk}")
-        if self.target.ranks is not None:
-            raise ValueError("Generator: `target` must be whole on one GPU with `invariant=True`, got one that ranks share")
-
-    def _eagerly(self) -> contextlib.AbstractContextManager[Any]:
-        """Around what runs without being compiled."""
-        return BatchInvariant() if self.invariant else contextlib.nullcontext()
-
     def _pool(self, count: int) -> PagePool:
         return PagePool(count, self.page_size, self.config.reserve if self.draft is not None else 1)
-
-    def _check_lookup(self, lookup: PromptLookup) -> None:
-        if self.config.topk > 1:
-            raise ValueError(
-                f"Generator: `config.topk` must be 1 with a PromptLookup, which drafts chains, got {self.config.topk}"
-            )
-        if lookup.min_ngram >= self.max_seq_len:
-            raise ValueError(
-                f"Generator: `draft.min_ngram` must be below max_seq_len={self.max_seq_len}, or nothing is ever found, "
-                f"got {lookup.min_ngram}"
-            )
-
-    def _check_draft(self, draft: Draft) -> None:
-        vocab = self.target.config.vocab_size
-        if draft.config.vocab_size != vocab:
-            raise ValueError(f"Generator: `draft` must know the target's {vocab} tokens, got {draft.config.vocab_size}")
-        if self.config.topk > draft.draft_vocab_size:
-            raise ValueError(
-                f"Generator: `config.topk` must be at most the draft's vocabulary of {draft.draft_vocab_size}, "
-                f"got {self.config.topk}"
-            )
-        target = {id(parameter) for parameter in self.target.parameters()}
-        sizes: Counter[torch.dtype] = Counter()  # of the draft's own parameters, without quantized weights
-        for parameter in draft.parameters():
-            if parameter.device != self.device:
-                raise ValueError(f"Generator: `draft` must be on {self.device}, as the target is, got {parameter.device}")
-            if parameter.is_floating_point() and parameter.itemsize > 1 and id(parameter) not in target:
-                sizes[parameter.dtype] += parameter.numel()
-        # A few parameters may be of another type, such as a router in float32.
-        for dtype, _ in sizes.most_common(1):
-            if dtype != self.dtype:
-                raise ValueError(f"Generator: `draft` must be {self.dtype}, as the target is, got {dtype}")
 
     def _check_ranks(self, draft: Draft | None) -> None:
         """Refuse a draft of other ranks than the target's, and ranks that are about to do different things."""
@@ -210,6 +152,22 @@ class Generator:
         """The padded batch size for `batch_size` requests. Raises a ValueError if they are too many."""
         batch_size = integer("Generator", "batch_size", batch_size, 1, self.max_batch_size)
         return min(1 << (batch_size - 1).bit_length(), self.max_batch_size)
+
+    def round(
+        self,
+        batch_size: int,
+        *,
+        sampled: bool = False,
+        features: LogitsFeatures | None = None,
+        drafts: HeldDrafts | None = None,
+        length: int | None = None,
+    ) -> SpeculativeRound | PlainRound:
+        """A new, uncompiled round over the state and caches of the bucket for `batch_size` requests. It is called without
+        arguments; `sampled` makes it sample instead of decoding greedily, `features` are the changes to the target's logits.
+        With `drafts` it verifies what they hold, and drafts at its end, for the next round. `length` is that of its chain, in
+        the place of `config.num_steps`; rounds of several lengths may follow each other."""
+        options: dict[str, Any] = {"sampled": sampled, "features": features, "drafts": drafts, "length": length}
+        return self.buckets.build(self.bucket(batch_size), **options)
 
     def generate(
         self,
@@ -292,7 +250,7 @@ class Generator:
             result = GenerationResult([[] for _ in requests.prompts], stats, choice.seed)
             start = time.perf_counter()
             if requests.prompts:
-                state = self._state(self.bucket(min(len(requests.prompts), self.max_batch_size)))
+                state = self.buckets.state(self.bucket(min(len(requests.prompts), self.max_batch_size)))
                 pool = self._pool(self.num_pages)
                 self._decode(Batch(requests, state, pool, result, on_tokens, stop_when, bar, grammars), choice)
             stats.seconds = time.perf_counter() - start
@@ -320,9 +278,9 @@ class Generator:
     def _decode(self, batch: Batch, choice: TokenChoice) -> None:
         """Rounds until every request has ended. Rows that become free are filled between them."""
         state, stats = batch.state, batch.result.stats
-        changes = None if choice.features is None else self._logits_changes(state.batch_size, choice.features)
+        changes = None if choice.features is None else self.buckets.changes(state.batch_size, choice.features)
         state.clear()
-        plan = self._plan(state.batch_size, choice)
+        plan = self.buckets.plan(state.batch_size, choice)
         reader = OutputReader(state, at_once=choice.grammars is not None, timed=plan.chooser is not None)
         step: Callable[[], None] | None = None
         prefill_seconds, start = 0.0, time.perf_counter()
@@ -332,17 +290,17 @@ class Generator:
                 began = time.perf_counter()
                 if last is not None:  # rows in it may have ended
                     plan.read(batch, last, reader.seconds)
-                self._begin(batch, choice, changes)
+                begin(batch, choice, changes, self.buckets, self.prefill_chunk_size, self.prefill_backend)
                 prefill_seconds += time.perf_counter() - began
                 continue
             if not batch.members:
                 break
             length = plan.next(batch)
             if step is None or length is not None:
-                step = self._round(state.batch_size, choice, batch.bar, length)
+                step = self.buckets.round(state.batch_size, choice, batch.bar, length)
             if choice.grammars is not None and changes is not None:
                 rows = [(member.row, member.request) for member in batch.members.values()]
-                choice.grammars.fill(changes.bitmask, rows, self._drafts_of(state.batch_size, choice))
+                choice.grammars.fill(changes.bitmask, rows, self.buckets.held_drafts(state.batch_size, choice))
             reader.begin()
             step()
             # The last round may find every request finished; it emits nothing.
@@ -353,186 +311,6 @@ class Generator:
                 plan.read(batch, output, reader.seconds)
         reader.drain()
         stats.decode_seconds += time.perf_counter() - start - prefill_seconds
-
-    def _plan(self, bucket: int, choice: TokenChoice) -> RoundPlan:
-        """How long the chains of a call's rounds are."""
-        config, key = self.config, (bucket, choice.sampled, choice.features)
-        if config.lengths is None or self.draft is None or choice.grammars is not None:
-            return RoundPlan(None)
-        if key not in self._choosers:
-            sees_first = not choice.sampled or isinstance(self.draft, PromptLookup)
-            self._choosers[key] = LengthChooser(config.lengths, config.draft_cost, sees_first=sees_first)
-        return RoundPlan(self._choosers[key], self.ranks)
-
-    def _begin(self, batch: Batch, choice: TokenChoice, changes: LogitsChanges | None = None) -> None:
-        """Run the prompts of those that wait and have room through the models, as many as make one forward."""
-        admitted = batch.admit(self.prefill_chunk_size)
-        self._load(batch, admitted, choice, changes)
-        if choice.grammars is not None and changes is not None:
-            choice.grammars.fill(changes.bitmask, [(member.row, member.request) for member in admitted])
-        self._prefill(batch, admitted, choice, changes)
-        batch.emit_first(batch.state.output.cpu(), admitted)
-
-    def _drafts_of(self, bucket: int, choice: TokenChoice) -> HeldDrafts | None:
-        """Where rounds that follow grammars hold what the next one verifies; None for rounds that draft first, or never."""
-        if choice.grammars is None or self.draft is None:
-            return None
-        return self._drafts.setdefault((bucket, choice.sampled), HeldDrafts())
-
-    def _state(self, bucket: int) -> RoundState:
-        if bucket not in self._states:
-            model, sizes = draft_model(self.draft), {}
-            if model is not None:
-                sizes = {
-                    "topk": self.config.topk,
-                    "draft_hidden": model.config.hidden_size,
-                    "draft_vocab": model.draft_vocab_size,
-                }
-            self._states[bucket] = RoundState(
-                bucket,
-                self.max_pages,
-                max_len=self.max_seq_len,
-                path_len=self.config.path_len if self.draft is not None else 1,
-                hidden_dtype=self.dtype,
-                device=self.device,
-                **sizes,
-            )
-        return self._states[bucket]
-
-    def _logits_changes(self, bucket: int, features: LogitsFeatures) -> LogitsChanges:
-        """The changes that the bucket's rounds with these features make. A function of the user's is tried out first."""
-        state, vocab = self._state(bucket), self.target.config.vocab_size
-        if features.processor is not None:
-            self._remember(features.processor, state)
-        if (bucket, features) not in self._changes:
-            num_tokens = self.config.num_tokens if self.draft is not None else 1
-            self._changes[bucket, features] = LogitsChanges(state, features, vocab, num_tokens)
-        return self._changes[bucket, features]
-
-    def _remember(self, processor: LogitsProcessor, state: RoundState) -> None:
-        """Check a function that is new, and forget the rounds of the one used longest ago if there are too many."""
-        others = [known for known in self._processors if identity(known) != identity(processor)]
-        if len(others) == len(self._processors):
-            check_processor(processor, state, self.target.config.vocab_size, self.compile)
-        self._processors = [*others, processor]
-        if len(self._processors) > MAX_PROCESSORS:
-            self._forget(self._processors.pop(0))
-
-    def _forget(self, processor: LogitsProcessor) -> None:
-        def keep(features: LogitsFeatures | None) -> bool:
-            return features is None or identity(features.processor) != identity(processor)
-
-        self._changes = {key: made for key, made in self._changes.items() if keep(key[-1])}
-        self._rounds = {key: made for key, made in self._rounds.items() if keep(key[-1])}
-        self._choosers = {key: made for key, made in self._choosers.items() if keep(key[-1])}
-
-    def round(
-        self,
-        batch_size: int,
-        *,
-        sampled: bool = False,
-        features: LogitsFeatures | None = None,
-        drafts: HeldDrafts | None = None,
-        length: int | None = None,
-    ) -> SpeculativeRound | PlainRound:
-        """A new, uncompiled round over the state and caches of the bucket for `batch_size` requests. It is called without
-        arguments; `sampled` makes it sample instead of decoding greedily, `features` are the changes to the target's logits.
-        With `drafts` it verifies what they hold, and drafts at its end, for the next round. `length` is that of its chain, in
-        the place of `config.num_steps`; rounds of several lengths may follow each other."""
-        bucket = self.bucket(batch_size)
-        options: dict[str, Any] = {"sampled": sampled, "backend": self.backend}
-        if features is not None:
-            options["changes"] = self._logits_changes(bucket, features)
-        state = self._state(bucket)
-        if self.draft is None:
-            return PlainRound(self.target, self.target_cache, state, **options)
-        caches = self.target_cache, self.draft_cache
-        if length == 0:
-            drafter = make_drafter(self.draft, self.draft_cache, state, self.config, sampled=sampled, backend=self.backend)
-            return PlainRound(self.target, self.target_cache, state, drafter=drafter, **options)
-        config = self.config if length is None else self.config.of_length(length)
-        return SpeculativeRound(self.target, self.draft, *caches, state, config, drafts=drafts, **options)
-
-    def _round(self, bucket: int, choice: TokenChoice, bar: tqdm, length: int | None = None) -> Callable[[], None]:
-        """The round of a bucket, and of a chain length if rounds differ in it, built and compiled when it is first used."""
-        key = (bucket, choice.sampled, *(() if length is None else (length,)), choice.features)
-        if key not in self._rounds:
-            drafts = self._drafts_of(bucket, choice)
-            module = self.round(bucket, sampled=choice.sampled, features=choice.features, drafts=drafts, length=length)
-            if self.compile:
-                from spec_ops.passes import compile as compile_with_passes
-
-                if not bar.disable:
-                    of_length = "" if length is None else f" and {length} draft steps"
-                    message = f"compiling the round for batch size {bucket}{of_length} (once; later calls reuse it)"
-                    bar.write(message, file=sys.stderr)
-                self._rounds[key] = compile_with_passes(module, invariant=self.invariant)
-            else:
-                self._rounds[key] = functools.partial(self._run_eagerly, module) if self.invariant else module
-        return self._rounds[key]
-
-    def _run_eagerly(self, module: Callable[[], None]) -> None:
-        with self._eagerly():
-            module()
-
-    def _load(
-        self, batch: Batch, admitted: Sequence[Admitted], choice: TokenChoice, changes: LogitsChanges | None = None
-    ) -> None:
-        """Fill the rows of the requests with pages, limits and sampling parameters."""
-        state, stops = batch.state, batch.requests.stop_tokens
-        members = [member.request for member in admitted]
-        prompts = [batch.requests.prompts[i] for i in members]
-        count, lens = len(members), [len(prompt) for prompt in prompts]
-        rows = torch.tensor([member.row for member in admitted], device="cpu").to(self.device)
-
-        def put(buffer: torch.Tensor, values) -> None:
-            buffer.index_copy_(0, rows, torch.as_tensor(values, dtype=buffer.dtype, device="cpu").to(self.device))
-
-        put(state.block_tables, [_padded(member.pages, self.max_pages, 0) for member in admitted])
-        put(state.max_lens, [batch.requests.lengths[i] for i in members])
-        put(state.stop_tokens, [_padded(stops, MAX_STOP_TOKENS, -1)] * count)
-        params = [choice.params[i] for i in members]
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            put(getattr(state, name), [getattr(p, name) for p in params])
-        if choice.sampled:
-            put(state.seeds, row_seeds([choice.seeds[i] for i in members], members))
-        put(state.finished, [False] * count)
-        put(state.tokens, [_padded(prompt, state.tokens.shape[1], -1) for prompt in prompts])
-        put(state.last_token, [prompt[-1] for prompt in prompts])
-        # All prompt tokens but the last one are committed, so that the prefill's `commit` adds the first new token after it.
-        put(state.committed_lens, [length - 1 for length in lens])
-        if changes is not None:
-            changes.load(rows, params, prompts)
-
-    def _prefill(
-        self, batch: Batch, admitted: Sequence[Admitted], choice: TokenChoice, changes: LogitsChanges | None = None
-    ) -> None:
-        """Run prompts through target and draft, a long one in pieces. Emits each request's first token, and drafts the first
-        tokens of its first round."""
-        state = batch.state
-        prompts = [batch.requests.prompts[member.request] for member in admitted]
-        rows = torch.tensor([member.row for member in admitted], device="cpu").to(self.device)
-        sampled, drafter = choice.sampled, None
-        if self.draft is not None:
-            drafter = make_drafter(self.draft, self.draft_cache, state, self.config, sampled=sampled, backend=self.backend)
-        with self._eagerly(), state.only(torch.zeros_like(state.finished).index_fill_(0, rows, True)):
-            for piece in pieces(prompts, rows, state.block_tables[rows], self.prefill_chunk_size, self.prefill_backend):
-                positions, attention, last = piece.extend(self.target_cache)
-                output = self.target(piece.tokens(), positions, attention)
-                if piece.last:
-                    hidden = output.hidden.new_zeros(state.batch_size, output.hidden.shape[-1])
-                    hidden[rows] = output.hidden[last]
-                    commit_next(self.target, hidden, state, sampled, changes)
-                if drafter is not None:
-                    drafter.prefill(piece, output)
-        drafts = self._drafts_of(state.batch_size, choice)
-        if drafts is not None and drafter is not None:
-            with self._eagerly():
-                drafts.hold(agreed(self.target, drafter))  # of all rows: those that had drafts get the same ones again
-
-
-def _padded(values: Sequence[int], length: int, padding: int) -> list[int]:
-    return [*values, *[padding] * (length - len(values))]
 
 
 def generate(

@@ -55,7 +55,7 @@ def test_the_naive_round_does_the_same(mla, tiny_mla):
     torch.manual_seed(0)
     case = tiny_mla if mla else TINY
     ours, naive = two_rounds(case, "naive")
-    states = [one.generator._state(case.batch_size) for one in (ours, naive)]
+    states = [one.generator.buckets.state(case.batch_size) for one in (ours, naive)]
     for _ in range(5):
         ours.step()
         naive.step()
@@ -84,7 +84,7 @@ def test_naive_rounds_draft_chains_only():
 def test_plain_rounds_gain_one_token_and_speculative_ones_stay_within_their_slack():
     ours, plain = two_rounds(TINY, "plain")
     for one, most in ((plain, 1), (ours, 4)):
-        state = one.generator._state(3)
+        state = one.generator.buckets.state(3)
         for count in range(1, 4):
             one.step()
             gained = state.committed_lens - TINY.contexts[-1]
@@ -140,7 +140,7 @@ def test_rounds_that_sample(tree, penalties):
     torch.manual_seed(0)
     case = replace(TINY, temperature=0.6, top_p=0.9, min_p=0.01, penalties=penalties, **tree)
     made = CompiledRound(case)
-    state = made.generator._state(3)
+    state = made.generator.buckets.state(3)
     assert (state.temperature == 0.6).all()
     assert (state.top_p == torch.tensor(0.9)).all()
     assert (state.min_p == torch.tensor(0.01)).all()
@@ -230,7 +230,7 @@ def test_penalties_change_the_round():
     torch.manual_seed(0)
     made = CompiledRound(replace(TINY, round="plain", penalties=True))
     made.step()
-    state = made.generator._state(3)
+    state = made.generator.buckets.state(3)
     assert made.changes is not None
     allowed = (made.changes.bitmask[:, 0, :, None] >> torch.arange(32)) & 1
     tokens = state.last_token

@@ -114,7 +114,7 @@ def test_it_warms_up_until_no_round_is_new(lengths, tokens):
 
     def run(count: int) -> None:
         ran.append(count)
-        generator._rounds[next(chosen)] = None
+        generator.buckets.rounds[next(chosen)] = None
 
     warm_up(generator, run, 40)
     assert ran == tokens

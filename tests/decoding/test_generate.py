@@ -108,7 +108,7 @@ def test_round_keeps_no_autograd_graph(target):
     generator = Generator(target, make_draft("eagle3", target), max_batch_size=2, max_seq_len=64)
     generator.generate(PROMPTS[:2], max_new_tokens=2)
     caches = (generator.target_cache, generator.draft_cache)
-    state = generator._state(2)
+    state = generator.buckets.state(2)
     state.finished.fill_(False)
     SpeculativeRound(target, generator.draft, *caches, state, generator.config)()
     assert not any(buffer.requires_grad for module in (state, *caches) for buffer in module.buffers())
@@ -167,7 +167,7 @@ def test_caches_after_generation_equal_a_fresh_prefill(target, kind, config):
     generator = Generator(target, draft, config, max_batch_size=2, max_seq_len=64, page_size=4)
     prompts = PROMPTS[1:3]
     tokens = generator.generate(prompts, max_new_tokens=17).tokens
-    state = generator._state(2)
+    state = generator.buckets.state(2)
     for row, (prompt, new) in enumerate(zip(prompts, tokens, strict=True)):
         text = list(prompt) + new
         committed = int(state.committed_lens[row])
@@ -312,7 +312,7 @@ def test_rows_buckets_and_reuse(target, plain_tokens):
     assert [generator.bucket(n) for n in (1, 2, 3)] == [1, 2, 3]
     for _ in range(2):
         assert generator.generate(PROMPTS, max_new_tokens=24).tokens == plain_tokens
-    assert set(generator._rounds) == {(3, False, None)}
+    assert set(generator.buckets.rounds) == {(3, False, None)}
     assert Generator(target, max_batch_size=6).bucket(5) == 6
 
 

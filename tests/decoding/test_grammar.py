@@ -166,8 +166,8 @@ def test_a_round_that_follows_grammars_is_one_graph(target, expected, config):
         return graph.forward
 
     key = (3, False, LogitsFeatures(bitmask=True))
-    module = generator.round(3, features=key[-1], drafts=generator._drafts.setdefault((3, False), HeldDrafts()))
-    generator._rounds[key] = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+    module = generator.round(3, features=key[-1], drafts=generator.buckets.drafts.setdefault((3, False), HeldDrafts()))
+    generator.buckets.rounds[key] = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
     for _ in range(2):
         result = generator.generate(PROMPTS, max_new_tokens=20, matchers=matchers(len(PROMPTS)))
         assert result.tokens == expected

@@ -18,7 +18,7 @@ def target():
 
 
 def histories(generator: Generator, count: int) -> list[list[int]]:
-    state = generator._state(generator.bucket(count))
+    state = generator.buckets.state(generator.bucket(count))
     lens = (state.committed_lens + 1).tolist()
     histories = [row[:length] for row, length in zip(state.tokens.tolist(), lens, strict=True)]
     assert state.last_token[:count].tolist() == [history[-1] for history in histories[:count]]

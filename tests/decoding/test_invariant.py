@@ -27,7 +27,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def history(generator: Generator, prompts=PROMPTS, new: int = NEW) -> tuple[list[list[int]], list[torch.Tensor]]:
     """The new tokens, and the bits of the keys and values of each request's committed tokens, of all layers side by side."""
     tokens = generator.generate(prompts, max_new_tokens=new).tokens
-    state = generator._state(generator.bucket(min(len(prompts), generator.max_batch_size)))
+    state = generator.buckets.state(generator.bucket(min(len(prompts), generator.max_batch_size)))
     caches = [cache.flatten(0, 1).flatten(1) for cache in generator.target_cache.tensors()]
     found = []
     for row, prompt in enumerate(prompts):

@@ -67,7 +67,7 @@ def test_caches_after_rounds_of_any_length_equal_a_fresh_prefill(any_length, tar
     draft = make_draft(kind, target)
     generator = Generator(target, draft, AUTO, max_batch_size=1, max_seq_len=64, page_size=4)
     text = PROMPTS[0] + generator.generate(PROMPTS[:1], max_new_tokens=25).tokens[0]
-    committed, offset, state = len(text) - 1, draft.token_offset, generator._state(1)
+    committed, offset, state = len(text) - 1, draft.token_offset, generator.buckets.state(1)
     output, fresh = full_prefill(target, text[:committed])
     hidden = torch.zeros(committed + 1, draft.config.hidden_size) if offset else draft.encode(output)
     _, fresh_draft = full_prefill(draft, text[1 - offset : committed + 1], hidden)
@@ -100,8 +100,8 @@ def test_each_length_is_compiled_once(any_length, kind):
     draft, config = PromptLookup() if kind is None else make_draft(kind, target), SpeculationConfig(lengths=(0, 2))
     expected = generate(target, None, REPEATED[:3], max_new_tokens=12).tokens
     generator = Generator(target, draft, config, **OPTIONS)
-    build = generator.round
-    generator.round = lambda *args, **kwargs: torch.compile(  # type: ignore[method-assign]
+    build = generator.buckets.build
+    generator.buckets.build = lambda *args, **kwargs: torch.compile(  # type: ignore[method-assign]
         build(*args, **kwargs), backend="aot_eager", fullgraph=True, dynamic=False
     )
     counters.clear()
@@ -111,7 +111,7 @@ def test_each_length_is_compiled_once(any_length, kind):
     with torch._dynamo.config.patch(error_on_recompile=True):
         generator.generate(PROMPTS[:3], max_new_tokens=9)
     assert counters["stats"]["unique_graphs"] == 2
-    assert {key[2] for key in generator._rounds} == {0, 2}
+    assert {key[2] for key in generator.buckets.rounds} == {0, 2}
 
 
 def test_a_length_that_is_compiled_is_announced(target, capsys, monkeypatch):
@@ -139,7 +139,7 @@ def test_rounds_without_drafts_say_when_drafts_would_be_right(target, kind):
     """So no chain has to be tried to find out, and none is: it would be compiled first."""
     generator = Generator(target, make(kind, target), AUTO, max_batch_size=1, max_seq_len=128)
     nothing_right = learned([0.0] * 7, draft_cost=0.1)
-    generator._choosers[1, False, None] = nothing_right
+    generator.buckets.choosers[1, False, None] = nothing_right
     prompt = [3] * 13 if kind == "lookup" else PROMPTS[0]
     stats = generator.generate([prompt], max_new_tokens=PROBE).stats
     assert stats.lengths[0] > 0

@@ -112,7 +112,7 @@ def test_a_function_that_cannot_be_traced_is_named_before_anything_runs(target, 
         ValueError, match=r"`logits_processor` cannot be traced into the round, which `compile=True` needs: \w+"
     ):
         generator.generate(PROMPTS[:2], max_new_tokens=4, logits_processor=processor)
-    assert not generator._rounds
+    assert not generator.buckets.rounds
 
 
 def test_a_function_that_cannot_be_traced_runs_eagerly(target):
@@ -127,8 +127,8 @@ def test_only_the_last_functions_rounds_are_kept(target):
     for _ in range(10):
         generator.generate(PROMPTS[:2], max_new_tokens=2, logits_processor=nothing_once(63))
         generator.generate(PROMPTS[:2], max_new_tokens=2, logits_processor=kept)
-        rounds |= {step for key, step in generator._rounds.items() if key[-1].processor is kept}
-    assert len(generator._rounds) == len(generator._changes) == len(generator._processors) == 8
+        rounds |= {step for key, step in generator.buckets.rounds.items() if key[-1].processor is kept}
+    assert len(generator.buckets.rounds) == len(generator.buckets.made_changes) == len(generator.buckets.processors) == 8
     assert len(rounds) == 1
 
 
@@ -140,4 +140,4 @@ def test_a_bound_method_is_the_same_function_every_time(target):
     generator, first, second = Generator(target, **OPTIONS), Rules(), Rules()
     for rules in (first, second, first, second):
         generator.generate(PROMPTS[:2], max_new_tokens=2, logits_processor=rules.forbid)
-    assert len(generator._rounds) == len(generator._processors) == 2
+    assert len(generator.buckets.rounds) == len(generator.buckets.processors) == 2

@@ -40,7 +40,7 @@ def test_greedy_and_sampled_rows_in_one_batch(target, config):
         assert alone.seed == sampling.seed
         assert result.tokens[i] == alone.tokens[i]
     assert result.seed is None
-    assert set(generator._rounds) == {
+    assert set(generator.buckets.rounds) == {
         (4, sampled, features) for sampled in (False, True) for features in (None, LogitsFeatures(repetition=True))
     }
 
@@ -87,7 +87,7 @@ def test_a_masked_round_emits_what_its_nodes_allow(target, config, sampled):
     draft = make_draft("self", target) if config else None
     generator = Generator(target, draft, config, **OPTIONS)
     generator.generate(PROMPTS[:2], max_new_tokens=2, sampling=P(float(sampled), seed=1))
-    state, step = generator._state(2), generator.round(2, sampled=sampled, features=LogitsFeatures(bitmask=True))
+    state, step = generator.buckets.state(2), generator.round(2, sampled=sampled, features=LogitsFeatures(bitmask=True))
     state.finished.fill_(False)
     state.max_lens.fill_(60)
     nodes = 1 if config is None else config.num_tokens
@@ -120,7 +120,7 @@ def test_one_graph_whatever_the_values(target, config, sampled):
             tokens = compiled.generate(prompts, sampling=params, **options).tokens
         assert tokens == eager.generate(prompts, sampling=params, **options).tokens
     assert counters["stats"]["unique_graphs"] == 1
-    assert len(compiled._rounds) == 1
+    assert len(compiled.buckets.rounds) == 1
 
 
 def captured(step: torch.nn.Module) -> str:

@@ -84,7 +84,7 @@ def test_the_model_reads_what_was_accepted_of_the_text(target):
     for draft in (PromptLookup(otherwise=model), model):
         generator = Generator(target, draft, SpeculationConfig(3), max_batch_size=1, max_seq_len=64, page_size=4)
         generator.generate([prompt], max_new_tokens=20)
-        states.append(generator._state(1))
+        states.append(generator.buckets.state(1))
     both, alone = states
     assert both.committed_lens.tolist() == alone.committed_lens.tolist()
     assert both.draft_tokens.tolist() == alone.draft_tokens.tolist()

@@ -84,7 +84,7 @@ def test_tokens_are_those_of_one_prompt_at_a_time(target, kind, config, late):
     generator = Generator(target, draft, config, max_batch_size=3, **SIZES)
     for _ in range(2):  # what a call leaves behind does not matter to the next
         assert generator.generate(PROMPTS, max_new_tokens=LIMITS, sampling=MIXED, stop_tokens=STOPS).tokens == expected
-    assert len(generator._rounds) == 1
+    assert len(generator.buckets.rounds) == 1
 
 
 def test_rows_do_not_wait_for_one_another(target):
@@ -184,7 +184,7 @@ def test_pages_are_handed_out_once():
 def test_a_state_of_some_rows_leaves_the_others_alone(target):
     generator = Generator(target, make_draft("eagle3", target), max_batch_size=4, **SIZES)
     generator.generate(PROMPTS[:4], max_new_tokens=8)
-    state = generator._state(4)
+    state = generator.buckets.state(4)
     state.finished[:2] = False
     rows = torch.tensor([False, False, True, True])
     names = ("last_token", "committed_lens", "draft_tokens", "draft_hidden")

@@ -72,7 +72,7 @@ def test_drafts_are_drawn_from_the_logits_that_are_kept(target):
     low.draft.logits = lambda hidden: own(hidden).float() * 1.001
     result = low.generate(PROMPTS[:4], max_new_tokens=8, sampling=SamplingParams(1.0, seed=6))
     assert all(len(tokens) == 8 for tokens in result.tokens)
-    state = low._state(4)
+    state = low.buckets.state(4)
     state.temperature.fill_(0.7)
     with torch.no_grad():
         first_drafts(low.draft, state, torch.randn(4, 64).bfloat16(), 1, True)

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from benchmarks.soak import recorded_graphs
 from spec_ops.backends import get_backend
 from spec_ops.decoding import GenerationResult, Generator, SamplingParams, SpeculationConfig
+from spec_ops.decoding.admission import begin
 from spec_ops.decoding.arguments import Requests, check_sampling
 from spec_ops.decoding.batch import Batch
 from spec_ops.models.pretrained import load_pair
@@ -55,18 +56,19 @@ def test_one_graph_per_bucket_and_steady_replay(pair, config):
         assert generator.generate(prompts[5:], max_new_tokens=64).tokens == plain[5:]
         assert generator.generate(prompts[:3], max_new_tokens=64).tokens == plain[:3]
 
-        step = generator._rounds[8, False, None]
+        step = generator.buckets.rounds[8, False, None]
         memory = None
         rounds = 0
         while rounds < 1000:
             limits = [400 - len(p) for p in prompts]
-            state = generator._state(8)
+            state = generator.buckets.state(8)
             requests = Requests(prompts, limits, [])
             state.clear()
             result = GenerationResult([[] for _ in prompts])
             batch = Batch(requests, state, generator._pool(generator.num_pages), result, None, None, tqdm(disable=True))
             with torch.no_grad():
-                generator._begin(batch, check_sampling(None, requests, target.config.vocab_size))
+                choice = check_sampling(None, requests, target.config.vocab_size)
+                begin(batch, choice, None, generator.buckets, generator.prefill_chunk_size, generator.prefill_backend)
                 torch.cuda.synchronize()
                 torch.cuda.set_sync_debug_mode("error")
                 try:
@@ -110,7 +112,7 @@ def test_rounds_that_change_logits_are_one_graph(pair, config, temperature):
             assert tokens == plain.generate(prompts, **options).tokens
     assert recorded_graphs() - before == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
-    (step,) = generator._rounds.values()
+    (step,) = generator.buckets.rounds.values()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

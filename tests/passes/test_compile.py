@@ -27,12 +27,12 @@ def compiled_generator(target, draft, config, backend: str) -> Generator:
     """A generator whose rounds are compiled for `backend`; "inductor" is what `compile=True` gives."""
     generator = Generator(target, draft, config, compile=backend == "inductor", **OPTIONS)
     if backend != "inductor":
-        build = generator._round
+        build = generator.buckets.round
 
         def compiled(*args):
             return torch.compile(build(*args), backend=backend, fullgraph=True, dynamic=False)
 
-        generator._round = compiled
+        generator.buckets.round = compiled
     return generator
 
 
@@ -87,7 +87,7 @@ def test_more_rounds_than_dynamos_recompile_limit(monkeypatch):
     with torch._dynamo.config.patch(recompile_limit=limit):
         for size in range(limit + 1):
             assert generator.generate([[1, 2]] * 2**size, max_new_tokens=3).tokens[-1] == alone
-    assert len(generator._rounds) == limit + 1
+    assert len(generator.buckets.rounds) == limit + 1
 
 
 def has_cpp_compiler() -> bool:

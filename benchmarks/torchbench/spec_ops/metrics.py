@@ -181,7 +181,7 @@ def generation(options: Options, bs: int) -> Metrics:
     yield options.key("accept_length", **text), stats.accept_length
     yield options.key("tokens_per_second", **text), stats.tokens_per_second
 
-    step = generator._rounds[bs, False, None]
+    step = generator.buckets.rounds[bs, False, None]
     pair["context"] = options.context
     reset(generator, bs, options.context)
     yield options.key("round_latency_ms", **pair), milliseconds(step, device)

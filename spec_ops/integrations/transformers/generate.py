@@ -14,8 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from spec_ops.decoding import GenerationStats, Generator, PromptLookup, SamplingParams, SpeculationConfig
 from spec_ops.decoding.arguments import ArgumentNames, check_requests
+from spec_ops.decoding.buckets import MAX_PROCESSORS
 from spec_ops.decoding.drafter import draft_model
-from spec_ops.decoding.generate import MAX_PROCESSORS
 from spec_ops.decoding.grammar import Grammars, Matcher, check_matchers
 from spec_ops.integrations.transformers.custom import read_processors
 from spec_ops.integrations.transformers.drafting import check_drafting, draft_of_call, named_draft

@@ -200,6 +200,6 @@ def test_a_generator_keeps_few_functions():
             processors = [lambda logits, history, lengths: logits]
             generator.generate([[5]], max_new_tokens=2, eos_token_id=None, logits_processor=processors)
         assert len(generator._pipelines) == 8
-        rounds = dict(generator.generator._rounds)
+        rounds = dict(generator.generator.buckets.rounds)
         generator.generate([[5]], max_new_tokens=2, eos_token_id=None, logits_processor=processors)
-        assert generator.generator._rounds == rounds
+        assert generator.generator.buckets.rounds == rounds

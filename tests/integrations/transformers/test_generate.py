@@ -130,7 +130,7 @@ def test_the_round_is_one_graph_and_never_recompiles(name):
     config = SpeculationConfig(2, 2, 5) if name == "mistral" else SpeculationConfig(2)
     generator = TransformersGenerator(make_model(name, layers=2), make_model(name, layers=1), config, **SIZES)
     inner, counter = generator.generator, CompileCounter()
-    inner._rounds[3, False, None] = torch.compile(inner.round(3), backend=counter, fullgraph=True, dynamic=False)
+    inner.buckets.rounds[3, False, None] = torch.compile(inner.round(3), backend=counter, fullgraph=True, dynamic=False)
     first = generator.generate(ids[:, 2:], mask[:, 2:], max_new_tokens=2, eos_token_id=())
     assert first.shape == (3, 9)
     assert counter.frame_count == 1
@@ -248,7 +248,7 @@ def test_a_stopped_request_gains_nothing_more(monkeypatch, late):
         lengths = [(length, count) for r, length, count in seen if r == request]
         assert [length for length, _ in lengths] == [sum(c for _, c in lengths[: i + 1]) for i in range(len(lengths))]
     assert sum(r == 1 and length >= 5 for r, length, _ in seen) == 1  # it is not asked again
-    assert int(generator._state(3).committed_lens[1]) < 9 + 14  # and its rounds have ended on the device too
+    assert int(generator.buckets.state(3).committed_lens[1]) < 9 + 14  # and its rounds have ended on the device too
 
 
 class _Streamer(transformers.generation.streamers.BaseStreamer):

@@ -325,7 +325,7 @@ def test_watched_layers_are_one_graph():
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     generator = TransformersGenerator(target, Eagle3Draft(ModelConfig(**sizes, num_layers=1), target, None), **SIZES)
     inner, counter = generator.generator, CompileCounter()
-    inner._rounds[3, False, None] = torch.compile(inner.round(3), backend=counter, fullgraph=True, dynamic=False)
+    inner.buckets.rounds[3, False, None] = torch.compile(inner.round(3), backend=counter, fullgraph=True, dynamic=False)
     assert generator.generate(ids, mask, **NEW).tokens == eager_tokens("qwen3")
     assert counter.frame_count == 1
 
@@ -390,7 +390,7 @@ def test_rope_by_the_longest_position_needs_no_look_at_it(kind):
     generator = TransformersGenerator(model, model, SpeculationConfig(2), max_batch_size=3, max_seq_len=25, page_size=4)
     eager = generator.generate(ids, mask, max_new_tokens=14, eos_token_id=())
     inner, counter = generator.generator, CompileCounter()
-    inner._rounds[3, False, None] = torch.compile(inner.round(3), backend=counter, fullgraph=True, dynamic=False)
+    inner.buckets.rounds[3, False, None] = torch.compile(inner.round(3), backend=counter, fullgraph=True, dynamic=False)
     assert torch.equal(generator.generate(ids, mask, max_new_tokens=14, eos_token_id=()), eager)
     assert counter.frame_count == 1
 

@@ -1,0 +1,62 @@
+"""What fits a target: the draft, and what batch-invariant rounds ask for. Errors name an argument of `Generator`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from spec_ops.backends.registry import get_backend
+from spec_ops.decoding.config import SpeculationConfig
+from spec_ops.decoding.lookup import PromptLookup
+from spec_ops.models.drafts import Draft
+from spec_ops.models.target import Target
+
+
+def check_invariant(target: Target, drafts: bool, config: SpeculationConfig, backend: str, prefill_backend: str | None) -> None:
+    """Refuse what is known not to be batch-invariant before anything is compiled."""
+    weight = target.embed.weight
+    for name, value in (("backend", backend), ("prefill_backend", prefill_backend)):
+        known = None if value in (None, "auto") else get_backend(value)
+        if known is not None and not known.deterministic:
+            raise ValueError(f"Generator: `{name}` must be batch-invariant with `invariant=True`, got {value!r}")
+    if weight.device.type == "cuda" and weight.dtype == torch.float32:
+        raise ValueError("Generator: `target` must be bfloat16 or float16 on CUDA with `invariant=True`, got torch.float32")
+    if weight.device.type == "cuda" and drafts and config.topk > 1:
+        raise ValueError(f"Generator: `config.topk` must be 1 on CUDA with `invariant=True`, got {config.topk}")
+    if target.ranks is not None:
+        raise ValueError("Generator: `target` must be whole on one GPU with `invariant=True`, got one that ranks share")
+
+
+def check_lookup(lookup: PromptLookup, config: SpeculationConfig, max_seq_len: int) -> None:
+    """A lookup drafts chains, from text that a generator has room for."""
+    if config.topk > 1:
+        raise ValueError(f"Generator: `config.topk` must be 1 with a PromptLookup, which drafts chains, got {config.topk}")
+    if lookup.min_ngram >= max_seq_len:
+        raise ValueError(
+            f"Generator: `draft.min_ngram` must be below max_seq_len={max_seq_len}, or nothing is ever found, "
+            f"got {lookup.min_ngram}"
+        )
+
+
+def check_draft(draft: Draft, target: Target, config: SpeculationConfig) -> None:
+    """A draft knows the target's tokens, lies where it does, and is of its dtype."""
+    device, dtype = target.embed.weight.device, target.embed.weight.dtype
+    vocab = target.config.vocab_size
+    if draft.config.vocab_size != vocab:
+        raise ValueError(f"Generator: `draft` must know the target's {vocab} tokens, got {draft.config.vocab_size}")
+    if config.topk > draft.draft_vocab_size:
+        raise ValueError(
+            f"Generator: `config.topk` must be at most the draft's vocabulary of {draft.draft_vocab_size}, got {config.topk}"
+        )
+    shared = {id(parameter) for parameter in target.parameters()}
+    sizes: Counter[torch.dtype] = Counter()  # of the draft's own parameters, without quantized weights
+    for parameter in draft.parameters():
+        if parameter.device != device:
+            raise ValueError(f"Generator: `draft` must be on {device}, as the target is, got {parameter.device}")
+        if parameter.is_floating_point() and parameter.itemsize > 1 and id(parameter) not in shared:
+            sizes[parameter.dtype] += parameter.numel()
+    # A few parameters may be of another type, such as a router in float32.
+    for own, _ in sizes.most_common(1):
+        if own != dtype:
+            raise ValueError(f"Generator: `draft` must be {dtype}, as the target is, got {own}")

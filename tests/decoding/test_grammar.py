@@ -94,6 +94,7 @@ def expected(target) -> list[list[int]]:
         ("mtp", SpeculationConfig(3, 4, 10), 3),
         ("standalone", SpeculationConfig(2, 2), 8),
         ("lookup", SpeculationConfig(4), 3),
+        ("self", SpeculationConfig.auto(draft_cost=0.1), 3),  # rounds without grammars have other lengths
     ],
     ids=lambda value: config_id(value) if isinstance(value, SpeculationConfig) else str(value),
 )
@@ -108,7 +109,9 @@ def test_greedy_text_is_that_of_plain_decoding(target, expected, kind, config, r
             assert matcher is None or matcher.tokens == tokens  # in step, and nothing was taken back that had been said
     if kind == "self":
         assert result.stats.accept_length > 1  # drafts that the grammar allows are accepted
-    assert generator.generate(PROMPTS[:1], max_new_tokens=4).tokens == [eager(target, PROMPTS[0], None, 4)]
+    plain = generator.generate(PROMPTS[:1], max_new_tokens=4)
+    assert plain.tokens == [eager(target, PROMPTS[0], None, 4)]
+    assert bool(plain.stats.lengths) == (generator.config.lengths is not None)
 
 
 def test_sampled_text_follows_the_grammar(target):

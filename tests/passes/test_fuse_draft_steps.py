@@ -412,6 +412,18 @@ def test_a_base_of_minus_one(spelling):
     assert not result.refused
 
 
+@pytest.mark.parametrize(("longer", "tables"), [(8, 1), (WIDTH - 2, 2)])
+def test_an_index_that_wraps_around(longer, tables):
+    """Of a finished request, whose base is -1, it reads the last entry: of no page here, and of one where a table is full."""
+
+    def program(i: Inputs):
+        base = torch.where(i.keep, i.base.clamp(max=0), -1)
+        wrapped = i.table(base + 1)[torch.arange(BS), (base // PAGE).long()] + 0
+        return [wrapped, i.step(base + 1), i.step(base + longer + 1)]
+
+    assert fused(program)[3]["page_table"] == tables
+
+
 def use(i: Inputs, indices: tuple[torch.Tensor, torch.Tensor], lens: torch.Tensor) -> torch.Tensor:
     return i.attend(i.table(i.base + 4), lens, kv_indptr=indices[0], kv_indices=indices[1])
 

@@ -50,6 +50,13 @@ CASES: dict[str, Program] = {
     "products of one selection": program(
         *ATTEND, results=("(att @ head)[i, row]", "(x @ head)[i, row]", "(att @ head2)[i, row]")
     ),
+    "a product between two of others": program(
+        "y = x + 1",
+        TABLE,
+        "att = spec_ops.mha_target_verify(heads(y), k, v, table, base).flatten(2)",
+        "i = torch.arange(3)",
+        results=("(att @ head)[i, row]", "(x @ head)[i, row]", "((att + x) @ head2)[i, row]", "y"),
+    ),
     "constants of two batch sizes": program(
         *(f"s{n - 2} = spec_ops.page_table(rtt, torch.full(({n},), 1), torch.full(({n},), 9), 4) + {n}" for n in (2, 3))
     ),

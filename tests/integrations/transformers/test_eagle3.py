@@ -311,11 +311,16 @@ def test_configurations_that_do_not_fit_are_named(tmp_path, change, message):
         (lambda w: w["t2d"].logical_not_(), "`t2d` disagrees with `d2t`"),
         (lambda w: w.pop("fc.weight"), "holds no EAGLE-3 head: `fc.weight`, .*loaded with transformers and passed as `draft`"),
         (
+            lambda w: w.update({"embed_tokens.weight": torch.zeros(30, 32)}),
+            rf"`embed_tokens.weight` must be \[{VOCAB}, 32\], the target's vocabulary and hidden size, got \[30, 32\]",
+        ),
+        (lambda w: w.update({"embed_tokens.weight": torch.zeros(VOCAB)}), r"`embed_tokens.weight` must be .*, got \["),
+        (
             lambda w: w.update({"midlayer.self_attn.q_proj.bias": torch.zeros(32)}),
             "unknown tensors .*midlayer.self_attn.q_proj.bias",
         ),
     ],
-    ids=["no d2t", "bad d2t", "bad t2d", "missing", "unknown"],
+    ids=["no d2t", "bad d2t", "bad t2d", "missing", "few embeddings", "flat embeddings", "unknown"],
 )
 def test_weights_that_do_not_fit_are_named(tmp_path, change, message):
     _, weights = write_sglang(tmp_path)

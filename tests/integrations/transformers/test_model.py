@@ -427,6 +427,8 @@ def test_a_draft_may_have_parameters_of_other_types():
             super().__init__()
             self.scale = torch.nn.Parameter(plain.weight.abs().amax().float() / 127)
             self.weight = torch.nn.Parameter((plain.weight / self.scale).round().to(torch.int8), requires_grad=False)
+            # In such a model most numbers are of 8 bits.
+            self.others = torch.nn.Parameter(torch.zeros(1 << 16, dtype=torch.int8), requires_grad=False)
 
         def forward(self, x):
             return torch.nn.functional.linear(x, (self.weight * self.scale).to(x.dtype))

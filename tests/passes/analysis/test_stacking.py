@@ -139,6 +139,7 @@ MASKS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "and more": lambda m, s: m.int().long() + s,
     "sums that wrap": lambda m, s: (m.int() + s).long(),
     "wrapped and more": lambda m, s: (m.int() + s).long() + s,
+    "of 32 bits": lambda m, s: ((m >> 40).int().clamp(min=2**31 - 2) + s).long(),
     "by promotion": lambda m, s: (m.int() + s) + torch.zeros((), dtype=torch.int64).expand(BS, 2),
     "selected": lambda m, s: torch.where(m > 3, m.int() + s, 0).long(),
 }

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 from spec_ops.backends.triton.attention.deterministic import launcher as steps
 from spec_ops.backends.triton.attention.tuning import Config
 from tests.helpers.pairs import pairwise
-from tests.ops.test_attention import FP8, KINDS, UNSEEN, Case, check, make_case, poison_unseen
+from tests.ops.test_attention import FP8, KINDS, UNSEEN, Case, check, make_case, poison_unseen, spread
 
 # (multiprocessors, bytes for partial results, tma): requests split and whole, side by side and all; tables read by descriptors
 # and by pointers.
@@ -184,6 +184,21 @@ def test_layout_of_the_cache_changes_nothing(products_by_rows, kind):
                 new = tables[b, at // page_size].long() * page_size + at % page_size
                 moved[name].flatten(0, 1)[new] = cache.flatten(0, 1)[old]
         assert same_bits(run(case, "split", block_tables=tables, **moved), expected)
+
+
+@pytest.mark.parametrize("mode", ["verify_tree", "extend"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides_past_2_31_elements(kind, mode):
+    """Of pages, of a page's tokens and of KV heads; of requests, of queries and of heads: no bit changes."""
+    heads = {"heads": 6, "kv_heads": 3} if kind == "mha" else {"heads": 3}
+    case = made(kind, mode, kv_dtype=FP8, lens=[3, 40], q_lens=[2, 9], **heads)
+    expected, names = run(case), ("k_cache", "v_cache") if kind == "mha" else ("kv_cache",)
+    for dim in range(len(names) + 1):
+        assert torch.equal(run(case, **{name: spread(case.arguments[name], dim) for name in names}), expected)
+    case = case.but(q=case.arguments["q"].half())
+    expected = run(case)
+    for dim in range(case.arguments["q"].dim() - 1):
+        assert torch.equal(run(case, q=spread(case.arguments["q"], dim)), expected)
 
 
 def test_the_sign_of_a_zero(products_by_rows):

@@ -109,7 +109,7 @@ def test_the_whole_path_on_the_cpu(monkeypatch):
 @pytest.mark.parametrize(("lengths", "tokens"), [(None, [24, 24]), ((0, 3), [40, 40, 40])])
 def test_it_warms_up_until_no_round_is_new(lengths, tokens):
     """Each length is compiled when it is first chosen, and the timed run must not be the first to choose it."""
-    generator = types.SimpleNamespace(config=types.SimpleNamespace(lengths=lengths), _rounds={})
+    generator = types.SimpleNamespace(config=types.SimpleNamespace(lengths=lengths), buckets=types.SimpleNamespace(rounds={}))
     chosen, ran = iter([3, 0, 3] if lengths else [3, 3]), []
 
     def run(count: int) -> None:

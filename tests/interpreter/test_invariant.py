@@ -53,7 +53,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def few_slices(monkeypatch):
     """More than 128 rows go to the kernel of many rows, in tiles that the interpreter can compute."""
     monkeypatch.setattr(invariant, "SLICED", 128)
-    monkeypatch.setattr(invariant, "TILE", (32, 64, 64))
+    monkeypatch.setattr(invariant, "tile_of", lambda *_: ((32, 64, 64), 3))
 
 
 @pytest.mark.parametrize(("n", "k"), [(50, 1088), (130, 512)])
@@ -101,7 +101,11 @@ def test_splits_that_follow_the_rows_are_noticed(few_slices, monkeypatch):
 def test_the_order_is_a_fact_of_the_weight(n, k):
     for arch in (90, 100, 120):
         configs = [invariant.config_of(m, n, k, 132, arch) for m in range(1, 129)]
-        assert len({(config.splits, config.block_k, config.chunk) for config in configs}) == 1
+        assert len({config.splits for config in configs}) == 1
+        for config in configs:  # a split's first and last k
+            blocks = k // config.block_k
+            ends = [split * blocks // config.splits * config.block_k for split in range(config.splits + 1)]
+            assert ends == [split * (k // 128) // config.splits * 128 for split in range(config.splits + 1)]
         # Below, each warp has a chunk of k, and sums are added apart. Above, sm_100 has another instruction.
         widths = {config.block_n for config in configs}
         assert widths <= {linear.WARPGROUP.value, *([128] if arch == 90 else [])}

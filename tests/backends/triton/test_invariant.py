@@ -23,11 +23,12 @@ def test_compiled_code(name):
 
 
 def test_tiles_of_a_weight_share_their_splits():
-    by_weight: dict[tuple[int, ...], set[tuple[int, int]]] = {}
+    by_weight: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
     for variant in VARIANTS.values():
         if found := re.search(r"(\d+) x (\d+) x (\d+)", variant.name):
             _, n, k = map(int, found.groups())
-            order = variant.constexprs["SPLITS"], variant.constexprs["BLOCK_K"]
-            by_weight.setdefault((n, k), set()).add(order)
+            blocks = k // variant.constexprs["BLOCK_K"]
+            ends = [i * blocks // variant.constexprs["SPLITS"] * variant.constexprs["BLOCK_K"] for i in range(1, 5)]
+            by_weight.setdefault((n, k), set()).add((variant.constexprs["SPLITS"], *ends))
     assert len(by_weight) == 2
     assert all(len(orders) == 1 for orders in by_weight.values())

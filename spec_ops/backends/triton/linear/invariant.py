@@ -5,7 +5,8 @@ beside others, since a tensor core adds along k alike for each of its columns. S
 in steps of 16 numbers, one after the other, within each of the weight's `splits` of k, whose sums are added in their order. How
 many there are is a fact of the weight and of the GPU (`config_of`). Tiles may follow the rows:
 
-* up to `READ_ONCE` rows: `skinny_mm`, whose programs share k, with tiles of 64 columns, on Hopper of 128 for the most rows;
+* up to `READ_ONCE` rows: `skinny_mm`, whose programs share k, with tiles of 64 columns, on Hopper of 128 for many rows and
+  columns;
 * up to `SLICED` rows: the same, for `READ_ONCE` of them at a time;
 * more: `many_rows_kernel`, in which a program computes all splits of its tile, one after the other.
 
@@ -15,6 +16,7 @@ function is compiled into several kernels.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,15 +25,15 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from spec_ops.backends.triton.attention.tile import opaque_zeros
 from spec_ops.backends.triton.linear import skinny_mm as linear
 from spec_ops.backends.triton.linear.skinny_mm import MAX_ROWS, Config, Tile, Weight, fitted, skinny_mm_kernel
-from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
+from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms, recorded
 
 BLOCK_K = 128  # of k: what the bounds of splits are multiples of
 READ_ONCE = 128  # most rows for which a weight is read once
 SLICED = 256  # most rows for which it is read once for every `READ_ONCE` of them
-TILE = (128, 128, 64)  # rows, columns and k of a program for more of them
 GROUP = 8  # tiles of columns that neighbouring programs share
 UNFUSED = {"enable_fp_fusion": False}
 LINE = 8192  # numbers of a row that a program of a sum or a norm has at once: all of them, in most models
@@ -40,13 +42,21 @@ LINE = 8192  # numbers of a row that a program of a sum or a norm has at once: a
 def config_of(m: int, n: int, k: int, sms: int, arch: int) -> Config:
     """For `m` rows, at most `READ_ONCE`. The splits, and the bounds of their blocks, do not depend on them."""
     splits = fitted(Tile(MAX_ROWS, 64, BLOCK_K, 4, 2), n, k, sms, arch).splits
-    if m > MAX_ROWS and 90 <= arch < 100 and 3 * triton.cdiv(n, 128) * splits >= 2 * sms:
-        # Rows are twice the bytes of 64 columns. (sm_100 has another instruction for 128 columns.)
-        return fitted(Tile(READ_ONCE, 128, BLOCK_K, 4, 1), n, k, sms, arch, splits=splits)
+    if m > MAX_ROWS and 90 <= arch < 100 and k % (BLOCK_K * splits) == 0:  # so that the bounds are those of whole blocks
+        # Twice the columns halve the bytes of rows for each of the weight's. (sm_100 has another instruction for 128 columns.)
+        tile = Tile(READ_ONCE, 128 if splits == 1 else 64, BLOCK_K // 2, 4, 2)
+        return fitted(tile, n, k, sms, arch, splits=splits)
     # On sm_100 a tile of 8 would be of another instruction (mma.sync) than the others; on sm_90 the two agree in their bits.
     sizes = (16, 32, MAX_ROWS, READ_ONCE) if 100 <= arch < 120 else (8, 16, 32, MAX_ROWS, READ_ONCE)
     block_m = next(size for size in sizes if m <= size)
     return fitted(Tile(block_m, 64, BLOCK_K, 4, 2), n, k, sms, arch, splits=splits)
+
+
+def tile_of(splits: int, arch: int) -> tuple[tuple[int, int, int], int]:
+    """Rows, columns and k of a program of `many_rows_kernel`, and stages. Sums of all splits take registers of their own."""
+    if arch >= 120:
+        return (128, 128, 64), 3
+    return ((256, 128, 64), 3) if splits == 1 else ((128, 128, 64), 4)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -67,10 +77,10 @@ def many_rows_kernel(
     blocks = tl.cdiv(K, BOUND)
     STEPS: tl.constexpr = BOUND // BLOCK_K
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for split in tl.static_range(SPLITS):
+    for split in tl.range(SPLITS, num_stages=1):  # not unrolled: four sums of a tile would not fit registers
         first = split * blocks // SPLITS * STEPS
         end = tl.minimum((split + 1) * blocks // SPLITS * STEPS, tl.cdiv(K, BLOCK_K))
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = opaque_zeros(BLOCK_N, BLOCK_M)
         for block in tl.range(first, end, num_stages=STAGES):
             columns = weight.load([tile * BLOCK_N, block * BLOCK_K])
             rows = x.load([first_row, block * BLOCK_K])
@@ -112,15 +122,16 @@ def skinny_mm(
         return out
     linear.check_operands("skinny_mm", x, weight)
     x = linear.readable(x)
-    splits = config_of(MAX_ROWS, n, k, num_sms(x.device), linear.arch_of(x.device)).splits
-    block_m, block_n, block_k = TILE
+    arch = linear.arch_of(x.device)
+    splits = config_of(MAX_ROWS, n, k, num_sms(x.device), arch).splits
+    (block_m, block_n, block_k), stages = tile_of(splits, arch)
     row_tiles, tiles = triton.cdiv(m, block_m), triton.cdiv(n, block_n)
     with device_guard(x):
         launch(
             many_rows_kernel, (row_tiles * tiles,),
             TensorDescriptor(x, [m, k], [x.stride(0), 1], [block_m, block_k]),
             TensorDescriptor(weight, [n, k], [weight.stride(0), 1], [block_n, block_k]), bias, out, m, n, k, row_tiles, tiles,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BOUND=BLOCK_K, SPLITS=splits, GROUP=GROUP, STAGES=3,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BOUND=BLOCK_K, SPLITS=splits, GROUP=GROUP, STAGES=stages,
             num_warps=8, **UNFUSED,
         )  # fmt: skip
     return out
@@ -317,20 +328,21 @@ def ahead() -> Iterator[Variant]:
     for name, found in zip(("row_sum", "rms_norm", "add_rms_norm", "batched_mm"), launches, strict=True):
         # Early or not, a norm of few rows has too few programs to spread unevenly.
         yield variant_of(f"{name}, invariant", found._replace(early=False), options=UNFUSED)
-    block_m, block_n, block_k = TILE
-    yield Variant(
-        "skinny_mm of many rows, invariant",
-        many_rows_kernel,
-        {
-            "x": f"tensordesc<bf16[{block_m}, {block_k}]>", "weight": f"tensordesc<bf16[{block_n}, {block_k}]>",
-            "out": "*bf16:16", "M": "i32", "N": "i32:16", "K": "i32:16", "row_tiles": "i32", "tiles": "i32",
-        },
-        {
-            "bias": None, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "BOUND": BLOCK_K, "SPLITS": 2,
-            "GROUP": GROUP, "STAGES": 3,
-        },
-        num_warps=8,
-        num_stages=3,
-        options=UNFUSED,
-        archs=tuple(arch for arch in ARCHS if arch >= 90),
-    )  # fmt: skip
+    for splits, archs in itertools.product((1, 2, 4), ((90, 100, 103), (120,))):
+        (block_m, block_n, block_k), stages = tile_of(splits, archs[0])
+        yield Variant(
+            f"skinny_mm of many rows, invariant, {splits} splits on sm_{archs[0]}",
+            many_rows_kernel,
+            {
+                "x": f"tensordesc<bf16[{block_m}, {block_k}]>", "weight": f"tensordesc<bf16[{block_n}, {block_k}]>",
+                "out": "*bf16:16", "M": "i32", "N": "i32:16", "K": "i32:16", "row_tiles": "i32", "tiles": "i32",
+            },
+            {
+                "bias": None, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "BOUND": BLOCK_K, "SPLITS": splits,
+                "GROUP": GROUP, "STAGES": stages,
+            },
+            num_warps=8,
+            num_stages=stages,
+            options=UNFUSED,
+            archs=archs,
+        )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
-from spec_ops.backends.triton.sampling import guide, probabilities, support
+from spec_ops.backends.triton.sampling import guide, probabilities, search, support
 from spec_ops.ops.reference import sampling as reference
 from tests.gpu.test_sampling import case
 from tests.interpreter.cases import Rng
@@ -106,7 +106,7 @@ def test_any_number_of_programs_finds_the_same_bits():
 def test_candidates_settle_what_few_tokens_decide(share, monkeypatch):
     """No pass counts at pivots, and none weighs all that is kept; not even with ties at the boundary."""
     for name in ("tally", "weigh_chunk"):
-        monkeypatch.setattr(support, name, lambda *_: pytest.fail("a further pass over the row"))
+        monkeypatch.setattr(search, name, lambda *_: pytest.fail("a further pass over the row"))
     monkeypatch.setattr(
         support, "sizes", lambda chunks: {"CANDIDATES": 64 if chunks == 1 else 16, "GROUPS": 16 if chunks == 1 else 4}
     )
@@ -124,8 +124,8 @@ def test_candidates_settle_what_few_tokens_decide(share, monkeypatch):
 def test_top_p_of_flat_rows_takes_one_exact_pass(share, dtype, monkeypatch):
     """Passes with sums of float32 find two keys that few tokens, or one key, lie between."""
     little_room(monkeypatch, 8, 8)
-    exact, calls = support.tally, []
-    monkeypatch.setattr(support, "tally", lambda *args: (calls.append(None), exact(*args))[1])
+    exact, calls = search.tally, []
+    monkeypatch.setattr(search, "tally", lambda *args: (calls.append(None), exact(*args))[1])
     flat = torch.stack([Rng(4).tensor(VOCAB), torch.linspace(0, 6, VOCAB)]).to(dtype)
     u = torch.tensor([0.2, 0.95])
     for temperature, p in ((1.0, 0.9), (0.7, 0.8)):

@@ -120,7 +120,7 @@ def test_candidates_settle_what_few_tokens_decide(share, monkeypatch):
 
 
 @pytest.mark.parametrize("share", [ALONE, MANY], ids="chunks_{0.chunks}".format)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_top_p_of_flat_rows_takes_one_exact_pass(share, dtype, monkeypatch):
     """Passes with sums of float32 find two keys that few tokens, or one key, lie between."""
     little_room(monkeypatch, 8, 8)
@@ -195,6 +195,20 @@ def test_small_vocabularies():
             assert_same(share, *args, torch.tensor([1, 2]), torch.tensor([0.5, 0.5]), torch.tensor([0.3, 0.3]))
     empty = torch.zeros(0, 5), torch.zeros(0), torch.zeros(0), None, None, None
     assert [x.shape for x in run(ALONE, *empty)] == [(0,), (0, 3)]
+
+
+@pytest.mark.parametrize("most", [1, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_beyond_those_of_a_launch(dtype, most, monkeypatch):
+    """They go in several launches, which share a workspace; a request's rows are not divided."""
+    rng = Rng(6)
+    logits = (rng.tensor(3, 2, VOCAB) * 3).to(dtype)
+    args = logits, torch.rand(3, 2), torch.tensor([1.0, 0.7, 2.0]), *settings(rng, 3, VOCAB, "kpm")
+    launches, start = [], support.launch
+    monkeypatch.setattr(support, "launch", lambda *given, **more: (launches.append(given[1]), start(*given, **more)))
+    monkeypatch.setattr(support, "ROWS_AT_ONCE", most)
+    assert_same(ALONE, *args)
+    assert launches == ([(2,)] * 3 if most < 4 else [(4,), (2,)])
 
 
 def test_counters_are_left_as_they_were_found(monkeypatch):

@@ -120,6 +120,8 @@ class TransformersModel(Target):
         parents = [found.decoder.rsplit(".", cut)[0] for cut in range(1, found.decoder.count(".") + 1)]
         self._bypassed = [(name, model.get_submodule(name), name != found.decoder) for name in ("", *parents, found.decoder)]
         self._check_bypassed()
+        # Around the decoder: `head` has the LM head that is there now.
+        self._children = [(name, module, dict(module._modules)) for name, module, _ in self._bypassed[:-1]]
 
         self._merged = self._switched.merge(model, found)
         decoder, self.position_limit = with_fixed_rope(self._merged.decoder)
@@ -203,7 +205,13 @@ class TransformersModel(Target):
             )
 
     def _check_parameters(self) -> None:
-        if (problem := self._merged.check()) is not None:
+        around = (
+            ".".join(filter(None, (name, child))) + " was replaced"
+            for name, module, children in self._children
+            for child in {**children, **module._modules}
+            if children.get(child) is not module._modules.get(child)
+        )
+        if (problem := next(around, None) or self._merged.check()) is not None:
             raise ValueError(f"{self._argument} must keep its layers while it is taken over: {problem}; make a new generator")
 
     def _check_bypassed(self) -> None:

@@ -124,6 +124,19 @@ def test_replaced_layers_are_refused():
             generator.generate(ids, mask, **NEW)
 
 
+@pytest.mark.parametrize("name", ["lm_head", "model"])
+def test_replaced_parts_around_the_layers_are_refused(name):
+    model, (ids, mask) = make_model("llama"), batch()
+    with TransformersGenerator(model, **SIZES) as generator:
+        before = generator.generate(ids, mask, **NEW).tokens
+        own = getattr(model, name)
+        setattr(model, name, getattr(make_model("llama", layers=1), name))
+        with pytest.raises(ValueError, match=rf"`target` must keep its layers while it is taken over: {name} was replaced"):
+            generator.generate(ids, mask, **NEW)
+        setattr(model, name, own)
+        assert generator.generate(ids, mask, **NEW).tokens == before
+
+
 def test_other_sizes_and_biases_are_refused():
     """Rounds were made of the layers as they were: they would miss the bias, and read other rows."""
     model, (ids, mask) = make_model("llama"), batch()

@@ -91,6 +91,8 @@ class SpeculationConfig:
             lengths = tuple(integer("SpeculationConfig", f"lengths[{i}]", n, 0) for i, n in enumerate(lengths))
             if sorted(set(lengths)) != list(lengths):
                 raise ValueError(f"{fail} different and in order, got {list(lengths)}")
+            if lengths[-1] >= MAX_TREE_TOKENS:
+                raise ValueError(f"{fail} at most {MAX_TREE_TOKENS - 1}, got {list(lengths)}")
             if self.topk != 1:
                 raise ValueError(f"{fail} None for a tree, got {list(lengths)}")
             if self.num_steps not in (type(self).num_steps, lengths[-1]):

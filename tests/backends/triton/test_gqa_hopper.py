@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 import triton
 
 from spec_ops.backends import AttentionCall
+from spec_ops.backends.triton.attention import variants as attention_ahead
 from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
 from spec_ops.backends.triton.attention.hopper.host import box_of, is_token_rows
 from spec_ops.backends.triton.runtime import ahead
@@ -55,7 +56,7 @@ def test_serves(call: dict[str, Any]):
     "call",
     [
         {"arch": 80}, {"arch": 100}, {"q_len": 8}, {"heads": 32, "q_len": 16}, {"heads": 40}, {"heads": 128, "kv_heads": 1},
-        {"head_dim": 128, "v_dim": 128}, {"v_dim": 128}, {"pages": 0},
+        {"head_dim": 128, "v_dim": 128}, {"head_dim": 256, "v_dim": 256}, {"v_dim": 128}, {"pages": 0},
         {"dtype": torch.float32, "kv_dtype": torch.float32}, {"kv_dtype": FP8}, {"kv_dtype": FP16}, {"window_left": 100},
         {"softcap": 30.0},
     ],
@@ -82,18 +83,24 @@ def test_layouts_of_caches():
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
-def test_the_softmax_overlaps_with_products(tmp_path: Path):
+@pytest.mark.parametrize(("head_dim", "numbers"), [(64, 64), (128, 32)])
+def test_the_softmax_overlaps_with_products(head_dim: int, numbers: int, tmp_path: Path):
     """In both loops of both warpgroups the exponentials stand between the wait for logits and that for outputs.
 
     The assembler is free to move them behind both, and does so where nothing holds them back.
     """
-    variant = next(v for v in ahead.variants() if v.kernel is gqa_hopper.gqa_hopper_attention)
+    call = attention_ahead.call_of(attention_ahead.Shape("", 64, 8, head_dim, head_dim), 8, 16)
+    (launch,) = attention_ahead.launches_of(lambda: gqa_hopper.mha(call))
+    variant = attention_ahead.variant_of("softmax", launch, attention_ahead.HOPPER, (90,), hot=True)
+    used = ahead.compile_ahead(variant, 90)
+    assert used.spill_bytes == 0
+    assert not used.serialized
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(ahead.compiled(variant, 90).asm["cubin"])
     command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)]
     assembly = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     between = re.findall(r"DEPBAR\.LE gsb0, 0x1 ;(.*?)DEPBAR\.LE gsb0, 0x0 ;", assembly, re.DOTALL)
-    assert [part.count("MUFU.EX2") for part in between] == [66] * 4  # 64 numbers of a thread, and what two rows shrink by
+    assert [part.count("MUFU.EX2") for part in between] == [numbers + 2] * 4  # a thread's, and what two rows shrink by
     assert not any("HGMMA" in part for part in between)
 
 

@@ -55,7 +55,7 @@ from spec_ops.backends.triton.attention.operands import packed, unit_rows, windo
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import launch, num_sms
 
-BLOCK_N = 128
+BLOCKS = {64: (128, 5), 128: (64, 4)}  # by head_dim: keys of a block, and how many blocks are loaded ahead
 MIN_ROWS = 65  # one tile of 64 rows leaves a warpgroup idle
 
 # Barriers `full` (TMA has written) and `free` (both warpgroups have read): of the queries' two buffers, then of the keys' and
@@ -389,7 +389,7 @@ def gqa_hopper_attention(
 def supports(arch: int, call: AttentionCall) -> bool:
     """Whether `mha` here serves a call on `arch` (90 for sm_90), by dtypes, shapes, strides and alignment.
 
-    Heads of 128 would need more registers than there are, or shorter blocks.
+    Not those of head_dim 128, which it can compute: it has not been timed there beside the plain kernel.
     """
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     pages, page_size, kv_heads, head_dim = k_cache.shape
@@ -409,12 +409,14 @@ def supports(arch: int, call: AttentionCall) -> bool:
     )
 
 
-def mha(call: AttentionCall, block_n: int = BLOCK_N, stages: int = 5, min_blocks: int = 1) -> torch.Tensor:
-    """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so."""
+def mha(call: AttentionCall, blocks: tuple[int, int] | None = None, min_blocks: int = 1) -> torch.Tensor:
+    """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so, or would but for a head_dim of
+    128; `blocks` in place of `BLOCKS`."""
     q, k_cache, v_cache, seq_lens = call.q, call.k_cache, call.v_cache, call.seq_lens.contiguous()
     block_tables, sinks = unit_rows(call.block_tables), packed(call.sinks)
     tree_mask, mask_stride, mask_len = tree_arguments(call)
     bs, q_len, heads, dim = q.shape
+    block_n, stages = blocks or BLOCKS[dim]
     out = call.new_result()
     if out.numel() == 0:
         return out

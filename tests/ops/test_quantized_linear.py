@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from spec_ops.backends.weight_format import WeightFormat, dequantized, weight_format
+from spec_ops.backends.weight_format import WeightFormat, dequantized, unpacked, weight_format
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op
 from tests.helpers.stored_weights import KINDS, exact, stored
 
@@ -38,6 +38,30 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 )
 def test_formats(weight, scale, expected):
     assert weight_format("op", weight, scale, None) == WeightFormat(*expected)
+
+
+def test_assembly_of_4_bits():
+    """Instruction by instruction, on all bytes: what GPUs run in place of what the interpreter does."""
+    quantized = pytest.importorskip("spec_ops.backends.triton.linear.quantized", reason="triton comes for Linux only")
+    prmt = {"prmt.b32": lambda a, b, s: sum(((a | b << 32) >> 8 * (s >> 4 * i & 7) & 255) << 8 * i for i in range(4))}
+    other = {"mov.b32": lambda a: a, "shr.u32": lambda a, b: a >> b, "lop3.b32": lambda a, b, c, table: (a & b) ^ c}
+    for source, dtype, kind in ((quantized._PAIRS_BF16, torch.bfloat16, "bf16"), (quantized._PAIRS_FP16, torch.float16, "f16")):
+
+        def halves(word: int, dtype=dtype) -> torch.Tensor:
+            return torch.tensor([word - (word >> 31 << 32)], dtype=torch.int32).view(dtype)
+
+        run = prmt | other | {f"sub.{kind}x2": lambda a, b: halves(a) - halves(b)}
+        steps = source.value.strip("{ }").split("; ")
+        assert steps.pop(0).startswith(".reg .b32")
+        for word in (0x03020100, 0x7F80FF08, *(0x01010101 * i + 0x10203040 & 0xFFFFFFFF for i in range(256))):
+            registers = {"$4": word}
+            for step in steps:
+                op, to, *given = step.rstrip(";").replace(",", " ").split()
+                assert op != "lop3.b32" or given[-1] == "0x6A"
+                registers[to] = run[op](*(registers[g] if g in registers else int(g, 0) for g in given))
+            got = torch.cat([registers[f"${i}"] for i in range(4)]).float()
+            stored_bytes = torch.tensor([[word >> 8 * i & 255 for i in range(4)]], dtype=torch.uint8)
+            assert got.tolist() == unpacked(stored_bytes)[0].tolist()
 
 
 def test_dequantized():

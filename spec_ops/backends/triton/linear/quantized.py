@@ -13,6 +13,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by Triton's interpreter, which knows no assembly
+
+
+def _pairs(kind: str, offset: str) -> str:
+    """PTX: the two numbers of each of four bytes `$4`, as pairs of 16 bits `$0` to `$3`.
+
+    A byte of the word, and one of the word shifted by half a byte, have a number each in their lower half. These become the
+    last bits of `offset`, exclusive or 8, and lose it again.
+    """
+    take = "".join(
+        f"prmt.b32 p{i}, $4, high, 0x0{4 + i}0{i}; lop3.b32 p{i}, p{i}, 0x000F000F, 0x{2 * offset}, 0x6A; "  # (a & b) ^ c
+        for i in range(4)
+    )
+    give = "".join(f"sub.{kind}x2 ${i}, p{i}, offset; " for i in range(4))
+    return f"{{ .reg .b32 high, offset, p<4>; mov.b32 offset, 0x{2 * offset}; shr.u32 high, $4, 4; {take}{give}}}"
+
+
+_PAIRS_BF16 = tl.constexpr(_pairs("bf16", "4308"))  # 136
+_PAIRS_FP16 = tl.constexpr(_pairs("f16", "6408"))  # 1032
+
 
 @triton.jit
 def numbers(block, dtype: tl.constexpr, BITS: tl.constexpr):
@@ -20,7 +40,7 @@ def numbers(block, dtype: tl.constexpr, BITS: tl.constexpr):
 
     No conversion is one of those that a multiprocessor does 16 of at a time: float8 becomes bfloat16 by float16 and float32,
     all exact. An integer of 8 bits plus 128 is put in the last bits of 1024 in float16, whose unit these are, and a number of 4
-    bits plus 8 in those of 1024, or of 128 in bfloat16.
+    bits plus 8 in those of 1024, or of 128 in bfloat16: two numbers at a time, in 13 instructions for the 8 of a word.
     """
     if BITS == 8 and block.dtype == tl.int8:
         bits = ((block.to(tl.int16) & 0xFF) ^ 0x80) | 0x6400
@@ -28,12 +48,20 @@ def numbers(block, dtype: tl.constexpr, BITS: tl.constexpr):
     elif BITS == 8:
         wide = block.to(tl.float16).to(tl.float32).to(dtype)
     else:
-        BASE: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-        OFFSET: tl.constexpr = 136 if dtype == tl.bfloat16 else 1032
-        bits = block.to(tl.int16)
-        low = (((bits & 0xF) ^ 8) | BASE).to(dtype, bitcast=True)
-        high = ((((bits >> 4) & 0xF) ^ 8) | BASE).to(dtype, bitcast=True)
-        both = tl.join(low - OFFSET, high - OFFSET)
+        if INTERPRETED:
+            BASE: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+            OFFSET: tl.constexpr = 136 if dtype == tl.bfloat16 else 1032
+            bits = block.to(tl.int16)
+            low = (((bits & 0xF) ^ 8) | BASE).to(dtype, bitcast=True) - OFFSET
+            high = ((((bits >> 4) & 0xF) ^ 8) | BASE).to(dtype, bitcast=True) - OFFSET
+        else:
+            pairs = tl.inline_asm_elementwise(
+                _PAIRS_BF16 if dtype == tl.bfloat16 else _PAIRS_FP16, "=r,=r,=r,=r,r", [block], dtype=tl.int32, is_pure=True,
+                pack=4,
+            )  # fmt: skip
+            low = pairs.to(tl.int16).to(dtype, bitcast=True)
+            high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+        both = tl.join(low, high)
         if len(block.shape) == 3:
             wide = tl.reshape(both, [block.shape[0], block.shape[1], 2 * block.shape[2]])
         else:

@@ -52,13 +52,15 @@ class Tile(NamedTuple):
 
 
 # The first that holds the rows; figures in `docs/notebook/products.md`.
-TILES = (Tile(8, 16, 256, 4, 3), Tile(16, 16, 256, 4, 3), Tile(32, 64, 128, 4, 1), Tile(64, 64, 128, 4, 1))
+TILES: tuple[Tile, ...] = (Tile(8, 16, 256, 4, 3), Tile(16, 16, 256, 4, 3), Tile(32, 64, 128, 4, 1), Tile(64, 64, 128, 4, 1))
 MAX_ROWS = TILES[-1].block_m
-# With a weight of fewer bits the rows are more of what a program reads: from 9 rows on (5 with 4 bits) it takes more columns.
+# Of weights of fewer bits. A warp's chunk of bytes is what `mma.sync` takes; for `wgmma` 4 bits would be read byte by byte.
 QUANTIZED_TILES = {
-    8: (Tile(8, 16, 512, 4, 3), Tile(16, 64, 128, 4, 2), Tile(32, 64, 128, 4, 2), Tile(64, 64, 128, 4, 2)),
-    4: (Tile(8, 32, 512, 4, 3), Tile(16, 64, 128, 4, 2), Tile(32, 64, 128, 4, 2), Tile(64, 64, 128, 4, 2)),
+    8: (Tile(8, 16, 512, 4, 3), Tile(16, 16, 512, 4, 3), Tile(32, 64, 256, 4, 2), Tile(64, 64, 128, 4, 2)),
+    4: (Tile(8, 32, 512, 4, 3), Tile(16, 32, 512, 4, 2), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 2)),
 }
+# Where columns are enough for as many programs as fit, which then share no sums.
+MANY_COLUMNS = {8: (Tile(8, 16, 512, 4, 4), Tile(16, 64, 256, 4, 2)), 4: ()}
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,10 @@ class Config:
 
 def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | None = None) -> Config:
     """`stored`: the weight's format, by default 16 bits."""
-    tiles = TILES if stored is None or stored.bits == 16 else QUANTIZED_TILES[stored.bits]
+    tiles = TILES
+    if stored is not None and stored.bits < 16:
+        many = (tile for tile in MANY_COLUMNS[stored.bits] if n >= tile.block_n * tile.programs * sms)
+        tiles = (*many, *QUANTIZED_TILES[stored.bits])
     return fitted(next(tile for tile in tiles if m <= tile.block_m), n, k, sms, arch, stored)
 
 
@@ -418,8 +423,8 @@ def ahead() -> Iterator[Variant]:
     for shape in shapes:
         yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None})
     for name, stored in stored_ahead():
-        for m in (4, 16, 64):
-            shape = (m, 4096, 4096)
+        for m, n in ((4, 4096), (4, 28672), (16, 4096), (16, 28672), (32, 4096), (64, 4096)):
+            shape = (m, n, 4096)
             yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None}, name, stored)
 
 

@@ -84,8 +84,8 @@ Rules = dict[int, tuple[Rule, ...]]
 # 112 MiB is the largest weight that was faster at every m; 7168 x 16384 (224 MiB) took up to 1.08 times as long as cuBLAS.
 RULES: Rules = {
     90: (
-        Rule(max_m=16, max_n=48 * 132, min_k=4096, min_bytes=20 << 20, max_bytes=112 << 20),
-        Rule(max_m=32, max_n=32 * 132, min_k=4096, min_bytes=20 << 20, max_bytes=112 << 20),
+        Rule(max_m=16, max_n=48 * 132, min_k=4096, min_bytes=16 << 20, max_bytes=112 << 20),
+        Rule(max_m=32, max_n=32 * 132, min_k=4096, min_bytes=16 << 20, max_bytes=112 << 20),
         Rule(max_m=64, max_n=32 * 132, min_k=7168, min_bytes=20 << 20, max_bytes=112 << 20),
     ),
 }

@@ -57,7 +57,7 @@ MAX_ROWS = TILES[-1].block_m
 # Of weights of fewer bits. A warp's chunk of bytes is what `mma.sync` takes; for `wgmma` 4 bits would be read byte by byte.
 QUANTIZED_TILES = {
     8: (Tile(8, 16, 512, 4, 3), Tile(16, 16, 512, 4, 3), Tile(32, 64, 256, 4, 2), Tile(64, 64, 128, 4, 2)),
-    4: (Tile(8, 32, 512, 4, 3), Tile(16, 32, 512, 4, 2), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 2)),
+    4: (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 64, 128, 4, 2)),
 }
 # Where columns are enough for as many programs as fit, which then share no sums.
 MANY_COLUMNS = {8: (Tile(8, 16, 512, 4, 4), Tile(16, 64, 256, 4, 2)), 4: ()}

@@ -17,6 +17,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from spec_ops.passes.analysis.graph import EAGER, arg, attention_calls
@@ -117,8 +118,9 @@ def _as_on_gpu(host: set[int]) -> Iterator[None]:
 
     def moved(self, fake_mode, t, make_constant=False, *args, **kwargs):
         fake = original(self, fake_mode, t, make_constant, *args, **kwargs)
-        if not make_constant and fake.fake_device.type == "cpu" and id(t) not in host:
-            fake.fake_device = _META
+        for part in _parts(fake):
+            if not make_constant and part.fake_device.type == "cpu" and id(t) not in host:
+                part.fake_device = _META
         return fake
 
     settings = {
@@ -128,6 +130,14 @@ def _as_on_gpu(host: set[int]) -> Iterator[None]:
     }
     with mock.patch.object(FakeTensorConverter, "from_real_tensor", moved), inductor_config.patch(settings):
         yield
+
+
+def _parts(tensor: Any) -> list[FakeTensor]:
+    """A fake tensor; those inside one of a subclass, such as a DTensor, whose parts are not only tensors."""
+    if isinstance(tensor, FakeTensor):
+        return [tensor]
+    names = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else []
+    return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
 class _OnCuda(CustomGraphPass):

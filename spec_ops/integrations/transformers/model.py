@@ -28,6 +28,7 @@ from spec_ops.integrations.transformers.probe import (
     extend_from_start,
     probe,
 )
+from spec_ops.integrations.transformers.sharing import ranks_of
 from spec_ops.integrations.transformers.torchao_int4 import computing_int4
 from spec_ops.models.config import KVRows
 from spec_ops.models.paged import PagedKVCache
@@ -71,6 +72,7 @@ class TransformersModel(Target):
         decoder: the part that turns tokens into hidden states.
         spec: what a token takes in a cache.
         generation_config: the model's own.
+        ranks: the processes among which transformers has divided it (`DistributedConfig(tp_size=N)`); None for a whole model.
         apart: why linear layers that read one value keep weights of their own, a reason for each name.
 
     Raises:
@@ -116,6 +118,7 @@ class TransformersModel(Target):
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
         self.generation_config = model.generation_config
+        self.ranks = ranks_of(model)
         # Modules that are not called themselves. The decoder runs its hooks, but not a `forward` of its instance.
         parents = [found.decoder.rsplit(".", cut)[0] for cut in range(1, found.decoder.count(".") + 1)]
         self._bypassed = [(name, model.get_submodule(name), name != found.decoder) for name in ("", *parents, found.decoder)]

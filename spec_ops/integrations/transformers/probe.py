@@ -318,7 +318,8 @@ class _TableReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _look(self, rows: int, index: torch.Tensor) -> None:
-        if index.dtype not in (torch.int64, torch.int32):
+        # A DTensor's own look-up follows; before it DTensor asks fakes for its shape.
+        if type(index) is not torch.Tensor or index.dtype not in (torch.int64, torch.int32):
             return
         values = index.unique()
         if values.shape == self.positions.shape:

@@ -1,4 +1,4 @@
-"""Models that transformers has divided among processes, as `from_pretrained(distributed_config=DistributedConfig(tp_size=N))` does.
+"""Models that transformers has divided among processes: `from_pretrained(distributed_config=DistributedConfig(tp_size=N))`.
 
 Its weights are DTensors, and its linear layers add up what ranks have computed by torch's functional collectives, as our own
 shares do: in a compiled round the DTensors are gone, and the passes see the same graph.

@@ -64,6 +64,7 @@ def expected(width: int, **changes: tuple[int, int]) -> dict[str, tuple[int, int
         counts.PREFILLS: (1, 0),
         counts.HOST_PLANNED: (0, 0),
         counts.CUDA_GRAPHS: (2, 1),
+        counts.COLLECTIVES: (0, 0),
         counts.WEIGHTS: (1, 1),
     }
     return found | {getattr(counts, name): pair for name, pair in changes.items()}
@@ -81,6 +82,7 @@ def test_block_table_kernel_leaves_nothing_redundant(mla, width):
         assert f"{name:28s} {before:8d} {after:8d}\n" in plan.text(verbose=True) or name in (
             counts.HOST_COPIES,
             counts.CUDA_GRAPHS,
+            counts.COLLECTIVES,
         )
 
 

@@ -21,7 +21,7 @@ import spec_ops
 from spec_ops.backends.squares import sums_of
 from tests.helpers.groups import alone
 from tests.helpers.mixtures import stored_stack
-from tests.ops.test_bad_input import CALLS
+from tests.helpers.wrong_calls import CALLS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn

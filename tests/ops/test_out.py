@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spec_ops
+from tests.helpers.wrong_calls import CALLS
 from tests.ops.test_attention import make_case
-from tests.ops.test_bad_input import CALLS
 
 KINDS = ("mha", "mla")
 MODES = ("draft_chain", "verify_chain", "verify_tree", "draft_extend_chain", "extend")

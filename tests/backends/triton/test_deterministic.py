@@ -12,7 +12,7 @@ import torch
 import spec_ops
 from spec_ops.backends import BackendError, available_backends, get_backend, select_backend
 from tests.backends.test_registry import META
-from tests.ops.test_bad_input import attention_call
+from tests.helpers.wrong_calls import attention_call
 
 NAME, ON_CPU = "triton-deterministic", "reference-deterministic"
 STEPS = [f"{kind}_{step}" for kind in ("mha", "mla") for step in ("draft_decode", "target_verify", "draft_extend", "extend")]

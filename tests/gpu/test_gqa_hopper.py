@@ -101,10 +101,12 @@ def test_pages_shorter_than_a_block(page_size, tree):
     check_long(made(16, kv_heads=8, tree=tree, page_size=page_size, lens=[*AROUND_BLOCKS, 16, 17, 1000, 5000]))
 
 
+@pytest.mark.parametrize("page_size", [1, 8, 16, 64])
 @pytest.mark.parametrize("draft_steps", [2, 4])
-def test_slots_of_a_tree_that_no_query_sees(draft_steps):
-    """The last level of a tree asks; dead branches hold NaN, in the last block, the one before it, or both."""
-    tree = {"width": 16, "draft_steps": draft_steps, "heads": 16, "kv_heads": 2, "dtype": BF16, "page_size": 64}
+def test_slots_of_a_tree_that_no_query_sees(draft_steps, page_size):
+    """The last level of a tree asks; dead branches hold NaN, in the last block, the one before it, or both. Their pages may be
+    anywhere."""
+    tree = {"width": 16, "draft_steps": draft_steps, "heads": 16, "kv_heads": 2, "dtype": BF16, "page_size": page_size}
     lens = [0, 40, 65, 79, 80, 100, 128, 191, 208, 240, 300, 5000]
     case = HopperCase(**vars(make_case("mha", "draft_tree", DEVICE, lens=lens, **tree)))
     assert poison_unseen(case) > 0

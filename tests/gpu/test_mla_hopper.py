@@ -67,11 +67,13 @@ def test_pages_shorter_than_a_block(page_size, mode):
     check_accuracy(made(mode, heads=32, page_size=page_size, lens=[0, 1, 15, 16, 17, 63, 64, 65, 129, 500]))
 
 
+@pytest.mark.parametrize("page_size", [1, 8, 16, 64])
 @pytest.mark.parametrize(("width", "draft_steps"), [(4, 3), (8, 7)])
-def test_slots_of_a_tree_that_no_query_sees(width, draft_steps):
-    """The last level of a tree asks; dead branches hold NaN, in an even block, an odd one, or both."""
+def test_slots_of_a_tree_that_no_query_sees(width, draft_steps, page_size):
+    """The last level of a tree asks; dead branches hold NaN, in an even block, an odd one, or both. Their pages may be
+    anywhere."""
     lens = [0, 40, 52, 60, 64, 70, 116, 122, 128, 200, 3000]
-    case = made("draft_tree", heads=32, width=width, draft_steps=draft_steps, lens=lens)
+    case = made("draft_tree", heads=32, width=width, draft_steps=draft_steps, page_size=page_size, lens=lens)
     assert poison_unseen(case) > 0
     check_accuracy(case)
 

@@ -103,9 +103,11 @@ def test_pages_shorter_than_a_block(page_size):
     check_long(made(2, 8, True, page_size=page_size, lens=[*AROUND_BLOCKS, 16, 17, 5000]))
 
 
-def test_slots_of_a_tree_that_no_query_sees():
-    """The last level of a tree asks; dead branches hold NaN, in the last block, the one before it, or both."""
-    tree = {"width": 2, "draft_steps": 20, "heads": 8, "head_dim": 576, "v_dim": 512, "dtype": BF16, "page_size": 64}
+@pytest.mark.parametrize("page_size", [1, 8, 16, 64])
+def test_slots_of_a_tree_that_no_query_sees(page_size):
+    """The last level of a tree asks; dead branches hold NaN, in the last block, the one before it, or both. Their pages may be
+    anywhere."""
+    tree = {"width": 2, "draft_steps": 20, "heads": 8, "head_dim": 576, "v_dim": 512, "dtype": BF16, "page_size": page_size}
     case = FewCase(**vars(make_case("mla", "draft_tree", DEVICE, lens=[0, 24, 40, 60, 64, 70, 128, 3000], **tree)))
     assert poison_unseen(case) > 0
     check_accuracy(case)

@@ -94,6 +94,16 @@ def test_sum_of_ranks(size, m, n):
             same_bits(got, reference.sum_of(list(parts)))
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (16, 1), (8, 5), (2, 4, 3, 1)])
+def test_sum_of_any_shape(shape):
+    """A word has two numbers, a row need not, and a tensor may begin in the middle of one."""
+    parts = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).half()
+    moved = parts.new_empty(parts.numel() + 1)[1:].view(parts.shape).copy_(parts)
+    for given in (parts, moved):
+        for got in run(ranks_of(2), given):
+            same_bits(got, reference.sum_of(list(parts)))
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_rank_without_the_others(size):
     """It gets its own part from each, in calls of any sizes in turn."""

@@ -285,11 +285,17 @@ def push(
             return
         others = (None, None, None, None, 2) if added is None else added
         residual, norm_weight, z, squares, columns = others
-        words = [None if t is None else t.view(torch.int32) for t in (residual, norm_weight, z)]
+        words = [None if t is None else _words(t) for t in (residual, norm_weight, z)]
         launch(
-            sum_kernel, grid, x.view(torch.int32), out.view(torch.int32), *given, *words, squares, columns,
+            sum_kernel, grid, _words(x), _words(out), *given, *words, squares, columns,
             DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16, SUM_COLUMNS=SUM_COLUMNS, **options,
         )  # fmt: skip
+
+
+def _words(numbers: torch.Tensor) -> torch.Tensor:
+    """Contiguous numbers of 16 bits as int32: a view, or a copy if they begin in the middle of one."""
+    flat = numbers.view(-1)
+    return (flat.clone() if flat.storage_offset() % 2 else flat).view(torch.int32)
 
 
 def ahead() -> Iterator[Variant]:

@@ -99,7 +99,7 @@ def variant_of(name: str, launch: Launch, *, archs: tuple[int, ...] = ARCHS, hot
     kernel, given, options, early = launch
     constants = {p.name for p in kernel.params if p.is_constexpr}
     plain = {p.name for p in kernel.params if p.do_not_specialize}
-    types = {n: None if n in constants else "i32" if n in plain else _type(value) for n, value in given.items()}
+    types = {n: None if n in constants or v is None else "i32" if n in plain else _type(v) for n, v in given.items()}
     return Variant(
         name,
         kernel,

@@ -30,7 +30,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums
-from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, box_of, is_token_rows, token_rows, tree_arguments
+from spec_ops.backends.triton.attention.hopper.host import (
+    aligned_ranges,
+    box_of,
+    is_token_rows,
+    pool_of,
+    token_rows,
+    tree_arguments,
+)
 from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.pages import (
     announce,
@@ -100,7 +107,7 @@ def _copy_block(rows, distance, smem, bar, pages, key, column, PAGE: gl.constexp
 @gluon.jit
 def _load(
     q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
-    block_tables, seq_lens, table_stride, position, stop, length, b, begin, kv_head, query0,
+    block_tables, seq_lens, table_stride, pool, position, stop, length, b, begin, kv_head, query0,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
@@ -118,7 +125,7 @@ def _load(
             first = position - begin
             table = block_tables + b.to(gl.int64) * table_stride
             seen = gl.minimum(seq_len, last * BLOCK_N)
-            next_pages = pages_of(table, first * BLOCK_N, seen, PAGE, BLOCK_N, BOX)
+            next_pages = pages_of(table, first * BLOCK_N, seen, pool, PAGE, BLOCK_N, BOX)
             side = segments & 1
             mbarrier.wait(free.index(side), ((segments >> 1) & 1) ^ 1)
             mbarrier.expect(full.index(side), 128 * D * 2)
@@ -133,7 +140,7 @@ def _load(
             for k in range(first, last):
                 key = k * BLOCK_N
                 pages = next_pages
-                next_pages = pages_of(table, key + BLOCK_N, seen, PAGE, BLOCK_N, BOX)
+                next_pages = pages_of(table, key + BLOCK_N, seen, pool, PAGE, BLOCK_N, BOX)
                 keys = KEYS + 2 * stage
                 mbarrier.wait(free.index(keys), phase ^ 1)
                 _copy_block(k_rows, k_distance, k_smem.index(stage), full.index(keys), pages, key, kv_head * D, PAGE, BOX)
@@ -297,9 +304,9 @@ def _attend(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "k_distance", "v_distance"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "k_distance", "v_distance", "pool"])
 def gqa_hopper_attention(
-    q_rows, k_rows, v_rows, k_distance, v_distance, out, block_tables, seq_lens, tree_mask, sinks,
+    q_rows, k_rows, v_rows, k_distance, v_distance, pool, out, block_tables, seq_lens, tree_mask, sinks,
     partial_acc, partial_ml, counters,
     qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, D: gl.constexpr,
@@ -377,7 +384,7 @@ def gqa_hopper_attention(
             )),
             (_load, (
                 q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
-                block_tables, seq_lens, table_stride, position, stop, length, b, begin,
+                block_tables, seq_lens, table_stride, pool, position, stop, length, b, begin,
                 hm // ROW_BLOCKS, hm % ROW_BLOCKS * (128 // GROUP), Q_LEN, GROUP, D, PAGE, BLOCK_N, STAGES, BOX,
             )),
         ],
@@ -435,7 +442,7 @@ def mha(call: AttentionCall, blocks: tuple[int, int] | None = None, min_blocks: 
         gqa_hopper_attention, (ranges * tiles,),
         TensorDescriptor(q, [bs * q_len, heads, dim], [q.stride(1), dim, 1], [64 // group, group, 64], q_layout),
         token_rows(k_cache, box), token_rows(v_cache, box), k_cache.stride(1) // 8, v_cache.stride(1) // 8,
-        out, block_tables, seq_lens, tree_mask, sinks,
+        pool_of(k_cache, box, q_len, mask_len), out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * dim :], arrival_counters(q.device, bs * tiles * 2, "gqa_hopper"),
         call.scale * call.k_scale * LOG2E.value, call.v_scale, bs, ranges,
         block_tables.stride(0), mask_stride,

@@ -27,6 +27,11 @@ def box_of(cache: torch.Tensor, block_n: int) -> int:
     return box if box >= MIN_BOX else 1
 
 
+def pool_of(cache: torch.Tensor, box: int, q_len: int, mask_len: int) -> int | None:
+    """`pool` of `pages.py`: how many pages `cache` has, where `cp.async` reads pages that no query may see any key of."""
+    return cache.shape[0] if box == 1 and mask_len > q_len else None
+
+
 def token_rows(cache: torch.Tensor, box: int) -> TensorDescriptor | torch.Tensor:
     """`cache [pages, page, ..., dim]` (`is_token_rows`) as `pages.py` reads it."""
     if box == 1:

@@ -31,7 +31,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
-from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, box_of, is_token_rows, token_rows, tree_arguments
+from spec_ops.backends.triton.attention.hopper.host import (
+    aligned_ranges,
+    box_of,
+    is_token_rows,
+    pool_of,
+    token_rows,
+    tree_arguments,
+)
 from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.pages import (
     announce,
@@ -90,7 +97,7 @@ def _scale_rows(acc, factor):
 @gluon.jit
 def _load(
     q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
-    block_tables, seq_lens, table_stride, position, stop, b, begin, row0,
+    block_tables, seq_lens, table_stride, pool, position, stop, b, begin, row0,
     ROWS: gl.constexpr, PAGE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """The loading warps. Parts of blocks come in the order in which the warpgroups free them."""
@@ -110,8 +117,8 @@ def _load(
             first = position - begin
             table = block_tables + b.to(gl.int64) * table_stride
             seen = gl.minimum(seq_len, last * 64)
-            even = pages_of(table, first * 64, seen, PAGE, 64, BOX)
-            odd = pages_of(table, first * 64 + 64, seen, PAGE, 64, BOX)
+            even = pages_of(table, first * 64, seen, pool, PAGE, 64, BOX)
+            odd = pages_of(table, first * 64 + 64, seen, pool, PAGE, 64, BOX)
             mbarrier.wait(bars.index(QUERIES + FREE), (segments & 1) ^ 1)
             full = bars.index(QUERIES)
             mbarrier.expect(full, 576 * Q_BOX * 2)
@@ -135,7 +142,7 @@ def _load(
                 copy(kv_rows, kv_distance, halves, 4, 4, full, even, key, 256, PAGE, BOX)
                 copy(kv_rows, kv_distance, kv_rest_smem, 0, 1, full, even, key, 512, PAGE, BOX)
                 announce(full, BOX)
-                even = pages_of(table, key + 128, seen, PAGE, 64, BOX)
+                even = pages_of(table, key + 128, seen, pool, PAGE, 64, BOX)
                 if k + 1 < last:
                     key += 64
                     full = bars.index(ODD_LEFT)
@@ -149,7 +156,7 @@ def _load(
                     expect(full, half_bytes, BOX)
                     copy(kv_rows, kv_distance, halves, 12, 4, full, odd, key, 256, PAGE, BOX)
                     announce(full, BOX)
-                    odd = pages_of(table, key + 128, seen, PAGE, 64, BOX)
+                    odd = pages_of(table, key + 128, seen, pool, PAGE, 64, BOX)
                     odds += 1
                 evens += 1
             position = begin + last
@@ -340,9 +347,9 @@ def _attend(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance", "pool"])
 def mla_hopper_attention(
-    q_rows, kv_rows, kv_distance, out, block_tables, seq_lens, tree_mask, sinks,
+    q_rows, kv_rows, kv_distance, pool, out, block_tables, seq_lens, tree_mask, sinks,
     partial_acc, partial_ml, counters,
     qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr,
@@ -407,7 +414,7 @@ def mla_hopper_attention(
             )),
             (_load, (
                 q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
-                block_tables, seq_lens, table_stride, position, stop, b, begin, hm * 64, ROWS, PAGE, Q_BOX, BOX,
+                block_tables, seq_lens, table_stride, pool, position, stop, b, begin, hm * 64, ROWS, PAGE, Q_BOX, BOX,
             )),
         ],
         [4, loading_warps(BOX)],
@@ -458,7 +465,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None) -> torch.Tensor:
     launch(
         mla_hopper_attention, (ranges * tiles,),
         TensorDescriptor(q, [bs * rows, dim], [dim, 1], [q_box, 64], layout),
-        token_rows(kv_cache, box), kv_cache.stride(1) // 8,
+        token_rows(kv_cache, box), kv_cache.stride(1) // 8, pool_of(kv_cache, box, q_len, mask_len),
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * 512 :], arrival_counters(q.device, bs * tiles, "mla_hopper"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,

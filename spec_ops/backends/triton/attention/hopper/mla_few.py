@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
-from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, box_of, token_rows, tree_arguments
+from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, box_of, pool_of, token_rows, tree_arguments
 from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.mla import query_rows
 from spec_ops.backends.triton.attention.hopper.mla_few_combine import combine_unfinished, finish
@@ -85,7 +85,7 @@ def _load_queries(q_rows, q_smem, full, free, row0, segments):
 @gluon.jit
 def _load(
     q_rows, kv_rows, kv_distance, q_smem, kv_smem, full, free, q_full, q_free,
-    block_tables, seq_lens, table_stride, position, stop, length, b, begin,
+    block_tables, seq_lens, table_stride, pool, position, stop, length, b, begin,
     ROWS: gl.constexpr, PAGE: gl.constexpr, PARTS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """The loading warps."""
@@ -102,10 +102,10 @@ def _load(
             first = position - begin
             table = block_tables + b.to(gl.int64) * table_stride
             seen = gl.minimum(seq_len, last * 64)
-            next_pages = pages_of(table, first * 64, seen, PAGE, 64, BOX)
+            next_pages = pages_of(table, first * 64, seen, pool, PAGE, 64, BOX)
             for k in range(first, last):
                 pages = next_pages
-                next_pages = pages_of(table, (k + 1) * 64, seen, PAGE, 64, BOX)
+                next_pages = pages_of(table, (k + 1) * 64, seen, pool, PAGE, 64, BOX)
                 if (k == first) & (segments == 0):
                     _load_queries(q_rows, q_smem, q_full, q_free, b * ROWS, segments)
                 for p in gl.static_range(3):
@@ -246,9 +246,9 @@ def _attend(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance", "pool"])
 def mla_hopper_few_attention(
-    q_rows, kv_rows, kv_distance, out, block_tables, seq_lens, tree_mask, sinks, partial_acc, partial_ml, counters,
+    q_rows, kv_rows, kv_distance, pool, out, block_tables, seq_lens, tree_mask, sinks, partial_acc, partial_ml, counters,
     qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr,
     BS: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, BOX: gl.constexpr, MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
@@ -309,7 +309,7 @@ def mla_hopper_few_attention(
             )),
             (_load, (
                 q_rows, kv_rows, kv_distance, q_smem, kv_smem, full, free, queries.index(0), queries.index(1),
-                block_tables, seq_lens, table_stride, position, stop, length, b, begin, ROWS, PAGE, PARTS, BOX,
+                block_tables, seq_lens, table_stride, pool, position, stop, length, b, begin, ROWS, PAGE, PARTS, BOX,
             )),
         ],
         [loading_warps(BOX)],
@@ -341,7 +341,7 @@ def mla(call: AttentionCall, parts: int = PARTS, min_blocks: int = 1) -> torch.T
     launch(
         mla_hopper_few_attention, (ranges,),
         TensorDescriptor(q, [bs * rows, dim], [dim, 1], [MAX_ROWS, 64], layout),
-        token_rows(kv_cache, box), kv_cache.stride(1) // 8,
+        token_rows(kv_cache, box), kv_cache.stride(1) // 8, pool_of(kv_cache, box, q_len, mask_len),
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * MAX_ROWS * 512 :], arrival_counters(q.device, bs, "mla_hopper_few"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,

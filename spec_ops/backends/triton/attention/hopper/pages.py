@@ -35,15 +35,19 @@ def _keys(BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def pages_of(table, key, end, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr):
+def pages_of(table, key, end, pool, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, BOX: gl.constexpr):
     """Pages of the block that begins at `key`: a tuple of one a box, or of one vector, a page a row. Keys from `end` on are in
-    page 0, since tables may end there.
+    page 0, since tables may end there, and so are those of a page that is none of the `pool` (`host.pool_of`): no query sees
+    them, and their page id may be anything. TMA reads zeros out of the pool, `cp.async` would read any address.
 
     A block's pages are asked for while the one before it is copied: the latency of memory is longer than all that.
     """
     if BOX == 1:
         n = key + _keys(BLOCK_N)
-        return (gl.load(table + n // PAGE, mask=n < end, other=0),)
+        page = gl.load(table + n // PAGE, mask=n < end, other=0)
+        if pool is not None:
+            page = gl.where((page >= 0) & (page < pool), page, 0)
+        return (page,)
     else:
         pages = ()
         for part in gl.static_range(BLOCK_N // BOX):

@@ -72,7 +72,7 @@ def _of_processes(sizes: list[int]) -> list[dict[str, Any]]:
     from spec_ops.backends.push import connected, workspace_of
     from spec_ops.parallel import TensorParallel
 
-    ranks = TensorParallel.connect(torch.device("cuda", int(os.environ["LOCAL_RANK"])), timeout=SECONDS)
+    ranks = TensorParallel.connect("cuda", timeout=SECONDS)
     rows = []
     for size in sizes:
         generator = torch.Generator("cuda").manual_seed(ranks.rank)

@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     args = parser.parse_args()
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 0
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpus else torch.device("cpu")
-    ranks = TensorParallel.connect(device)
+    ranks = TensorParallel.connect("cuda" if on_gpus else "cpu")
+    device = ranks.device
 
     def decode(target, draft, prompt):
         generator = Generator(target, draft, SpeculationConfig(3), max_batch_size=1, max_seq_len=512)

@@ -9,7 +9,6 @@ takes: all of it but the links between GPUs, and the wait for the slowest rank.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +27,7 @@ def join(size: int, alone: bool, device: str) -> TensorParallel:
     """The ranks of a case: the processes that `jobs.py` has started, or this one without the others."""
     if alone:
         return TensorParallel.fake(size, device=device)
-    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
-    return TensorParallel.connect(place, timeout=60)
+    return TensorParallel.connect(device, timeout=60)
 
 
 def slowest(ranks: TensorParallel, milliseconds: float) -> float:

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from spec_ops.cli.options import console, refusing
-from spec_ops.parallel import TensorParallel, shard_config
+from spec_ops.parallel import RankError, TensorParallel, shard_config
 
 Ranks = Annotated[
     int, typer.Option("--tp", min=1, help="Share the models among this many processes, on a GPU each or on the CPU.")
@@ -56,8 +56,10 @@ def start(ranks: int) -> None:
 
 def join(device: torch.device) -> tuple[TensorParallel, torch.device]:
     """The ranks, of which only the first prints from now on, and this one's device. The process is a rank until it ends."""
-    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else device
-    ranks = TensorParallel.connect(place)
+    try:
+        ranks = TensorParallel.connect(device.type)
+    except RankError as error:
+        raise typer.BadParameter(str(error), param_hint="--tp") from error
     atexit.register(torch.distributed.destroy_process_group)
     console.quiet = ranks.rank > 0
-    return ranks, place
+    return ranks, ranks.device

@@ -44,6 +44,7 @@ class TensorParallel:
     Attributes:
         rank: this process's place among them.
         size: how many there are.
+        device: this rank's GPU, or the CPU.
         alone: this process is a rank without the others: see `fake`.
 
     Raises:
@@ -62,13 +63,15 @@ class TensorParallel:
         self.rank, self.size = chosen.rank(), chosen.size()
         self.name: str = chosen.group_name
         self._pushes: PushWorkspace | None = None
+        self.device = torch.device("cpu")
         self.alone = is_fake(chosen)
         if self.alone:
             return
         # What hosts exchange must not come between the collectives of a round.
         self._host = dist.new_group(dist.get_process_group_ranks(chosen), backend="gloo")
         if torch.cuda.is_available() and torch.device("cuda") in chosen._device_types:
-            self._pushes = self._connect(torch.device("cuda", torch.cuda.current_device()), timeout)
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            self._pushes = self._connect(self.device, timeout)
 
     @classmethod
     def connect(cls, device: torch.device | str, *, timeout: float = 600.0, check_rounds: bool = False) -> TensorParallel:
@@ -76,23 +79,24 @@ class TensorParallel:
         joined already is taken as it is.
 
         Args:
-            device: of the models; for a GPU it becomes the process's current one.
+            device: "cpu", or "cuda" for the GPU that torchrun's `LOCAL_RANK` says, or a GPU by its index. A GPU becomes the
+                process's current one, and `device` of the result.
             timeout: seconds that a rank waits for the others before it raises, on the host and inside a round.
             check_rounds: see the class.
 
         Raises:
-            RankError: the environment of torchrun is missing, or the other processes do not come.
+            RankError: the environment of torchrun is missing or says what cannot be, or the other processes do not come.
         """
         device = torch.device(device)
+        joined = dist.is_initialized()
+        if not joined:
+            _check_environment(device)
         if device.type == "cuda" and torch.cuda.is_available():
-            torch.cuda.set_device(device)
-        if dist.is_initialized():
+            index = os.environ.get("LOCAL_RANK") if device.index is None else device.index
+            if index is not None:
+                torch.cuda.set_device(int(index))
+        if joined:
             return cls(timeout=timeout, check_rounds=check_rounds)
-        if missing := [name for name in _ENVIRONMENT if name not in os.environ]:
-            raise RankError(
-                f"TensorParallel: the environment must have {', '.join(missing)}: start the processes with "
-                "`torchrun --nproc-per-node N`"
-            )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
@@ -114,8 +118,9 @@ class TensorParallel:
         if not 0 <= rank < size:
             raise ValueError(f"TensorParallel: `rank` must be in [0, {size}), got {rank}")
         ranks = cls(fake_group(size, rank))
-        if torch.device(device).type == "cuda" and rank == 0 and most_bytes(size) is not None:
-            ranks._pushes = without_others(ranks.name, size, torch.device(device))
+        ranks.device = torch.device(device)
+        if ranks.device.type == "cuda" and rank == 0 and most_bytes(size) is not None:
+            ranks._pushes = without_others(ranks.name, size, ranks.device)
         return ranks
 
     def _connect(self, device: torch.device, timeout: float) -> PushWorkspace | None:
@@ -225,6 +230,26 @@ class TensorParallel:
                     f"{where}: another rank of the {self.size} is gone, or waits for something else: {_first_line(error)}"
                 ) from error
             raise
+
+
+def _check_environment(device: torch.device) -> None:
+    """Refuse what would make torch wait for processes that never come, or fail in words that name no variable."""
+    needed = [*_ENVIRONMENT, "LOCAL_RANK"] if device.type == "cuda" and device.index is None else _ENVIRONMENT
+    started = "start the processes with `torchrun --nproc-per-node N`"
+    if missing := [name for name in needed if name not in os.environ]:
+        raise RankError(f"TensorParallel: the environment must have {', '.join(missing)}: {started}")
+    numbers = {}
+    for name in needed:
+        if name != "MASTER_ADDR":
+            if not (text := os.environ[name]).isdecimal():
+                raise RankError(f"TensorParallel: {name} in the environment must be a number, got {text!r}: {started}")
+            numbers[name] = int(text)
+    if (rank := numbers["RANK"]) >= (size := numbers["WORLD_SIZE"]):
+        raise RankError(f"TensorParallel: RANK in the environment must be below WORLD_SIZE, {size}, got {rank}: {started}")
+    if device.type == "cuda":
+        index, count = numbers.get("LOCAL_RANK", device.index), torch.cuda.device_count()
+        if index >= count:
+            raise RankError(f"TensorParallel: rank {rank} must have a GPU: cuda:{index} is not among the {count} here")
 
 
 def _apart(places: list[tuple[str, int]], device: torch.device) -> str | None:

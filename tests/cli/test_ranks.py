@@ -45,3 +45,9 @@ def test_what_is_not_shared(options, line):
 def test_torchrun_with_another_number(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "must be the number of torchrun's processes, 4, got 2" in refusal(run(*SMALL, "--tp", "2"), "--tp")
+
+
+def test_half_of_torchruns_environment(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    assert "the environment must have RANK" in refusal(run(*SMALL, "--tp", "2"), "--tp")

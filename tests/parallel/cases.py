@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+from unittest import mock
 
 import torch
 
-from spec_ops.decoding import Generator, SamplingParams, generate
+from spec_ops.decoding import Generator, PromptLookup, SamplingParams, generate
 from spec_ops.models import load_pair as load_whole
 from spec_ops.parallel import RankError, TensorParallel, load_pair, shard
 from spec_ops.parallel.layers import VocabParallelHead
@@ -72,7 +74,16 @@ def case_ranks_that_differ(ranks: TensorParallel) -> dict[str, Any]:
     target = shard(make_target("gqa"), ranks)
     generator = Generator(target, None, max_batch_size=2, max_seq_len=64)
     other = ranks.rank == ranks.size - 1
+    deeper = make_target("gqa")
+    deeper.config = dataclasses.replace(deeper.config, rms_norm_eps=1e-3 if other else 1e-4)
+    changed = shard(deeper, ranks)
+    drafting = PromptLookup() if other else None
+    with mock.patch("spec_ops.decoding.generate.__version__", "0.0" if other else "0.1"):
+        versions = refused(lambda: Generator(target, None, max_batch_size=2, max_seq_len=64))
     return {
+        "versions": versions,
+        "target": refused(lambda: Generator(changed, None, max_batch_size=2, max_seq_len=64)),
+        "draft": refused(lambda: Generator(target, drafting, max_batch_size=2, max_seq_len=64)),
         "config": refused(lambda: Generator(target, None, max_batch_size=2 + other, max_seq_len=64)),
         "prompts": refused(lambda: generator.generate([[1, 2 + other]], max_new_tokens=4)),
         "seed": refused(lambda: generator.generate([[1]], sampling=SamplingParams(1.0, seed=int(other)), max_new_tokens=4)),
@@ -113,8 +124,6 @@ def case_divergence(ranks: TensorParallel) -> dict[str, Any]:
 
 def case_sizes(ranks: TensorParallel) -> dict[str, Any]:
     """What the ranks do not divide is refused by name."""
-    import dataclasses
-
     from spec_ops.models import MixtureConfig
     from spec_ops.parallel import shard_config
 

@@ -55,7 +55,17 @@ def test_shipped_pair_from_slices(ranks):
         assert result["share"] < 0.75
 
 
-@pytest.mark.parametrize(("what", "name"), [("config", "max_batch_size"), ("prompts", "prompts"), ("seed", "sampling")])
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("versions", "package versions"),
+        ("target", "target"),
+        ("draft", "draft"),
+        ("config", "max_batch_size"),
+        ("prompts", "prompts"),
+        ("seed", "sampling"),
+    ],
+)
 def test_ranks_that_differ_are_told_which_argument(ranks, what, name):
     last = len(ranks) - 1
     for result in of(ranks, "case_ranks_that_differ"):

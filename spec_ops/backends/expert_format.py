@@ -22,10 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-from spec_ops.backends.weight_format import BLOCK, SCALE_DTYPES
+from spec_ops.backends.weight_format import BLOCK, FLOAT4_GROUPS, SCALE_DTYPES, e2m1, e8m0
 
-MX_GROUP = 32  # numbers of a row that share an e8m0 scale
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MX_GROUP = FLOAT4_GROUPS["mxfp4"]  # numbers of a row that share an e8m0 scale
 
 
 class ExpertFormat(NamedTuple):
@@ -85,9 +84,7 @@ def expert_format(op: str, name: str, stack: torch.Tensor, scale: torch.Tensor |
 def dequantized_expert(weight: torch.Tensor, scale: torch.Tensor, stored: ExpertFormat) -> torch.Tensor:
     """`[n, k]` in float32, as exact as that is, of one expert's `weight` and `scale`."""
     if stored.bits == 4:
-        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=weight.device)
-        values = torch.stack([table[(weight & 15).long()], table[(weight >> 4).long()]], 2).flatten(1)
-        return torch.ldexp(values, (scale.int() - 127).repeat_interleave(stored.columns, 1))
+        return e2m1(weight) * e8m0(scale).repeat_interleave(stored.columns, 1)
     values = weight.float()
     wide = scale.float().repeat_interleave(stored.columns, 1)[:, : values.shape[1]]
     parts = [part.repeat_interleave(stored.rows, 0) for part in wide.chunk(stored.parts)]

@@ -15,26 +15,28 @@ from spec_ops.ops.reference import linear as reference
 
 __all__ = ["add_skinny_mm_op", "invariant_weight", "scaled_silu_mul_op", "scaled_skinny_mm_op", "skinny_mm_op"]
 
+_SCALES = "Tensor? scale=None, Tensor? zero=None, Tensor? tensor_scale=None"
 
-def _sizes(op, x, weight, scale, zero):
+
+def _sizes(op, x, weight, *scales):
     """m and n of a product whose weight is stored in a known format."""
     weight = for_columns(weight, x.shape[1])
-    weight_format(op, weight, scale, zero)
+    weight_format(op, weight, *scales)
     if x.shape[1] != (k := columns_of(weight)):
         raise ValueError(f"{op}: `x` must have the {k} columns of `weight`, got shape {tuple(x.shape)}")
     return x.shape[0], weight.shape[0]
 
 
-def _skinny_mm_fake(x, weight, bias, scale=None, zero=None, invariant=False):
-    return x.new_empty(*_sizes("skinny_mm", x, weight, scale, zero))
+def _skinny_mm_fake(x, weight, bias, scale=None, zero=None, tensor_scale=None, invariant=False):
+    return x.new_empty(*_sizes("skinny_mm", x, weight, scale, zero, tensor_scale))
 
 
 # `x [m, k] @ weight [n, k]^T + bias [n]`, summed in float32, as a contiguous `[m, n]` of the dtype of `x`. A weight of 8 or 4
-# bits comes with `scale` and perhaps `zero` (`backends/weight_format.py`). On CUDA: x of bfloat16 or float16, m up to 64, k a
-# multiple of 64, rows of `weight` contiguous and aligned to 16 bytes; anything else is a ValueError. `invariant`:
-# batch-invariant, for any m, with weights of 16 bits.
+# bits comes with `scale`, and perhaps `zero` or `tensor_scale` (`backends/weight_format.py`). On CUDA: x of bfloat16 or
+# float16, m up to 64, k a multiple of 64, rows of `weight` contiguous and aligned to 16 bytes; anything else is a ValueError.
+# `invariant`: batch-invariant, for any m, with weights of 16 bits.
 skinny_mm_op = define_op(
-    "skinny_mm(Tensor x, Tensor weight, Tensor? bias, Tensor? scale=None, Tensor? zero=None, bool invariant=False) -> Tensor",
+    f"skinny_mm(Tensor x, Tensor weight, Tensor? bias, {_SCALES}, bool invariant=False) -> Tensor",
     reference.skinny_mm,
     _skinny_mm_fake,
     cuda="spec_ops.backends.triton.linear.invariant:skinny_mm",
@@ -45,8 +47,8 @@ skinny_mm_op = define_op(
 # applied after the second one: `(y * rstd * g) weight^T = ((y * g) weight^T) * rstd`. The first product adds up the squares.
 
 
-def _add_skinny_mm_fake(x, weight, residual, norm_weight, scale=None, zero=None):
-    m, n = _sizes("add_skinny_mm", x, weight, scale, zero)
+def _add_skinny_mm_fake(x, weight, residual, norm_weight, scale=None, zero=None, tensor_scale=None):
+    m, n = _sizes("add_skinny_mm", x, weight, scale, zero, tensor_scale)
     return x.new_empty(m, n), x.new_empty(m, n), x.new_empty(m, sums_of(n), dtype=torch.float32)
 
 
@@ -54,7 +56,7 @@ def _add_skinny_mm_fake(x, weight, residual, norm_weight, scale=None, zero=None)
 # `squares [m, sums_of(n)]`, float32: sums of the squares of y over `SUM_COLUMNS` columns each. y and z are contiguous; they and
 # the inputs but the weight are of the dtype of x. What `skinny_mm` asks for holds here too.
 add_skinny_mm_op = define_op(
-    "add_skinny_mm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, Tensor? scale=None, Tensor? zero=None) "
+    f"add_skinny_mm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, {_SCALES}) "
     "-> (Tensor y, Tensor z, Tensor squares)",
     reference.add_skinny_mm,
     _add_skinny_mm_fake,
@@ -62,14 +64,13 @@ add_skinny_mm_op = define_op(
 )
 
 
-def _scaled_skinny_mm_fake(x, weight, bias, squares, eps, scale=None, zero=None):
-    return x.new_empty(*_sizes("scaled_skinny_mm", x, weight, scale, zero))
+def _scaled_skinny_mm_fake(x, weight, bias, squares, eps, scale=None, zero=None, tensor_scale=None):
+    return x.new_empty(*_sizes("scaled_skinny_mm", x, weight, scale, zero, tensor_scale))
 
 
 # `(x @ weight^T) * rsqrt(sum(squares) / k + eps) + bias`, rounded once: `skinny_mm` of the z above.
 scaled_skinny_mm_op = define_op(
-    "scaled_skinny_mm(Tensor x, Tensor weight, Tensor? bias, Tensor squares, float eps, Tensor? scale=None, Tensor? zero=None) "
-    "-> Tensor",
+    f"scaled_skinny_mm(Tensor x, Tensor weight, Tensor? bias, Tensor squares, float eps, {_SCALES}) -> Tensor",
     reference.scaled_skinny_mm,
     _scaled_skinny_mm_fake,
     cuda="spec_ops.backends.triton.linear.norm:scaled_skinny_mm",

@@ -151,7 +151,7 @@ def _all_with_weights(graph: fx.Graph, context: PassContext, result: PassResult)
         alike = bias is None or (not node.kwargs and value(bias).shape == (n,) and value(bias).dtype == weight.dtype)
         if not (alike and value(x).dtype == weight.dtype and invariant_weight(weight, arch)):
             continue
-        args = (x, stored_weight(graph, node, right), bias, None, None, True)
+        args = (x, stored_weight(graph, node, right), bias, None, None, None, True)
         new = insert(graph, node, skinny_mm_op, args, source=node)
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -13,7 +13,7 @@ import torch
 from spec_ops.backends.squares import sums_of
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
-from spec_ops.backends.weight_format import dequantized, weight_format
+from spec_ops.backends.weight_format import WeightFormat, dequantized, weight_format
 from spec_ops.ops.reference import linear as reference
 from tests.helpers.pairs import pairwise
 from tests.helpers.stored_weights import KINDS, exact, stored
@@ -22,57 +22,63 @@ EPS = 1e-5
 # Rows, n and k that no tile divides; 320 and 832 are no multiples of 128.
 SIZES = [(1, 16, 768), (4, 150, 1280), (9, 33, 768), (16, 20, 1024), (31, 130, 1280), (64, 100, 768)]
 
+SCALES_OF_E4M3 = torch.tensor([1, 7, 8, 21, 56, 77, 119, 126], dtype=torch.uint8).view(torch.float8_e4m3fn)  # to 448
+
 
 def tensors(m: int, n: int, k: int, kind: str) -> tuple[torch.Tensor, ...]:
     g = torch.Generator().manual_seed(m + n + k)
     x, weight, bias = (torch.randn(shape, generator=g) for shape in ((m, k), (n, k), (n,)))
-    return (x.half(), *stored(weight * 2.0 ** torch.randint(-4, 4, (n, 1), generator=g), kind), bias.half())
+    return x.half(), bias.half(), *stored(weight * 2.0 ** torch.randint(-4, 4, (n, 1), generator=g), kind)
+
+
+def format_of(weight: torch.Tensor, *scales: torch.Tensor | None) -> WeightFormat:
+    return weight_format("", weight, *scales)
 
 
 @pairwise(kind=KINDS, size=SIZES, splits=(1, 2, 3))
 def test_like_float64(kind, size, splits):
-    x, weight, scale, zero, bias = tensors(*size, kind)
-    config = replace(linear.choose(*size, 1, 90, weight_format("", weight, scale, zero)), splits=splits)
-    got = linear.skinny_mm(x, weight, bias, scale, zero, config)
-    want = exact(x, weight, scale, zero) + bias.double()
+    x, bias, weight, *scales = tensors(*size, kind)
+    config = replace(linear.choose(*size, 1, 90, format_of(weight, *scales)), splits=splits)
+    got = linear.skinny_mm(x, weight, bias, *scales, config=config)
+    want = exact(x, weight, *scales) + bias.double()
     assert got.shape == want.shape
     torch.testing.assert_close(got.double(), want, rtol=2**-10, atol=2**-12 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", ["tensor", "row", "block", "group", "int8"])
-@pytest.mark.parametrize("m", [3, 20])
+@pytest.mark.parametrize("kind", ["tensor", "row", "block", "group", "int8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("m", [3, 20, 64])
 def test_k_that_128_does_not_divide(m, kind):
     """2880 of gpt-oss: blocks of 128 whose last one is half."""
-    x, weight, scale, zero, bias = tensors(m, 140, 832, kind)
-    got = linear.skinny_mm(x, weight, bias, scale, zero)
-    torch.testing.assert_close(got.double(), exact(x, weight, scale, zero) + bias.double(), rtol=2**-10, atol=2**-8)
+    x, bias, weight, *scales = tensors(m, 140, 832, kind)
+    got = linear.skinny_mm(x, weight, bias, *scales)
+    torch.testing.assert_close(got.double(), exact(x, weight, *scales) + bias.double(), rtol=2**-10, atol=2**-8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_is_that_of_a_product_with_the_dequantized_weight(kind):
-    x, weight, scale, zero, _ = tensors(8, 256, 1024, kind)
-    rounded = dequantized(weight, scale, zero).half()
-    want = exact(x, weight, scale, zero)
+    x, _, weight, *scales = tensors(8, 256, 1024, kind)
+    rounded = dequantized(weight, *scales).half()
+    want = exact(x, weight, *scales)
     ours, theirs = (
         (out.double() - want).square().mean().sqrt()
-        for out in (linear.skinny_mm(x, weight, None, scale, zero), linear.skinny_mm(x, rounded, None))
+        for out in (linear.skinny_mm(x, weight, None, *scales), linear.skinny_mm(x, rounded, None))
     )
     assert ours <= 1.05 * theirs
 
 
-@pytest.mark.parametrize("kind", ["row", "block", "int4-128"])
+@pytest.mark.parametrize("kind", ["row", "block", "int4-128", "nvfp4"])
 @pytest.mark.parametrize(("m", "splits"), [(4, 2), (33, 1)])
 def test_norm_between_two_products(m, splits, kind):
-    x, w0, s0, z0, _ = tensors(m, 768, 512, kind)
+    x, _, w0, *s0 = tensors(m, 768, 512, kind)
     residual, g = torch.randn(m, 768).half(), torch.rand(768).half() + 0.5
-    config = replace(linear.choose(m, 768, 512, 4, 90, weight_format("", w0, s0, z0)), splits=splits)
-    y, z, squares = norm_linear.add_skinny_mm(x, w0, residual, g, s0, z0, config)
-    assert torch.equal(y, linear.skinny_mm(x, w0, None, s0, z0, config) + residual)
+    config = replace(linear.choose(m, 768, 512, 4, 90, format_of(w0, *s0)), splits=splits)
+    y, z, squares = norm_linear.add_skinny_mm(x, w0, residual, g, *s0, config=config)
+    assert torch.equal(y, linear.skinny_mm(x, w0, None, *s0, config=config) + residual)
     assert torch.equal(z, (y.float() * g.float()).half())
     assert squares.shape == (m, sums_of(768))
-    _, w1, s1, z1, bias = tensors(m, 50, 768, kind)
-    got = norm_linear.scaled_skinny_mm(z * 2**-4, w1, bias, squares * 2**-8, EPS, s1, z1)
-    want = reference.scaled_skinny_mm((z * 2**-4).double(), w1, bias, squares * 2**-8, EPS, s1, z1)
+    _, bias, w1, *s1 = tensors(m, 50, 768, kind)
+    got = norm_linear.scaled_skinny_mm(z * 2**-4, w1, bias, squares * 2**-8, EPS, *s1)
+    want = reference.scaled_skinny_mm((z * 2**-4).double(), w1, bias, squares * 2**-8, EPS, *s1)
     torch.testing.assert_close(got.double(), want, rtol=2**-10, atol=2**-8)
 
 
@@ -82,6 +88,17 @@ def test_every_number_of_4_bits():
     for start in range(0, 512, 64):
         got = linear.skinny_mm(x.roll(start, 1), numbers, None, one)
         assert torch.equal(got[:, 0], dequantized(numbers, one)[0, start : start + 64].half())
+
+
+@pytest.mark.parametrize("scale", [*SCALES_OF_E4M3, *(torch.tensor(e, dtype=torch.uint8) for e in (104, 110, 127, 139))])
+def test_every_4_bit_float(scale):
+    """Times scales of all magnitudes, exactly: of e4m3 subnormal ones too, and of e8m0 those that float16 has room for."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(1, 256)
+    scales = scale.repeat(1, 512 // (32 if scale.dtype == torch.uint8 else 16))
+    whole = None if scale.dtype == torch.uint8 else torch.tensor([0.75])
+    for start in range(0, 512, 64):
+        got = linear.skinny_mm(torch.eye(64, 512).half().roll(start, 1), numbers, None, scales, None, whole)
+        assert torch.equal(got[:, 0], dequantized(numbers, scales, None, whole)[0, start : start + 64].half())
 
 
 def test_every_number_of_8_bits():
@@ -101,9 +118,9 @@ def test_every_integer_of_8_bits():
 
 
 def test_scales_of_other_strides_and_dtypes():
-    x, weight, scale, zero, _ = tensors(4, 64, 512, "int4-128")
+    x, _, weight, scale, zero = tensors(4, 64, 512, "int4-128")
     want = linear.skinny_mm(x, weight, None, scale, zero)
     assert torch.equal(linear.skinny_mm(x, weight, None, scale.contiguous(), zero), want)
-    _, weight, scale, _, _ = tensors(4, 64, 512, "row")
+    _, _, weight, scale, _ = tensors(4, 64, 512, "row")
     got = linear.skinny_mm(x, weight, None, scale.bfloat16())
     assert torch.equal(got, linear.skinny_mm(x, weight, None, scale.bfloat16().float()))

@@ -141,7 +141,7 @@ def rope_append_kv_sample(s: Source) -> tuple[Any, ...]:
 
 
 def stored_weight(s: Source, n: int, k: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """A weight of 16, 8 or 4 bits, its scale and its zero."""
+    """A weight of 16, 8 or 4 bits, its scale, its zero, and perhaps its tensor's scale."""
     bits = 8 if s.fp8 else s.pick(16, 4) if s.fp8 is not None else s.pick(16, 8, 4)
     if bits == 16:
         return s.normal(n, k, dtype=dtype).to(s.device), None, None
@@ -150,6 +150,10 @@ def stored_weight(s: Source, n: int, k: int, dtype: torch.dtype) -> tuple[Any, .
         scale = s.to(s.normal(0, 1)) if scale is None else scale
         return s.to(s.normal(n, k, dtype=FP8)), scale, None
     packed = s.ids(256, n, k // 2, dtype=torch.int64).sub(128).to(torch.int8).to(s.device)
+    if s.pick(False, False, True):
+        return packed, s.any_layout(s.ids(144, n, k // 32, dtype=torch.uint8)), None
+    if s.fp8 is not False and s.pick(False, True):
+        return packed, s.any_layout(s.normal(n, k // 16, dtype=FP8)), None, s.pick(None, s.to(s.normal(1)))
     dtype = s.pick(*FLOATS)
     scale, zero = (s.any_layout(s.normal(n, k // s.pick(32, 64), dtype=dtype)) for _ in range(2))
     return packed, scale, zero if s.pick(False, True) and zero.shape == scale.shape else None
@@ -158,9 +162,9 @@ def stored_weight(s: Source, n: int, k: int, dtype: torch.dtype) -> tuple[Any, .
 def skinny_mm_sample(s: Source) -> tuple[Any, ...]:
     m, n, k = s.integer(0, 5), s.integer(0, 70), 128 * s.integer(1, 3)
     dtype = s.pick(*FLOATS[1:])
-    weight, scale, zero = stored_weight(s, n, k, dtype)
+    weight, *scales = stored_weight(s, n, k, dtype)
     x = s.any_layout(s.normal(m, k, dtype=dtype))
-    return x, weight, s.any_layout(s.normal(n, dtype=dtype)) if s.pick(False, True) else None, scale, zero
+    return x, weight, s.any_layout(s.normal(n, dtype=dtype)) if s.pick(False, True) else None, *scales
 
 
 def batched_mm_sample(s: Source) -> tuple[Any, ...]:

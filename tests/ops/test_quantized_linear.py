@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from spec_ops.backends.weight_format import WeightFormat, dequantized, unpacked, weight_format
+from spec_ops.backends.weight_format import WeightFormat, dequantized, e2m1, e8m0, packed_e2m1, unpacked, weight_format
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op
 from tests.helpers.stored_weights import KINDS, exact, stored
 
@@ -34,34 +34,84 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (zeros(300, 256, dtype=torch.int8), zeros(300, 2), ("int8", 1, 128)),
         (zeros(300, 128, dtype=torch.uint8), zeros(300, 2), ("int4", 1, 128)),
         (zeros(300, 128, dtype=torch.uint8), zeros(300, 1), ("int4", 1, 256)),
+        (zeros(300, 128, dtype=torch.uint8), zeros(300, 16, dtype=F8), ("nvfp4", 1, 16)),
+        (zeros(300, 128, dtype=torch.uint8), zeros(300, 8, dtype=torch.uint8), ("mxfp4", 1, 32)),
     ],
 )
 def test_formats(weight, scale, expected):
     assert weight_format("op", weight, scale, None) == WeightFormat(*expected)
 
 
+WORDS = (0x03020100, 0x7F80FF08, *(0x01010101 * i + 0x10203040 & 0xFFFFFFFF for i in range(256)))  # all bytes
+
+
+def _prmt(a: int, b: int, selector: int) -> int:
+    """Bytes of both words; 8 and more repeat a byte's sign."""
+    taken = [(a | b << 32) >> 8 * (selector >> 4 * i & 7) & 255 for i in range(4)]
+    signs = [selector >> 4 * i & 8 for i in range(4)]
+    return sum(
+        (byte if not sign else 255 * (byte >> 7)) << 8 * i for i, (byte, sign) in enumerate(zip(taken, signs, strict=True))
+    )
+
+
+def _pair(word: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([word - (word >> 31 << 32)], dtype=torch.int32).view(dtype)
+
+
+def run_assembly(source: str, dtype: torch.dtype, registers: dict[str, int]) -> torch.Tensor:
+    """The pairs `$0` to `$3` that PTX computes, instruction by instruction."""
+    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    integers = {
+        "prmt.b32": _prmt,
+        "mov.b32": lambda a: a,
+        "shr.u32": lambda a, b: a >> b,
+        "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+        "and.b32": lambda a, b: a & b,
+        "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
+        "lop3.b32": lambda a, b, c, table: {0x6A: (a & b) ^ c, 0xEA: (a & b) | c}[table],
+    }
+    floats = {f"sub.{kind}x2": torch.sub, f"mul.rn.{kind}x2": torch.mul}
+    steps = source.strip("{ }").split("; ")
+    assert steps.pop(0).startswith(".reg .b32")
+    for step in steps:
+        op, to, *given = step.rstrip(";").replace(",", " ").split()
+        words = [registers[g] if g in registers else int(g, 0) for g in given]
+        if op in floats:
+            low, high = floats[op](*(_pair(word, dtype) for word in words)).view(torch.int16).tolist()
+            registers[to] = (low & 0xFFFF) | (high & 0xFFFF) << 16
+        else:
+            registers[to] = integers[op](*words)
+    return torch.cat([_pair(registers[f"${i}"], dtype) for i in range(4)]).float()
+
+
+def bytes_of(word: int) -> torch.Tensor:
+    return torch.tensor([[word >> 8 * i & 255 for i in range(4)]], dtype=torch.uint8)
+
+
 def test_assembly_of_4_bits():
-    """Instruction by instruction, on all bytes: what GPUs run in place of what the interpreter does."""
+    """On all bytes: what GPUs run in place of what the interpreter does."""
     quantized = pytest.importorskip("spec_ops.backends.triton.linear.quantized", reason="triton comes for Linux only")
-    prmt = {"prmt.b32": lambda a, b, s: sum(((a | b << 32) >> 8 * (s >> 4 * i & 7) & 255) << 8 * i for i in range(4))}
-    other = {"mov.b32": lambda a: a, "shr.u32": lambda a, b: a >> b, "lop3.b32": lambda a, b, c, table: (a & b) ^ c}
-    for source, dtype, kind in ((quantized._PAIRS_BF16, torch.bfloat16, "bf16"), (quantized._PAIRS_FP16, torch.float16, "f16")):
+    for source, dtype in ((quantized._PAIRS_BF16, torch.bfloat16), (quantized._PAIRS_FP16, torch.float16)):
+        for word in WORDS:
+            got = run_assembly(source.value, dtype, {"$4": word})
+            assert got.tolist() == unpacked(bytes_of(word))[0].tolist()
 
-        def halves(word: int, dtype=dtype) -> torch.Tensor:
-            return torch.tensor([word - (word >> 31 << 32)], dtype=torch.int32).view(dtype)
 
-        run = prmt | other | {f"sub.{kind}x2": lambda a, b: halves(a) - halves(b)}
-        steps = source.value.strip("{ }").split("; ")
-        assert steps.pop(0).startswith(".reg .b32")
-        for word in (0x03020100, 0x7F80FF08, *(0x01010101 * i + 0x10203040 & 0xFFFFFFFF for i in range(256))):
-            registers = {"$4": word}
-            for step in steps:
-                op, to, *given = step.rstrip(";").replace(",", " ").split()
-                assert op != "lop3.b32" or given[-1] == "0x6A"
-                registers[to] = run[op](*(registers[g] if g in registers else int(g, 0) for g in given))
-            got = torch.cat([registers[f"${i}"] for i in range(4)]).float()
-            stored_bytes = torch.tensor([[word >> 8 * i & 255 for i in range(4)]], dtype=torch.uint8)
-            assert got.tolist() == unpacked(stored_bytes)[0].tolist()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("unit", [False, True])
+def test_assembly_of_4_bit_floats(dtype, unit):
+    """Times least and greatest scales: e4m3, which comes multiplied by what is taken off again; e8m0."""
+    float4 = pytest.importorskip("spec_ops.backends.triton.linear.float4", reason="triton comes for Linux only")
+    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    source = float4._PAIRS[kind, unit].value
+    scales = [2.0**-9, 7 * 2.0**-9, 0.8125, 448.0] if not unit else [2.0**-13, 1.0, 2.0**13]
+    scales += [2.0**-120, 2.0**125] if unit and kind == "bf16" else []
+    for scale in scales:
+        given = torch.tensor([scale if unit else scale * float4._NV_UNIT[kind]]).to(dtype)
+        word = (given.view(torch.int16).item() & 0xFFFF) * 0x10001
+        for stored_word in WORDS if scale < 1 else WORDS[:2]:
+            got = run_assembly(source, dtype, {"$4": stored_word, "$5": word}) * (1 if unit else float4.NV_REST.value)
+            assert got.tolist() == (e2m1(bytes_of(stored_word)) * scale)[0].tolist()
 
 
 def test_dequantized():
@@ -84,19 +134,37 @@ def test_dequantized():
     assert values[:, :5].tolist() == [[0.5, 14.5, -1.5, -15.5, 0.5], [0, 7, -1, -8, 0]]
 
 
+def test_4_bit_floats():
+    """Each of them, against the table of the format, times scales of both kinds; and which of them a number is stored as."""
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    every = torch.arange(256, dtype=torch.uint8).view(1, 256)
+    assert e2m1(every)[0].tolist() == [table[half] for byte in range(256) for half in (byte & 15, byte >> 4)]
+    assert torch.equal(packed_e2m1(e2m1(every)), every)
+    near = torch.tensor([[0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.01, 9.0, -0.2, -0.3, -5.0, 0.74]])
+    assert e2m1(packed_e2m1(near))[0].tolist() == [0, 0.5, 1, 1, 2, 2, 4, 4, 6, 6, 0, -0.5, -4, 0.5]
+    bytes = torch.arange(255, dtype=torch.uint8)
+    assert e8m0(bytes).tolist() == [2.0 ** (i - 127) for i in range(255)]
+    scale = torch.tensor([[0.5, 2.0, 448.0, 2.0**-9] * 8]).to(F8)
+    got = dequantized(every, scale, None, torch.tensor([0.25]))
+    assert got.tolist() == (e2m1(every) * scale.float().repeat_interleave(16, 1) * 0.25).tolist()
+    got = dequantized(every, bytes[100:116].view(1, 16))
+    assert got[0, 32 * 3 + 7] == e2m1(every)[0, 32 * 3 + 7] * 2.0**-24
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_is_that_of_a_product_with_the_dequantized_weight(kind, dtype):
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(16, 512, generator=g).to(dtype), torch.randn(256, 512, generator=g)
-    weight, scale, zero = stored(w, kind, torch.bfloat16 if kind.startswith("int4") else torch.float32)
-    want = exact(x, weight, scale, zero)
-    ours = skinny_mm_op(x, weight, None, scale, zero)
-    theirs = x @ dequantized(weight, scale, zero).to(dtype).t()
+    weight, *scales = stored(w, kind, torch.bfloat16 if kind.startswith("int4") else torch.float32)
+    want = exact(x, weight, *scales)
+    ours = skinny_mm_op(x, weight, None, *scales)
+    theirs = x @ dequantized(weight, *scales).to(dtype).t()
     errors = [(out.double() - want).square().mean().sqrt() for out in (ours, theirs)]
     assert errors[0] <= 1.05 * errors[1]
-    lost = (dequantized(weight, scale, zero) - w).square().mean().sqrt() / w.square().mean().sqrt()
-    assert lost < (0.12 if kind.startswith("int4") else 0.03)  # half a step of 15 in a range of about 5.5; of 2^-3
+    lost = (dequantized(weight, *scales) - w).square().mean().sqrt() / w.square().mean().sqrt()
+    # Half a step of 15 in a range of about 5.5; of 2^-1 of the number, below its least; of 2^-3.
+    assert lost < (0.12 if "4" in kind else 0.03)
 
 
 WEIGHT = zeros(300, 256, dtype=F8)
@@ -114,7 +182,7 @@ WEIGHT = zeros(300, 256, dtype=F8)
             "`weight` must be of 16 or 32 bits, float8_e4m3fn, int8",
         ),
         (WEIGHT.to(torch.float8_e5m2), zeros(1, 1), None, TypeError, "got torch.float8_e5m2"),
-        (WEIGHT.bfloat16(), zeros(1, 1), None, ValueError, "`scale` and `zero` must be None beside a weight of torch.bfloat16"),
+        (WEIGHT.bfloat16(), zeros(1, 1), None, ValueError, "`scale`, `zero` and `tensor_scale` must be None beside a"),
         (WEIGHT, zeros(1, 1).long(), None, TypeError, "`scale` must be of float32, bfloat16 or float16, got torch.int64"),
         (WEIGHT, zeros(2, 3), None, ValueError, r"\[1, 1\], \[300, 1\], .*, or \[3, 2\] for blocks .* got shape \(2, 3\)"),
         (WEIGHT, zeros(300), None, ValueError, r"got shape \(300,\)"),
@@ -138,6 +206,41 @@ def test_weights_of_no_format(weight, scale, zero, error, message):
         skinny_mm_op(x, weight, None, scale, zero)
 
 
+@pytest.mark.parametrize(
+    ("scale", "tensor_scale", "error", "message"),
+    [
+        (zeros(300, 8, dtype=F8), None, ValueError, r"300 x 256 of nvfp4 must be \[300, 256 / 16\], got shape \(300, 8\)"),
+        (zeros(300, 16, dtype=torch.uint8), None, ValueError, r"of mxfp4 must be \[300, 256 / 32\], got shape \(300, 16\)"),
+        (
+            zeros(300, 16, dtype=torch.float8_e5m2),
+            None,
+            TypeError,
+            "or float8_e4m3fn or uint8 beside 4-bit floats, got torch.flo",
+        ),
+        (
+            zeros(300, 8, dtype=torch.uint8),
+            zeros(1),
+            ValueError,
+            r"`tensor_scale` must be None beside mxfp4, got torch.float32 of shape \(1,\)",
+        ),
+        (
+            zeros(300, 16, dtype=F8),
+            zeros(2),
+            ValueError,
+            r"must be one number of torch.float32, got torch.float32 of shape \(2,\)",
+        ),
+        (zeros(300, 16, dtype=F8), zeros(1).double(), ValueError, "must be one number of torch.float32, got torch.float64"),
+        (zeros(300, 1), zeros(1), ValueError, "`tensor_scale` must be None beside int4"),
+    ],
+)
+def test_4_bit_floats_of_no_format(scale, tensor_scale, error, message):
+    args = zeros(2, 256, dtype=torch.bfloat16), zeros(300, 128, dtype=torch.uint8), None, scale, None, tensor_scale
+    with pytest.raises(error, match=message):
+        skinny_mm_op(*(a if a is None else a.to("meta") for a in args))
+    with pytest.raises(error, match=message):
+        skinny_mm_op(*args)
+
+
 def test_columns_that_differ():
     weight = torch.zeros(8, 256, dtype=F8, device="meta")
     with pytest.raises(ValueError, match=r"skinny_mm: `x` must have the 256 columns of `weight`, got shape \(2, 128\)"):
@@ -152,6 +255,8 @@ FORMATS = {
     "group": ("float8", 1, 64),
     "int8": ("int8", 1, 0),
     "int4": ("int4", 1, 128),
+    "nvfp4": ("nvfp4", 1, 16),
+    "mxfp4": ("mxfp4", 1, 32),
 }
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (5120, 2880), (1536, 7168), (100, 64), (32000, 4096)]
 
@@ -175,8 +280,10 @@ def test_every_size_has_a_config_that_fits(kind, arch):
                 assert config.block_m >= m
                 assert 1 <= config.splits <= blocks
                 assert k % config.chunk == 0
-                assert config.chunk <= stored_as.columns
-                assert config.block_n < 64 or config.block_k <= stored_as.columns
+                assert stored_as.float4 or config.chunk <= stored_as.columns
+                assert config.block_n < 64 or (config.block_k <= stored_as.columns and not stored_as.float4)
+                # Of a batch of fewer products than warps, each would be computed by several.
+                assert not stored_as.float4 or config.block_k >= config.chunk * config.num_warps
                 one = config.block_k * (config.block_n * stored_as.bits // 8 + 2 * config.block_m)
                 assert config.num_stages - 1 >= min(2, blocks)
                 assert config.programs * ((config.num_stages - 1) * one + 1024) <= ahead.SHARED_LIMIT[arch] + 1024
@@ -187,7 +294,11 @@ def ahead_cases() -> list:
         from spec_ops.backends.triton.linear import norm, skinny_mm
     except ImportError:  # triton comes for Linux only
         return []
-    return [v for v in (*skinny_mm.ahead(), *norm.ahead()) if any(kind in v.name for kind in ("float8", "int8", "int4"))]
+    found = [
+        v for v in (*skinny_mm.ahead(), *norm.ahead()) if any(kind in v.name for kind in ("float8", "int8", "int4", "fp4"))
+    ]
+    # MXFP4 is one multiplication a pair more than NVFP4.
+    return [v for v in found if "mxfp4" not in v.name or v.name.startswith("skinny_mm mxfp4, 4 x 4096")]
 
 
 @needs_triton
@@ -204,6 +315,7 @@ def test_kernels_fit_without_spills(variant):
     outside = 8 if "skinny_mm int8, 16 x" in variant.name and arch in (100, 103) else 0
     assert used.spill_bytes <= (16 if arch == 120 and triton.__version__.startswith("3.6.") else outside)
     assert used.loop_spills == 0
+    assert not (used.serialized and "fp4" in variant.name)
     resident = ahead.resident_blocks(used, variant.num_warps, arch)
     assert resident == variant.programs if variant.early else resident >= variant.programs
 
@@ -222,8 +334,7 @@ def test_numbers_of_8_bits_take_no_slow_conversion():
 def on_gpu(m: int, n: int, k: int, kind: str) -> tuple:
     g = torch.Generator("cuda").manual_seed(m + n + k)
     x, w = (torch.randn(shape, generator=g, device="cuda") for shape in ((m, k), (n, k)))
-    weight, scale, zero = stored(w, kind, torch.bfloat16 if kind.startswith("int4") else torch.float32)
-    return x.bfloat16(), weight, scale, zero
+    return x.bfloat16(), *stored(w, kind, torch.bfloat16 if kind.startswith("int4") else torch.float32)
 
 
 @GPU
@@ -231,31 +342,31 @@ def on_gpu(m: int, n: int, k: int, kind: str) -> tuple:
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (1536, 7168), (1000, 1280)])
 def test_error_on_a_gpu(n, k, kind):
     for m in (1, 4, 8, 9, 16, 17, 32, 33, 64):
-        x, weight, scale, zero = on_gpu(m, n, k, kind)
-        want = exact(x, weight, scale, zero)
-        rounded = x @ dequantized(weight, scale, zero).bfloat16().t()
-        errors = [(out.double() - want).square().mean().sqrt() for out in (skinny_mm_op(x, weight, None, scale, zero), rounded)]
+        x, weight, *scales = on_gpu(m, n, k, kind)
+        want = exact(x, weight, *scales)
+        rounded = x @ dequantized(weight, *scales).bfloat16().t()
+        errors = [(out.double() - want).square().mean().sqrt() for out in (skinny_mm_op(x, weight, None, *scales), rounded)]
         assert errors[0] <= 1.05 * errors[1], m
 
 
 @GPU
-@pytest.mark.parametrize("kind", ["tensor", "row", "block", "int4-128"])
+@pytest.mark.parametrize("kind", ["tensor", "row", "block", "int4-128", "nvfp4", "mxfp4"])
 def test_norm_on_a_gpu(kind):
     for m in (1, 4, 16, 32):
-        x, w0, s0, z0 = on_gpu(m, 4096, 4096, kind)
-        _, w1, s1, z1 = on_gpu(m, 6144, 4096, kind)
+        x, w0, *s0 = on_gpu(m, 4096, 4096, kind)
+        _, w1, *s1 = on_gpu(m, 6144, 4096, kind)
         residual, g = torch.randn_like(x), torch.rand(4096, device="cuda").bfloat16() + 0.5
-        y, z, squares = add_skinny_mm_op(x, w0, residual, g, s0, z0)
-        assert torch.equal(y, skinny_mm_op(x, w0, None, s0, z0) + residual)
-        got = scaled_skinny_mm_op(z, w1, None, squares, 1e-5, s1, z1)
+        y, z, squares = add_skinny_mm_op(x, w0, residual, g, *s0)
+        assert torch.equal(y, skinny_mm_op(x, w0, None, *s0) + residual)
+        got = scaled_skinny_mm_op(z, w1, None, squares, 1e-5, *s1)
         rstd = torch.rsqrt(y.double().square().mean(1, True) + 1e-5)
-        torch.testing.assert_close(got.double(), exact(z, w1, s1, z1) * rstd, rtol=2**-8, atol=2**-6)
+        torch.testing.assert_close(got.double(), exact(z, w1, *s1) * rstd, rtol=2**-8, atol=2**-6)
 
 
 @GPU
 def test_results_repeat_on_a_gpu():
-    for kind in ("row", "block", "int4-128"):
+    for kind in ("row", "block", "int4-128", "nvfp4"):
         for m, n, k in ((4, 1536, 7168), (16, 4096, 4096), (64, 1536, 7168)):
-            x, weight, scale, zero = on_gpu(m, n, k, kind)
-            first = skinny_mm_op(x, weight, None, scale, zero)
-            assert all(torch.equal(first, skinny_mm_op(x, weight, None, scale, zero)) for _ in range(100))
+            x, weight, *scales = on_gpu(m, n, k, kind)
+            first = skinny_mm_op(x, weight, None, *scales)
+            assert all(torch.equal(first, skinny_mm_op(x, weight, None, *scales)) for _ in range(100))

@@ -11,8 +11,8 @@ from spec_ops.ops._pieces import in_pieces
 from spec_ops.ops.reference.invariant import each_row, row_sum
 
 
-def _dequantized(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None) -> torch.Tensor:
-    return dequantized(for_columns(weight, x.shape[1]), scale, zero)
+def _dequantized(x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor | None) -> torch.Tensor:
+    return dequantized(for_columns(weight, x.shape[1]), *scales)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, invariant: bool) -> torch.Tensor:
@@ -29,9 +29,10 @@ def skinny_mm(
     bias: torch.Tensor | None,
     scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
-    out = _product(x, _dequantized(x, weight, scale, zero), invariant)
+    out = _product(x, _dequantized(x, weight, scale, zero, tensor_scale), invariant)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
@@ -44,8 +45,9 @@ def add_skinny_mm(
     norm_weight: torch.Tensor,
     scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    y = (skinny_mm(x, weight, None, scale, zero).float() + residual.float()).to(x.dtype)
+    y = (skinny_mm(x, weight, None, scale, zero, tensor_scale).float() + residual.float()).to(x.dtype)
     z = (y.float() * norm_weight.float()).to(x.dtype)
     (m, n), sums = y.shape, sums_of(y.shape[1])
     padded = F.pad(y.float(), (0, sums * SUM_COLUMNS - n))
@@ -65,8 +67,9 @@ def scaled_skinny_mm(
     eps: float,
     scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = (x.float() @ _dequantized(x, weight, scale, zero).t()) * _rstd(squares, x.shape[1], eps)
+    out = (x.float() @ _dequantized(x, weight, scale, zero, tensor_scale).t()) * _rstd(squares, x.shape[1], eps)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)

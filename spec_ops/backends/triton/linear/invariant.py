@@ -99,7 +99,7 @@ def many_rows_kernel(
 
 def skinny_mm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None, invariant: bool = False,
+    zero: torch.Tensor | None = None, tensor_scale: torch.Tensor | None = None, invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """See `spec_ops.ops.linear`; raises as `skinny_mm.run` does, but takes any number of rows if `invariant`.
 
@@ -107,7 +107,7 @@ def skinny_mm(
         ValueError: `invariant` with a weight of 8 or 4 bits.
     """
     if not invariant:
-        return linear.skinny_mm(x, weight, bias, scale, zero)
+        return linear.skinny_mm(x, weight, bias, scale, zero, tensor_scale)
     if scale is not None:
         raise ValueError("skinny_mm: `invariant` must be False with a weight of 8 or 4 bits, got True")
     (m, k), n = x.shape, weight.shape[0]

@@ -33,7 +33,7 @@ SILU_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["M"])
 def add_skinny_mm_kernel(
-    x, weight, scale, zero, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
+    x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
     residual, norm_weight, y, z, squares,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
@@ -51,7 +51,7 @@ def add_skinny_mm_kernel(
     r = tl.load(residual + m[None, :] * N + n[:, None], mask=mask, other=0.0)
     g = tl.load(norm_weight + n, mask=n < N, other=0.0)
     acc, complete = products(
-        x, weight, scale, zero, scale_row, scale_column, partial, counters, N, K,
+        x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES, BITS, ROWS, COLUMNS,
     )  # fmt: skip
     if complete:
@@ -72,7 +72,7 @@ def add_skinny_mm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def scaled_skinny_mm_kernel(
-    x, weight, scale, zero, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
+    x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
     bias, squares, eps, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
@@ -88,7 +88,7 @@ def scaled_skinny_mm_kernel(
     # In flight while the weights stream.
     sums = tl.load(squares + m[:, None] * SUMS + place[None, :], mask=(m < M)[:, None] & (place < SUMS)[None, :], other=0.0)
     acc, complete = products(
-        x, weight, scale, zero, scale_row, scale_column, partial, counters, N, K,
+        x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES, BITS, ROWS, COLUMNS,
     )  # fmt: skip
     if complete:
@@ -118,7 +118,8 @@ def scaled_silu_mul_kernel(
 
 def add_skinny_mm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor,
-    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, config: Config | None = None,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, tensor_scale: torch.Tensor | None = None,
+    config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `spec_ops.ops.linear`; raises as `linear.run` does."""
     m, n = x.shape[0], weight.shape[0]
@@ -126,7 +127,7 @@ def add_skinny_mm(
     squares = x.new_empty(m, sums_of(n), dtype=torch.float32)
     if y.numel():
         linear.run(
-            add_skinny_mm_kernel, "add_skinny_mm", x, Weight(weight, scale, zero), config, residual.contiguous(),
+            add_skinny_mm_kernel, "add_skinny_mm", x, Weight(weight, scale, zero, tensor_scale), config, residual.contiguous(),
             norm_weight.contiguous(), y, z, squares, SUM_COLUMNS=SUM_COLUMNS,
         )  # fmt: skip
     return y, z, squares
@@ -138,13 +139,14 @@ def _sums(columns: int) -> dict[str, Any]:
 
 def scaled_skinny_mm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, squares: torch.Tensor, eps: float,
-    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, config: Config | None = None,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, tensor_scale: torch.Tensor | None = None,
+    config: Config | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `spec_ops.ops.linear`; raises as `linear.run` does."""
     out = x.new_empty(x.shape[0], weight.shape[0])
     if out.numel():
         linear.run(
-            scaled_skinny_mm_kernel, "scaled_skinny_mm", x, Weight(weight, scale, zero), config,
+            scaled_skinny_mm_kernel, "scaled_skinny_mm", x, Weight(weight, scale, zero, tensor_scale), config,
             None if bias is None else bias.contiguous(), squares.contiguous(), eps, out, **_sums(x.shape[1]),
         )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+WARPGROUP = tl.constexpr(64)  # columns from which a tile is one product of 128 threads; below, warps have a chunk of k each
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by Triton's interpreter, which knows no assembly
 
 
@@ -83,3 +84,52 @@ def load_scales(
 def scaled(acc, scale, row_stride, n, N):
     """`acc [BLOCK_N, BLOCK_M]`, summed over all of k, times the scales of rows `n`."""
     return acc * tl.load(scale + n * row_stride, mask=n < N, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def quantized_products(
+    x, weight, scale, zero, scale_row, scale_column, tile, first, end, n, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, without the scales of rows (`COLUMNS` is 0)."""
+    dtype: tl.constexpr = x.dtype
+    STORED: tl.constexpr = BLOCK_K * BITS // 8
+    CHUNKS: tl.constexpr = BLOCK_K // CHUNK if BLOCK_N < WARPGROUP else 1
+    if BLOCK_N < WARPGROUP:
+        sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
+        ones = tl.full([CHUNKS, BLOCK_N, CHUNK], 1, dtype)
+        row, chunk = n[None, :], tl.arange(0, CHUNKS)[:, None]
+        chunks = K // CHUNK
+    else:
+        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        ones = tl.full([BLOCK_N, BLOCK_K], 1, dtype)
+        row, chunk = n, 0
+        chunks = tl.cdiv(K, BLOCK_K)
+    if COLUMNS > 0:
+        # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
+        SPAN: tl.constexpr = CHUNK if BLOCK_N < WARPGROUP else BLOCK_K
+        s = load_scales(scale, scale_row, scale_column, row, first * CHUNKS + chunk, N, chunks, SPAN, ROWS, COLUMNS)
+        if zero is not None:
+            z = load_scales(zero, scale_row, scale_column, row, first * CHUNKS + chunk, N, chunks, SPAN, ROWS, COLUMNS)
+    for block in tl.range(first, end, num_stages=STAGES):
+        if BLOCK_N < WARPGROUP:
+            columns = weight.load([block * CHUNKS, tile * BLOCK_N, 0])
+            rows = tl.permute(x.load([block * CHUNKS, 0, 0]), (0, 2, 1))
+        else:
+            columns = weight.load([tile * BLOCK_N, block * STORED])
+            rows = tl.permute(x.load([0, block * BLOCK_K]), (1, 0))
+        columns = numbers(columns, dtype, BITS)
+        if COLUMNS > 0:
+            sums += tl.dot(columns, rows) * tl.expand_dims(s, -1)
+            if zero is not None:
+                sums += tl.dot(ones, rows) * tl.expand_dims(z, -1)
+            chunk_ahead = (block + 1) * CHUNKS + chunk
+            s = load_scales(scale, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)
+            if zero is not None:
+                z = load_scales(zero, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)
+        else:
+            sums = tl.dot(columns, rows, sums)
+    if BLOCK_N < WARPGROUP:
+        sums = tl.sum(sums, 0)
+    return sums

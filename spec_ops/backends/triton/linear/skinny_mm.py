@@ -9,7 +9,7 @@ Every program reads all rows over its share of k, from L2: `BLOCK_M / BLOCK_N` b
 16 rows that is at most one, and narrow tiles, of which each warp takes a chunk of k, need the fewest partial sums. With more
 rows a tile has the 64 columns of a warpgroup's instruction (`wgmma`), which reads both operands from shared memory.
 
-A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide in registers (`quantized.py`).
+A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide in registers (`quantized.py`, `float4.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.attention.tuning import SHARED
-from spec_ops.backends.triton.linear.quantized import load_scales, numbers, scaled
+from spec_ops.backends.triton.linear.float4 import float4_products, rescaled
+from spec_ops.backends.triton.linear.quantized import WARPGROUP, quantized_products, scaled
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
 from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
@@ -34,7 +35,6 @@ from spec_ops.backends.triton.runtime.launch import await_predecessors, device_g
 from spec_ops.backends.weight_format import WeightFormat, columns_of, for_columns, weight_format
 
 CHUNK = 64  # of k: what one row of shared memory holds (128 bytes)
-WARPGROUP = tl.constexpr(64)  # columns from which a tile is one product of 128 threads
 ASKED = 2  # blocks of the weight that a program asks for before it may begin, if it is launched early
 
 
@@ -59,6 +59,8 @@ QUANTIZED_TILES = {
     8: (Tile(8, 16, 512, 4, 3), Tile(16, 16, 512, 4, 3), Tile(32, 64, 256, 4, 2), Tile(64, 64, 128, 4, 2)),
     4: (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 64, 128, 4, 2)),
 }
+# Of 4-bit floats: those that `wgmma` takes from registers, Triton would compute one by one.
+FLOAT4_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 32, 256, 4, 2))
 # Where columns are enough for as many programs as fit, which then share no sums.
 MANY_COLUMNS = {8: (Tile(8, 16, 512, 4, 4), Tile(16, 64, 256, 4, 2)), 4: ()}
 
@@ -84,7 +86,7 @@ def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | N
     tiles = TILES
     if stored is not None and stored.bits < 16:
         many = (tile for tile in MANY_COLUMNS[stored.bits] if n >= tile.block_n * tile.programs * sms)
-        tiles = (*many, *QUANTIZED_TILES[stored.bits])
+        tiles = (*many, *(FLOAT4_TILES if stored.float4 else QUANTIZED_TILES[stored.bits]))
     return fitted(next(tile for tile in tiles if m <= tile.block_m), n, k, sms, arch, stored)
 
 
@@ -96,8 +98,9 @@ def fitted(
     block_m, block_n, block_k, num_warps, most = tile
     chunk, bits = CHUNK, 16
     if stored is not None and stored.bits < 16:
-        # A row of shared memory holds 128 numbers of 8 bits, but no chunk has two scales.
-        chunk, bits = min(stored.columns, 128 if k % 128 == 0 else 64), stored.bits
+        # A row of shared memory holds 128 numbers of 8 bits, but a chunk has one scale, unless numbers are scaled.
+        chunk, bits = 128 if k % 128 == 0 else 64, stored.bits
+        chunk = min(chunk, block_k // num_warps if stored.float4 else stored.columns)
         block_k = block_k if block_n < WARPGROUP.value else min(block_k, stored.columns)
     blocks = triton.cdiv(k, block_k)
     buffer = block_k * (block_n * bits // 8 + 2 * block_m)
@@ -105,6 +108,8 @@ def fitted(
     if bits < 16 and block_n >= WARPGROUP.value:
         # A tile's sums on their way to memory, and what tcgen05 does not take from registers: numbers of 4 bits, and ones.
         rest += 4 * block_n * block_m + 2 * block_n * block_k * (bits == 4 and 100 <= arch < 120)
+    if stored is not None and stored.float4:
+        rest += 4 * block_n * block_k // stored.columns  # scales on their way between threads
     shared = SHARED.get(arch, 99) * 1024
     programs = max(1, min(most, shared // (2 * buffer + rest)))
     # At least two blocks for each, and partial sums of at most a quarter of the weight's bytes.
@@ -175,7 +180,7 @@ def combined(
 
 @triton.jit
 def products(
-    x, weight, scale, zero, scale_row, scale_column, partial, counters, N, K,
+    x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +193,13 @@ def products(
     first = split * blocks // SPLITS
     end = (split + 1) * blocks // SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if BITS < 16:
+    FLOAT4: tl.constexpr = scale.dtype.element_ty == tl.uint8 or scale.dtype.element_ty == tl.float8e4nv if BITS == 4 else False
+    if FLOAT4:
+        acc = float4_products(
+            x, weight, scale, scale_row, scale_column, tile, first, end, n, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
+        )  # fmt: skip
+    elif BITS < 16:
         acc = quantized_products(
             x, weight, scale, zero, scale_row, scale_column, tile, first, end, n, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, BITS, ROWS, COLUMNS,
@@ -213,56 +224,9 @@ def products(
     acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, BLOCK_N < WARPGROUP, ROOM)
     if BITS < 16 and COLUMNS == 0:
         acc = scaled(acc, scale, scale_row, n, N)
+    if FLOAT4:
+        acc = rescaled(acc, scale, tensor_scale)
     return acc, complete
-
-
-@triton.jit
-def quantized_products(
-    x, weight, scale, zero, scale_row, scale_column, tile, first, end, n, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, without the scales of rows (`COLUMNS` is 0)."""
-    dtype: tl.constexpr = x.dtype
-    STORED: tl.constexpr = BLOCK_K * BITS // 8
-    CHUNKS: tl.constexpr = BLOCK_K // CHUNK if BLOCK_N < WARPGROUP else 1
-    if BLOCK_N < WARPGROUP:
-        sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
-        ones = tl.full([CHUNKS, BLOCK_N, CHUNK], 1, dtype)
-        row, chunk = n[None, :], tl.arange(0, CHUNKS)[:, None]
-        chunks = K // CHUNK
-    else:
-        sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        ones = tl.full([BLOCK_N, BLOCK_K], 1, dtype)
-        row, chunk = n, 0
-        chunks = tl.cdiv(K, BLOCK_K)
-    if COLUMNS > 0:
-        # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
-        SPAN: tl.constexpr = CHUNK if BLOCK_N < WARPGROUP else BLOCK_K
-        s = load_scales(scale, scale_row, scale_column, row, first * CHUNKS + chunk, N, chunks, SPAN, ROWS, COLUMNS)
-        if zero is not None:
-            z = load_scales(zero, scale_row, scale_column, row, first * CHUNKS + chunk, N, chunks, SPAN, ROWS, COLUMNS)
-    for block in tl.range(first, end, num_stages=STAGES):
-        if BLOCK_N < WARPGROUP:
-            columns = weight.load([block * CHUNKS, tile * BLOCK_N, 0])
-            rows = tl.permute(x.load([block * CHUNKS, 0, 0]), (0, 2, 1))
-        else:
-            columns = weight.load([tile * BLOCK_N, block * STORED])
-            rows = tl.permute(x.load([0, block * BLOCK_K]), (1, 0))
-        columns = numbers(columns, dtype, BITS)
-        if COLUMNS > 0:
-            sums += tl.dot(columns, rows) * tl.expand_dims(s, -1)
-            if zero is not None:
-                sums += tl.dot(ones, rows) * tl.expand_dims(z, -1)
-            chunk_ahead = (block + 1) * CHUNKS + chunk
-            s = load_scales(scale, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)
-            if zero is not None:
-                z = load_scales(zero, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)
-        else:
-            sums = tl.dot(columns, rows, sums)
-    if BLOCK_N < WARPGROUP:
-        sums = tl.sum(sums, 0)
-    return sums
 
 
 @triton.jit
@@ -274,19 +238,20 @@ def store_transposed(out, acc, n, m, N, M):
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_mm_kernel(
-    x, weight, scale, zero, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride, bias, out,
+    x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
+    bias, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`x`, `weight`: tensor descriptors of what `_block_shape` says, of `BLOCK_M` and `BLOCK_N` rows. `scale`, `zero` (`BITS`
-    below 16): of strides `scale_row` and `scale_column`, one for `ROWS` and `COLUMNS` of the weight (0: for all of k).
-    `partial`, `counters`: of the sums that the programs of a tile exchange, None if there is one. `weight_rows`: the weight,
-    as a pointer. `bias [N]` or None; `out [M, N]` is contiguous."""
+    """`x`, `weight`: tensor descriptors of what `_block_shape` says, of `BLOCK_M` and `BLOCK_N` rows. `scale`, `zero` and
+    `tensor_scale`: for `BITS` below 16; the first two have strides `scale_row` and `scale_column`, and one for `ROWS` and
+    `COLUMNS` of the weight (0: for all of k). `partial`, `counters`: of the sums that the programs of a tile exchange, None if
+    there is one. `weight_rows`: the weight, as a pointer. `bias [N]` or None; `out [M, N]` is contiguous."""
     ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL, BITS)
     await_predecessors(PDL)
     acc, complete = products(
-        x, weight, scale, zero, scale_row, scale_column, partial, counters, N, K,
+        x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES, BITS, ROWS, COLUMNS,
     )  # fmt: skip
     if complete:
@@ -328,6 +293,7 @@ class Weight(NamedTuple):
     data: torch.Tensor
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
+    tensor_scale: torch.Tensor | None = None
 
 
 def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config | None, *args: Any, **constants: Any) -> None:
@@ -340,9 +306,9 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
         ValueError: more than `MAX_ROWS` rows (with a `config`: than its `block_m`), 2^31 outputs or more, another k than the
             weight's or no multiple of 64, or a weight that TMA cannot read.
     """
-    (m, k), (data, scale, zero) = x.shape, weights
+    (m, k), (data, *scales) = x.shape, weights
     weight = for_columns(data, k)
-    stored, n = weight_format(name, weight, scale, zero), weight.shape[0]
+    stored, n = weight_format(name, weight, *scales), weight.shape[0]
     most = MAX_ROWS if config is None else config.block_m
     if m > most:
         raise ValueError(f"{name}: `x` must have at most {most} rows, got {m}")
@@ -360,7 +326,7 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
     with device_guard(x):
         launch(
             kernel, (tiles * splits,), _descriptor(x, block_m, config),
-            _descriptor(weight, block_n, config, k // weight.shape[1]), *_scales(scale, zero, stored), partial, counters,
+            _descriptor(weight, block_n, config, k // weight.shape[1]), *_scales(*scales), partial, counters,
             m, n, k, weight, weight.stride(0), *args, **constants, **_constants(config, stored, n, k),
             num_warps=config.num_warps, early=config.full,
         )  # fmt: skip
@@ -386,13 +352,14 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return x if _tma_reads(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _scales(scale: torch.Tensor | None, zero: torch.Tensor | None, stored: WeightFormat) -> tuple[Any, ...]:
-    """`scale`, `zero` and their strides, as the kernel takes them."""
+def _scales(scale: torch.Tensor | None, zero: torch.Tensor | None, tensor_scale: torch.Tensor | None) -> tuple[Any, ...]:
+    """`scale`, `zero`, `tensor_scale` and the strides of the first two, as the kernel takes them."""
     if scale is None:
-        return None, None, None, None
+        return None, None, None, None, None
     if zero is not None and zero.stride() != scale.stride():
         scale, zero = scale.contiguous(), zero.contiguous()
-    return scale, zero, 0 if scale.shape[0] == 1 else scale.stride(0), 0 if scale.shape[1] == 1 else scale.stride(1)
+    strides = 0 if scale.shape[0] == 1 else scale.stride(0), 0 if scale.shape[1] == 1 else scale.stride(1)
+    return scale, zero, tensor_scale, *strides
 
 
 def _constants(config: Config, stored: WeightFormat, n: int, k: int) -> dict[str, Any]:
@@ -406,13 +373,13 @@ def _constants(config: Config, stored: WeightFormat, n: int, k: int) -> dict[str
 
 def skinny_mm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None, config: Config | None = None,
+    zero: torch.Tensor | None = None, tensor_scale: torch.Tensor | None = None, config: Config | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`spec_ops.ops.linear.skinny_mm_op` without `invariant`; raises as `run` does."""
     out = x.new_empty(x.shape[0], weight.shape[0])
     if out.numel():
         bias = None if bias is None else bias.contiguous()
-        run(skinny_mm_kernel, "skinny_mm", x, Weight(weight, scale, zero), config, bias, out)
+        run(skinny_mm_kernel, "skinny_mm", x, Weight(weight, scale, zero, tensor_scale), config, bias, out)
     return out
 
 
@@ -435,6 +402,8 @@ def stored_ahead() -> list[tuple[str, WeightFormat]]:
         ("float8 in blocks", WeightFormat("float8", 128, 128)),
         ("int8", WeightFormat("int8", 1, 4096)),
         ("int4", WeightFormat("int4", 1, 128)),
+        ("nvfp4", WeightFormat("nvfp4", 1, 16)),
+        ("mxfp4", WeightFormat("mxfp4", 1, 32)),
     ]
 
 
@@ -450,7 +419,8 @@ def variants(
         chosen.setdefault(config, []).append(arch)
     m, n, k = shape
     stored = stored or WeightFormat("plain", n, k)
-    element, packed = {"plain": ("bf16", 1), "float8": ("fp8e4nv", 1), "int8": ("i8", 1), "int4": ("u8", 2)}[stored.kind]
+    element = {"plain": "bf16", "float8": "fp8e4nv", "int8": "i8"}.get(stored.kind, "u8")
+    packed = 2 if stored.bits == 4 else 1
     for config, archs in chosen.items():
         blocks = {
             "x": f"tensordesc<bf16{_block_shape(config.block_m, config)}>",
@@ -477,8 +447,13 @@ def _scale_types(stored: WeightFormat) -> tuple[dict[str, str], dict[str, Any]]:
     """Of `scale`, `zero` and their strides: types of those that are given, and constants. As published: float32 with 8 bits,
     bfloat16 and stored transposed with 4."""
     if stored.bits == 16:
-        return {}, dict.fromkeys(("scale", "zero", "scale_row", "scale_column"))
+        return {}, dict.fromkeys(("scale", "zero", "tensor_scale", "scale_row", "scale_column"))
     if stored.bits == 8:
         given, one = ("scale_row", "scale_column") if stored.rows > 1 else ("scale_column", "scale_row")
-        return {"scale": "*fp32:16", given: "i32:16"}, {"zero": None, one: 1}
-    return {"scale": "*bf16:16", "zero": "*bf16:16", "scale_column": "i32:16"}, {"scale_row": 1}
+        return {"scale": "*fp32:16", given: "i32:16"}, {"zero": None, "tensor_scale": None, one: 1}
+    if stored.float4:
+        types, constants = {"scale": "*u8:16", "scale_row": "i32:16"}, {"zero": None, "scale_column": 1}
+        if stored.kind == "nvfp4":
+            return {**types, "scale": "*fp8e4nv:16", "tensor_scale": "*fp32:16"}, constants
+        return types, {**constants, "tensor_scale": None}
+    return {"scale": "*bf16:16", "zero": "*bf16:16", "scale_column": "i32:16"}, {"scale_row": 1, "tensor_scale": None}

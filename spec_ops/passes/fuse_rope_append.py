@@ -69,10 +69,10 @@ class FuseRopeAppend(GraphPass):
         appends = [node for node in calls(graph, AUTO_FUNCTIONALIZED) if node.args[0] is append_kv_op]
         if context.invariant or not appends:  # a fused norm adds in another order, and may be fused in one round alone
             return
-        order = {node: place for place, node in enumerate(graph.nodes)}
         norms = {norm.out: norm for norm in find_norms(graph)}
         tables: dict[tuple, fx.Node] = {}
         for node in appends:
+            order = {node: place for place, node in enumerate(graph.nodes)}
             try:
                 call = _attention(node)
                 keys = _heads(cast(fx.Node, node.kwargs["k"]), node, norms, "keys")
@@ -202,7 +202,7 @@ def _fuse(
     q, k = (_rows(graph, call, heads.buffer) for heads in (queries, keys))
     angles = {}
     for name in ("cos", "sin"):
-        read = getattr(queries.rotation, name)
+        read = getattr(keys.rotation, name)  # these come before all later appends, those of the queries perhaps after some
         if _table(read) not in tables:
             tables[_table(read)] = _angles(graph, read)
         angles[name] = tables[_table(read)]

@@ -242,6 +242,45 @@ def test_queries_computed_from_what_was_appended():
     check(fn, inputs(count=1), 0, "what it appends is read before the queries are computed")
 
 
+def test_keys_of_two_layers_come_before_the_queries_of_the_first():
+    """Each rotation takes its own cosines of the same angles."""
+
+    def fn(x, weight, positions, slots, table, lens, q_norm, k_norm, *caches):
+        angle = positions[..., None].float() * 2.0 ** -torch.arange(models.DIM // 2)
+
+        def rotated(x):
+            return models.in_float32(x, {"half": (angle.cos(), angle.sin())})
+
+        q, k, v = (x @ weight).unflatten(-1, (-1, models.DIM)).split([models.HEADS, models.KV_HEADS, models.KV_HEADS], 2)
+        for k_cache, v_cache in (caches[:2], caches[2:]):
+            spec_ops.append_kv(k_cache, v_cache, rotated(k).flatten(0, 1), v.flatten(0, 1), slots)
+        out = spec_ops.mha_target_verify(rotated(q), *caches[2:], table, lens)
+        q = (out.flatten(-2)[..., : x.shape[-1]] @ weight).unflatten(-1, (-1, models.DIM))[:, :, : models.HEADS]
+        return out, spec_ops.mha_target_verify(rotated(q), *caches[:2], table, lens)
+
+    check(fn, inputs(), 2)
+
+
+def test_queries_that_are_what_another_append_wrote():
+    """Its keys are rotated first, in the launch before: the append may not move after this launch."""
+
+    def fn(x, weight, positions, slots, table, lens, q_norm, k_norm, *caches):
+        t = models.tables(positions, x.dtype)
+        q, k, v = (x @ weight).unflatten(-1, (-1, models.DIM)).split([models.HEADS, models.KV_HEADS, models.KV_HEADS], 2)
+        for k_cache, v_cache in (caches[:2], caches[2:]):
+            spec_ops.append_kv(k_cache, v_cache, models.in_float32(k, t).flatten(0, 1), v.flatten(0, 1), slots)
+        written = caches[2].view(models.BS, models.QUERIES, models.HEADS, models.DIM)
+        out = spec_ops.mha_target_verify(models.in_float32(written, t), *caches[:2], table, lens)
+        return out, spec_ops.mha_target_verify(models.in_float32(q, t), *caches[2:], table, lens)
+
+    x, weight, positions, _, _, lens, *norms, k_cache, v_cache = inputs(count=1)
+    pages = models.BS * models.QUERIES * models.HEADS // (2 * models.KV_HEADS)  # of 2 tokens: as many numbers as are rotated
+    table = torch.tensor([[0, 1, 0, 0], [2, 1, 0, 0]], dtype=torch.int32)
+    caches = [cache[:pages, :2].clone() for cache in (k_cache, v_cache) * 2]
+    args = [x, weight, positions, torch.tensor([3, 4, 5, 0, 1, 2]), table, lens, *norms, *caches]
+    check(fn, args, 1, "what it appends is read before the queries are computed")
+
+
 def test_off_switch(monkeypatch):
     switched_off(FuseRopeAppend(), capture(layers(), *inputs())[0], monkeypatch)
 

@@ -59,7 +59,8 @@ class RequireInvariance(GraphPass):
         if not context.invariant:
             return
         for norm in find_norms(graph):
-            _replace_norm(graph, norm, result)
+            if value(norm.x).dim() > 1:  # the only dimension is that of the rows
+                _replace_norm(graph, norm, result)
         graph.eliminate_dead_code()
         for node in [node for node in graph.nodes if node.op == "call_function"]:
             verdict, arguments = judge_node(node, context)

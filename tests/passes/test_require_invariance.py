@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -44,13 +45,14 @@ def test_rows_do_not_decide():
         assert not [note for result in plan.results if result.name == NAME for note in result.refused]
 
 
-def _with_an_op(m: int):
+def _with_an_op(m: int, fn: Callable = block):
+    """`fn`, and an op of ours: without one, passes leave a graph alone."""
     caches = torch.zeros(2, 4, 8, 1, 64, dtype=torch.bfloat16).unbind()
-    slots = torch.arange(m) % 32
+    slots, rows = torch.arange(m) % 32, torch.zeros(2, m, 1, 64, dtype=torch.bfloat16)
 
-    def call(x, w0, w1, g):
-        spec_ops.append_kv(*caches, x[:, None, :64], x[:, None, 64:], slots)
-        return block(x, w0, w1, g)
+    def call(*args):
+        spec_ops.append_kv(*caches, *rows.unbind(), slots)
+        return fn(*args)
 
     return call
 
@@ -83,6 +85,28 @@ def test_norms_of_sums():
     torch._dynamo.reset()
     compiled = spec_ops.compile(sums_and_norms, mode="default", invariant=True)
     for one, eager in zip(compiled(*args), sums_and_norms(*args), strict=True):
+        torch.testing.assert_close(one, eager, rtol=2e-2, atol=2e-2)
+
+
+def test_norms_whose_weight_is_not_one_number_for_each_column():
+    """One for each head, a gate, one for all, one for each row: the op's kernel takes none of these."""
+
+    def fn(x, heads, gate, number, grows):
+        def normalized(x):
+            return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+        rows = x.flatten(0, 1)[:, 0]
+        return normalized(x) * heads, normalized(rows) * gate, normalized(rows) * number, normalized(rows[:1]) * grows
+
+    g = torch.Generator().manual_seed(0)
+    sizes = [(2, 3, 4, 8), (4, 8), (6, 8), (), (6, 1)]
+    args = [torch.randn(size, generator=g).bfloat16() for size in sizes]
+    plan = spec_ops.explain(_with_an_op(4, fn), *args, arch=90, invariant=True)
+    assert set(notes(plan)) == {"aten.mean.dim: row_sum"}
+    torch._dynamo.reset()
+    compiled = spec_ops.compile(_with_an_op(4, fn), mode="default", invariant=True)
+    for one, eager in zip(compiled(*args), fn(*args), strict=True):
+        assert one.shape == eager.shape
         torch.testing.assert_close(one, eager, rtol=2e-2, atol=2e-2)
 
 

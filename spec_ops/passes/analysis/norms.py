@@ -14,7 +14,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class RMSNorm(NamedTuple):
-    """`out = x * rsqrt(mean(x ** 2, -1) + eps) * weight`, in float32, of the dtype of `x`."""
+    """`out = x * rsqrt(mean(x ** 2, -1) + eps) * weight [columns of x]`, in float32, of the dtype of `x`."""
 
     x: fx.Node
     eps: float
@@ -55,6 +55,8 @@ def _norm(rsqrt: fx.Node) -> RMSNorm | None:
         x, out = exact, only_user(scaled, aten.mul.Tensor)
         weight = None if out is None else other_operand(out, scaled)
     if out is None or value(out).dtype != value(x).dtype or not isinstance(weight, fx.Node):
+        return None
+    if getattr(value(weight), "shape", None) != value(x).shape[-1:]:  # one for each head, a gate, a number
         return None
     return RMSNorm(x, float(eps), weight, out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -315,10 +316,21 @@ def after(x, weight, scale):
     return torch.mm(x, weight.t().to(x.dtype)) * scale.to(x.dtype).flatten()
 
 
-@pytest.mark.parametrize("shape", [(N, 1), (N,), (1, 1), (1,)])
-def test_scales_after_the_product(shape):
+def after_a_row(x, weight, scale):
+    return F.linear(x, weight.to(x.dtype)) * scale.t().to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("after", "shape"),
+    [
+        *((after, shape) for shape in ((N, 1), (N,), (1, N), (2, N // 2), (1, 1), (1,))),
+        (after_a_row, (N, 1)),
+        (after_a_row, (1, 1)),
+    ],
+)
+def test_scales_after_the_product(after, shape):
     x, weight, scale = tensors("int8")
-    args = [x, weight, scale[: shape[0]].reshape(shape).contiguous()]
+    args = [x, weight, scale[: math.prod(shape)].reshape(shape).contiguous()]
     module, inputs = capture(after, *args)
     result = run_pass(LowerSkinnyMm(), module, 90)
     assert texts(result.done) == "skinny_mm: 4 rows, weight 320 x 512 of 8 bits", texts(result.refused)
@@ -337,6 +349,27 @@ def test_scales_after_the_product(shape):
     ],
 )
 def test_int8_without_scales_for_columns(fn):
+    assert "its weight of 8 bits has no scale for each column" in refused(fn, tensors("int8"))
+
+
+@pytest.mark.parametrize("kind", ["row", "int8"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, weight, scale: F.linear(x, (weight.to(torch.bool).float() * scale).to(x.dtype)),
+        lambda x, weight, scale: F.linear(x, (weight.to(torch.int32).float() * scale).to(x.dtype)),
+        lambda x, weight, scale: F.linear(x, (weight.float() * scale).to(torch.int32).to(x.dtype)),
+    ],
+    ids=["bool", "before", "after"],
+)
+def test_numbers_that_become_integers(fn, kind):
+    assert "not dequantized as numbers times scales" in refused(fn, tensors(kind))
+
+
+def test_scales_that_become_integers():
+    def fn(x, weight, scale):
+        return F.linear(x, weight.to(x.dtype)) * scale.flatten().to(torch.int32).to(x.dtype)
+
     assert "its weight of 8 bits has no scale for each column" in refused(fn, tensors("int8"))
 
 

@@ -41,7 +41,7 @@ class StoredWeight(NamedTuple):
 
     Attributes:
         data: float8 or int8, as `[n, k]`, or `[k, n]` if `flipped`; two numbers of 4 bits in a byte, `[n, k / 2]`.
-        scale, zero: as `[n, k]` of scales, or `[k, n]` if `flipped_scale`; of any rank if there is one scale. `zero` or None.
+        scale, zero: as `[n, k]` of scales, or `[k, n]` if `flipped_scale`; of any shape if one of these is 1. `zero` or None.
         shape: the scales', `[n, k]`.
     """
 
@@ -58,8 +58,8 @@ class StoredWeight(NamedTuple):
         data = insert(graph, before, aten.permute.default, (self.data, flip)) if self.flipped else self.data
         scales = []
         for node in (self.scale, self.zero):
-            if node is not None and value(node).dim() != 2:
-                shape = self.shape[::-1] if self.flipped_scale else self.shape
+            shape = self.shape[::-1] if self.flipped_scale else self.shape
+            if node is not None and tuple(value(node).shape) != shape:
                 node = insert(graph, before, aten.reshape.default, (node, list(shape)))
             if node is not None and self.flipped_scale:
                 node = insert(graph, before, aten.permute.default, (node, flip))
@@ -171,7 +171,7 @@ def scaled_after(node: Any) -> tuple[fx.Node, StoredWeight] | None:
         if product is not node or value(user).dtype != value(node).dtype or shape[-1:] not in ((n,), (1,)):
             continue
         base = scales
-        while base.op == "call_function" and base.target in {*RESHAPES, *_SAME, prims.convert_element_type.default}:
+        while base.op == "call_function" and (base.target in {*RESHAPES, *_SAME} or _is_float(base)):
             base = base.args[0]
         if value(scales).numel() == shape[-1] == value(base).numel() and value(base).dtype in SCALE_DTYPES:
             return user, StoredWeight(*found, base, False, (shape[-1], 1))
@@ -221,23 +221,25 @@ def _holds_stored(node: Any, depth: int) -> bool:
 
 
 def _same(node: Any) -> Any:
-    """`node` without conversions between floats and copies."""
-    while node.op == "call_function" and node.target in {*_SAME, prims.convert_element_type.default}:
+    """`node` without conversions to floats and copies."""
+    while node.op == "call_function" and (node.target in _SAME or _is_float(node)):
         node = node.args[0]
     return node
 
 
-def _peeled(node: Any, flipped: bool) -> tuple[Any, bool]:
-    """`node` without conversions, copies and transpositions, and whether it is the transpose of what is asked about.
+def _is_float(node: fx.Node) -> bool:
+    """Whether `node` converts to floats of 16 bits or more. A conversion to 8 bits, to integers or to bool changes numbers."""
+    converts = node.target is prims.convert_element_type.default
+    return converts and value(node).dtype.is_floating_point and value(node).dtype not in _STORED
 
-    A conversion to 8 bits stays: it is no dequantization.
-    """
+
+def _peeled(node: Any, flipped: bool) -> tuple[Any, bool]:
+    """`node` without conversions to floats, copies and transpositions, and whether it is the transpose of what is asked
+    about."""
     while node.op == "call_function" and value(node).dim() in (2, 4):
         if node.target in _SWAPS and value(node).dim() == 2:
             flipped ^= _swaps(node)
-        elif node.target not in _SAME and (
-            node.target is not prims.convert_element_type.default or value(node).dtype in _STORED
-        ):
+        elif node.target not in _SAME and not _is_float(node):
             break
         node = node.args[0]
     return node, flipped

@@ -21,13 +21,13 @@ from benchmarks.rows import write_rows
 from benchmarks.timing import measure_ceilings, time_calls
 from spec_ops.backends.triton.linear.skinny_mm import skinny_mm
 from spec_ops.backends.weight_format import dequantized, packed
-from spec_ops.models.quantized import float8_tensor
+from spec_ops.models.quantized import float8_tensor, mxfp4_tensor, nvfp4_tensor
 
 # n, k
 SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (2880, 4096), (1536, 7168)]  # replaced
 SHAPES += [(5120, 2880), (24576, 1536), (28672, 4096), (7168, 16384)]  # left to cuBLAS
 ROWS = (1, 4, 8, 16, 32, 64)
-WEIGHTS = ("bf16", "tensor", "row", "block", "int4")
+WEIGHTS = ("bf16", "tensor", "row", "block", "int4", "nvfp4", "mxfp4")
 COLD_BYTES = 200_000_000  # of weights in turn: four times the L2 of an H200
 
 
@@ -50,17 +50,20 @@ def measure(m: int, n: int, k: int, copy: float) -> dict[str, Any]:
     return {"n": n, "k": k, "m": m, **times, "error_over_torch": round(errors[0] / errors[1], 4)}
 
 
-def stored(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`weight` in 8 or 4 bits, its scale and its zero."""
+def stored(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """`weight` in 8 or 4 bits, its scale, its zero and its tensor's scale."""
     if kind == "int4":
         groups = weight.float().unflatten(1, (-1, 128))
         low, high = groups.aminmax(dim=2)
         scale = (high - low) / 15
         numbers = ((groups - low[..., None]) / scale[..., None]).round().to(torch.int8).sub(8).flatten(1)
-        return packed(numbers), scale.bfloat16().t().contiguous().t(), (low + 8 * scale).bfloat16().t().contiguous().t()
+        return packed(numbers), scale.bfloat16().t().contiguous().t(), (low + 8 * scale).bfloat16().t().contiguous().t(), None
     n, k = weight.shape
-    made = float8_tensor(weight, *{"tensor": (n, k), "row": (1, k), "block": (128, 128)}[kind])
-    return made.data_, made.scale, None
+    if kind in ("nvfp4", "mxfp4"):
+        made = nvfp4_tensor(weight) if kind == "nvfp4" else mxfp4_tensor(weight)
+    else:
+        made = float8_tensor(weight, *{"tensor": (n, k), "row": (1, k), "block": (128, 128)}[kind])
+    return made.data_, made.scale, made.zero, made.tensor_scale
 
 
 def scaled_mm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -71,13 +74,13 @@ def scaled_mm(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> tor
 
 def measure_stored(m: int, n: int, k: int, kind: str, copy: float) -> dict[str, Any]:
     generator = torch.Generator("cuda").manual_seed(m * n + k)
-    bits = 4 if kind == "int4" else 8
+    bits = 4 if kind in ("int4", "nvfp4", "mxfp4") else 8
     cases = []
     for _ in range(8 * COLD_BYTES // (bits * n * k) + 2):
         x, weight = (torch.randn(r, k, device="cuda", generator=generator).bfloat16() for r in (m, n))
         cases.append((x, *stored(weight, kind)))
     plain = [(x, dequantized(*weights).bfloat16()) for x, *weights in cases[: COLD_BYTES // (2 * n * k) + 2]]
-    ours = time_calls([lambda x=x, w=w, s=s, z=z: skinny_mm(x, w, None, s, z) for x, w, s, z in cases], min_ms=4, min_replays=5)
+    ours = time_calls([lambda x=x, w=w, s=s: skinny_mm(x, w, None, *s) for x, w, *s in cases], min_ms=4, min_replays=5)
     torchs = time_calls([lambda x=x, w=w: torch.mm(x, w.t()) for x, w in plain], min_ms=4, min_replays=5)
     x, weights = cases[0][0], cases[0][1:]
     exact = dequantized(*weights)
@@ -87,7 +90,7 @@ def measure_stored(m: int, n: int, k: int, kind: str, copy: float) -> dict[str, 
     row["error_over_torch"] = round(error(ours.output, x, exact) / error(torchs.output, x, exact), 4)
     if kind == "row":
         compiled = torch.compile(scaled_mm, dynamic=False)
-        calls = [lambda x=x, w=w, s=s: compiled(x, w, s) for x, w, s, _ in cases]
+        calls = [lambda x=x, w=w, s=s: compiled(x, w, s) for x, w, s, *_ in cases]
         row["scaled_mm_us"] = round(time_calls(calls, min_ms=4, min_replays=5).us, 2)
     return row
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from spec_ops.models.quantized import float8_tensor, int4_tensor, linear_layers
+from spec_ops.models.quantized import float8_tensor, int4_tensor, linear_layers, mxfp4_tensor, nvfp4_tensor
 from spec_ops.models.stored_tensor import StoredTensor
 
-KINDS = ("float8", "float8_block", "int4")
+KINDS = ("float8", "float8_block", "int4", "nvfp4", "mxfp4")
+_OF_4_BITS = {"int4": int4_tensor, "nvfp4": nvfp4_tensor, "mxfp4": mxfp4_tensor}
 
 
 def store(model: nn.Module, kind: str) -> None:
@@ -19,8 +20,8 @@ def store(model: nn.Module, kind: str) -> None:
 
 def stored(weight: torch.Tensor, kind: str) -> StoredTensor:
     """`weight [n, k]` in one of `KINDS`; `"float8"` has a scale for each row."""
-    if kind == "int4":
-        return int4_tensor(weight)
+    if (store := _OF_4_BITS.get(kind)) is not None:
+        return store(weight)
     return float8_tensor(weight, 1, weight.shape[1]) if kind == "float8" else float8_tensor(weight)
 
 

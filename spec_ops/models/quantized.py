@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,30 +10,32 @@ import torch.nn.functional as F
 from torch import nn
 
 from spec_ops._extras import install_hint
-from spec_ops.backends.weight_format import BLOCK, GROUPS, packed
+from spec_ops.backends.weight_format import BLOCK, E2M1_MAX, FLOAT4_GROUPS, GROUPS, e8m0, packed, packed_e2m1
 from spec_ops.models.stored_tensor import StoredTensor
 
-KINDS = ("float8", "float8_block", "float8_tensor", "int8", "int4")
+KINDS = ("float8", "float8_block", "float8_tensor", "int8", "int4", "nvfp4", "mxfp4")
 _COLUMNS = 2 * min(GROUPS)  # what the kernels need k to be a multiple of
 _GROUP = 128  # columns that share a scale in 4 bits, where k is a multiple of it; torchao's default
+_FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _RANGES = [1 - 0.02 * i for i in range(16)]  # parts of a group's range that 4 bits may cover
 
 
 def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) -> nn.Module:
     """Store the weights of a model's linear layers in 8 or 4 bits, in place. Activations keep their dtype.
 
-    The weights become torchao's `Float8Tensor` or `Int8Tensor`, but for two kinds that become `StoredTensor`: `"float8_block"`,
-    which torchao has for 8-bit activations alone, and `"int4"`, in the layout of torchao's `Int4Tensor`, whose own kernels need
-    a GPU and one more package. Biases, embeddings, norms and layers whose input is no multiple of 64 stay as they are, and so
-    do layers that are quantized already, such as an LM head that a draft shares with its target. Load weights first: a
-    quantized model has no state dict in the layout of checkpoints.
+    The weights become torchao's `Float8Tensor` or `Int8Tensor`, but for kinds that become `StoredTensor`: `"float8_block"`,
+    which torchao has for 8-bit activations alone; `"int4"`, in the layout of torchao's `Int4Tensor`, whose own kernels need a
+    GPU and one more package; `"nvfp4"` and `"mxfp4"`, of which torchao has prototypes. Biases, embeddings, norms and layers
+    whose input is no multiple of 64 stay as they are, and so do layers that are quantized already, such as an LM head that a
+    draft shares with its target. Load weights first: a quantized model has no state dict in the layout of checkpoints.
 
     Args:
         model: of any kind; ours, or one of transformers.
         kind: `"float8"`: float8_e4m3fn with a float32 scale for each row (output channel). `"float8_block"`: with one for each
             block of 128 x 128, as in DeepSeek's and Qwen's checkpoints. `"float8_tensor"`: with one for each weight.
             `"int8"`: int8 with a scale for each row. `"int4"`: 4 bits, a scale and a zero point for 128 columns of a row each
-            (64 where 128 does not divide them).
+            (64 where 128 does not divide them). `"nvfp4"`: 4-bit floats, a scale of float8_e4m3fn for 16 columns of a row, and
+            a float32 scale for each weight. `"mxfp4"`: 4-bit floats, a power of 2 for 32 columns of a row.
         lm_head: whether layers of that name are quantized too.
 
     Returns:
@@ -41,15 +44,14 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
     Raises:
         TypeError: `model` is no module.
         ValueError: an unknown `kind`; a model without a linear layer to quantize, or with none left.
-        ImportError: torchao is not installed, which all kinds but `"float8_block"` and `"int4"` need.
+        ImportError: torchao is not installed, which `"float8"`, `"float8_tensor"` and `"int8"` need.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize: `model` must be a torch.nn.Module, got {type(model).__name__}")
     if kind not in KINDS:
         raise ValueError(f"quantize: `kind` must be one of {list(KINDS)}, got {kind!r}")
     layers = linear_layers(model, lm_head)
-    if kind in ("float8_block", "int4"):
-        store = int4_tensor if kind == "int4" else float8_tensor
+    if (store := _STORED.get(kind)) is not None:
         for layer in layers:
             layer.weight = nn.Parameter(store(layer.weight), requires_grad=False)
         return model
@@ -93,7 +95,7 @@ def float8_tensor(weight: torch.Tensor, rows: int = BLOCK, columns: int = BLOCK)
     n, k = weight.shape
     padded = F.pad(weight.float(), (0, -k % columns, 0, -n % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    scale = blocks.abs().amax((1, 3)) / _FLOAT8_MAX
     numbers = blocks / torch.where(scale == 0, 1, scale)[:, None, :, None]
     stored = numbers.view(padded.shape)[:n, :k].to(torch.float8_e4m3fn).contiguous()
     return StoredTensor(stored, scale, dtype=weight.dtype)
@@ -127,6 +129,55 @@ def int4_tensor(weight: torch.Tensor, group: int = _GROUP) -> StoredTensor:
         scale, zero = torch.where(better, s, scale), torch.where(better, z, zero)
         numbers = torch.where(better[..., None], found.to(torch.int8), numbers)
     return StoredTensor(packed(numbers.flatten(1)), scale, zero, dtype=weight.dtype)
+
+
+@torch.no_grad()
+def nvfp4_tensor(weight: torch.Tensor) -> StoredTensor:
+    """`weight [n, k]` in 4-bit floats; the greatest magnitude of a group becomes 6, of a weight 6 * 448.
+
+    Args:
+        weight: floating-point, k a multiple of 16.
+    """
+    values = weight.float().unflatten(1, (-1, FLOAT4_GROUPS["nvfp4"]))
+    greatest = values.abs().amax(2)
+    whole = (greatest.amax() / (E2M1_MAX * _FLOAT8_MAX)).reshape(1)
+    scale = (greatest / (E2M1_MAX * _divisor(whole))).to(torch.float8_e4m3fn)
+    wide = _divisor(scale.float() * whole)[..., None]
+    return StoredTensor(packed_e2m1((values / wide).flatten(1)), scale, tensor_scale=whole, dtype=weight.dtype)
+
+
+@torch.no_grad()
+def mxfp4_tensor(weight: torch.Tensor) -> StoredTensor:
+    """`weight [n, k]` in 4-bit floats; of the two powers of 2 around a sixth of the greatest magnitude of a group, it has the
+    one whose squared error is less. (The lesser one cuts magnitudes off that the greater one has only coarse numbers for.)
+
+    Args:
+        weight: floating-point, k a multiple of 32.
+    """
+    values = weight.float().unflatten(1, (-1, FLOAT4_GROUPS["mxfp4"]))
+    greatest = values.abs().amax(2) / E2M1_MAX
+    lesser = (_divisor(greatest).log2().floor() + 127).clamp(0, 253).to(torch.uint8)
+    made = [
+        StoredTensor(packed_e2m1((values / e8m0(scale)[..., None]).flatten(1)), scale, dtype=weight.dtype)
+        for scale in (lesser, lesser + 1)
+    ]
+    errors = [(part.dequantize().view(values.shape) - values).square_().sum(2) for part in made]
+    up = errors[1] < errors[0]
+    data = torch.where(up.repeat_interleave(values.shape[2] // 2, 1), made[1].data_, made[0].data_)
+    return StoredTensor(data, torch.where(up, made[1].scale, made[0].scale), dtype=weight.dtype)
+
+
+def _divisor(scale: torch.Tensor) -> torch.Tensor:
+    """`scale`, and 1 where that is 0: what it divides is 0 too, or becomes 0 times it."""
+    return torch.where(scale == 0, 1, scale)
+
+
+_STORED: dict[str, Callable[[torch.Tensor], StoredTensor]] = {
+    "float8_block": float8_tensor,
+    "int4": int4_tensor,
+    "nvfp4": nvfp4_tensor,
+    "mxfp4": mxfp4_tensor,
+}
 
 
 def is_quantized(module: nn.Module) -> bool:

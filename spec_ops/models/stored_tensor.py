@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from spec_ops.backends.weight_format import columns_of, dequantized, weight_format
 
 aten = torch.ops.aten
-_PARTS = ("data_", "scale", "zero", "order", "input_scale")
+_PARTS = ("data_", "scale", "zero", "tensor_scale", "order", "input_scale")
 _RANGES = {"float8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
 
 
@@ -51,7 +51,7 @@ class StoredTensor(torch.Tensor):
     Other operations than `torch.nn.functional.linear`, copies and moves are refused.
 
     Args:
-        data, scale, zero: see `spec_ops.backends.weight_format`; not copied.
+        data, scale, zero, tensor_scale: see `spec_ops.backends.weight_format`; not copied.
         dtype: what the tensor says its dtype is.
         order: `[k]` int64: column i of what is stored is column `order[i]` of the weight. None: they are in order.
         inputs: how rows are rounded before they meet the weight; None: not at all.
@@ -64,6 +64,7 @@ class StoredTensor(torch.Tensor):
     data_: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
+    tensor_scale: torch.Tensor | None
     order: torch.Tensor | None
     input_scale: torch.Tensor | None
 
@@ -75,6 +76,7 @@ class StoredTensor(torch.Tensor):
         zero: torch.Tensor | None = None,
         *,
         dtype: torch.dtype,
+        tensor_scale: torch.Tensor | None = None,
         order: torch.Tensor | None = None,
         inputs: Inputs | None = None,
         input_scale: torch.Tensor | None = None,
@@ -89,27 +91,28 @@ class StoredTensor(torch.Tensor):
         zero: torch.Tensor | None = None,
         *,
         dtype: torch.dtype,
+        tensor_scale: torch.Tensor | None = None,
         order: torch.Tensor | None = None,
         inputs: Inputs | None = None,
         input_scale: torch.Tensor | None = None,
     ) -> None:
-        weight_format("StoredTensor", data, scale, zero)
+        weight_format("StoredTensor", data, scale, zero, tensor_scale)
         if order is not None and (order.shape != self.shape[1:] or order.dtype != torch.int64):
             raise ValueError(
                 f"StoredTensor: `order` must be [{self.shape[1]}] of torch.int64, got {order.dtype} of {list(order.shape)}"
             )
         if input_scale is not None and (inputs is None or inputs.group or input_scale.numel() != 1):
             raise ValueError(f"StoredTensor: `input_scale` must be one number, for `inputs` without groups, got {inputs}")
-        self.data_, self.scale, self.zero, self.order = data, scale, zero, order
-        self.inputs, self.input_scale = inputs, input_scale
+        self.data_, self.scale, self.zero, self.tensor_scale = data, scale, zero, tensor_scale
+        self.order, self.inputs, self.input_scale = order, inputs, input_scale
 
     def dequantize(self) -> torch.Tensor:
         """`[n, k]` in float32."""
-        weight = dequantized(self.data_, self.scale, self.zero)
+        weight = dequantized(self.data_, self.scale, self.zero, self.tensor_scale)
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        kind = weight_format("StoredTensor", self.data_, self.scale, self.zero)
+        kind = weight_format("StoredTensor", self.data_, self.scale, self.zero, self.tensor_scale)
         return f"StoredTensor({list(self.shape)}, {kind}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, Inputs | None]]:
@@ -119,7 +122,7 @@ class StoredTensor(torch.Tensor):
     def __tensor_unflatten__(
         cls, parts: dict[str, torch.Tensor], rest: tuple[torch.dtype, Inputs | None], *_: Any
     ) -> StoredTensor:
-        optional = {name: parts.get(name) for name in ("order", "input_scale")}
+        optional = {name: parts.get(name) for name in ("tensor_scale", "order", "input_scale")}
         return cls(parts["data_"], parts["scale"], parts.get("zero"), dtype=rest[0], inputs=rest[1], **optional)
 
     def _stable_hash_for_caching(self) -> str:
@@ -160,4 +163,4 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         raise NotImplementedError("StoredTensor: `linear` takes one as `weight` alone")
     rows = input if weight.inputs is None else weight.inputs.rounded(input, weight.input_scale)
     rows = rows if weight.order is None else rows.index_select(-1, weight.order)
-    return F.linear(rows, dequantized(weight.data_, weight.scale, weight.zero).to(input.dtype), bias)
+    return F.linear(rows, dequantized(weight.data_, weight.scale, weight.zero, weight.tensor_scale).to(input.dtype), bias)

@@ -176,8 +176,8 @@ def _read_as_stored(
     if reason := _stored_refusal(node, bias, x, stored, arch):
         result.refuse(node, f"product of {m} x {k} and {k} x {n}: {reason}")
         return
-    data, scale, zero = stored.insert(graph, node)
-    new = insert(graph, node, skinny_mm_op, (x, data, bias, scale, zero), source=node)
+    data, *scales = stored.insert(graph, node)
+    new = insert(graph, node, skinny_mm_op, (x, data, bias, *scales), source=node)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     bits = 4 if 2 * value(data).numel() == n * k else 8

@@ -65,7 +65,11 @@ def test_held_out_accept_length(tmp_path):
         (["kernels", "--out", "."], "--out", "must be a file"),
         (["kernels", "--plot", "/dev/null/x.png"], "--plot", "which is a file"),
         (["round", "--json", "."], "--json", "must be a file"),
-        (["round", "--device", "cpu", "--weights", "int3"], "--weights", "must be one of ['float8', 'float8_block', 'int4']"),
+        (
+            ["round", "--device", "cpu", "--weights", "int3"],
+            "--weights",
+            "must be one of ['float8', 'float8_block', 'int4', 'nvfp4', 'mxfp4']",
+        ),
         (["round", "--timeline", "."], "--timeline", "must be a file"),
         (["tune", "--json", "."], "--json", "must be a file"),
         (["tune", "--table", "absent"], "--table", "does not exist"),

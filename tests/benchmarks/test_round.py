@@ -183,7 +183,7 @@ def test_rounds_with_weights_of_fewer_bits(path, monkeypatch):
     sizes = replace(TINY.shape.target, attention_sinks=False, sliding_window=None, sliding_window_pattern=None)
     monkeypatch.setitem(SHAPES, "tiny", replace(SHAPES["tiny"], target=sizes))
     case = replace(TINY, contexts=(40,), path=path)
-    for weights, bits in (("float8", 8), ("float8_block", 8), ("int4", 4)):
+    for weights, bits in (("float8", 8), ("float8_block", 8), ("int4", 4), ("nvfp4", 4)):
         made = CompiledRound(replace(case, weights=weights))
         layers = [m for model in (made.generator.target, made.generator.draft) for m in model.modules() if type(m) is nn.Linear]
         stored = [layer.weight for layer in layers if isinstance(layer.weight, StoredTensor)]
@@ -197,9 +197,10 @@ def test_rounds_with_weights_of_fewer_bits(path, monkeypatch):
 
 def test_floors_of_weights_of_fewer_bits():
     """Of Llama-3.1-8B in GB, by hand: 7.505e9 weights and a head of 0.425e9 three times; scales of 4 bytes for a row, for 128 x
-    128 and, with a zero point, for 128."""
+    128 and, with a zero point, for 128; of one byte for 16 and for 32."""
     numbers = 7.505 + 3 * 0.425
-    for weights, each in (("float8", 1 + 4 / 4096), ("float8_block", 1 + 4 / 128**2), ("int4", 0.5 + 4 / 128)):
+    bytes_each = {"float8": 1 + 4 / 4096, "float8_block": 1 + 4 / 128**2, "int4": 0.5 + 4 / 128}
+    for weights, each in (bytes_each | {"nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}).items():
 
         class Meta:
             target, draft = SHAPES["llama-8b"].with_layers(None).build("meta", torch.bfloat16)

@@ -11,6 +11,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 import spec_ops
+from spec_ops.backends.weight_format import e8m0, packed_e2m1
 from spec_ops.decoding import Generator
 from spec_ops.models import CausalLM, ModelConfig, MTPDraft, load_pair, quantize
 from spec_ops.models.corpus import held_out_prompts
@@ -85,6 +86,42 @@ def test_weights_of_other_kinds(torchao):
         assert lost.mean() < 0.98 * (step.square() / 12).mean()
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_4_bit_floats(kind):
+    """Scales, what rounding loses, and groups of zeros, of one value and of very small ones."""
+    layer = nn.Linear(192, 48)
+    with torch.no_grad():
+        layer.weight.normal_(generator=torch.Generator().manual_seed(0))
+        layer.weight[0, :64], layer.weight[1, :64], layer.weight[2, :64] = 0, 3.0, 1e-9
+    exact = layer.weight.detach().clone()
+    assert quantize(layer, kind) is layer
+    weight, group = layer.weight, 16 if kind == "nvfp4" else 32
+    assert type(weight.data) is StoredTensor
+    assert (weight.data_.dtype, weight.scale.shape) == (torch.uint8, (48, 192 // group))
+    assert (weight.tensor_scale is not None) == (kind == "nvfp4")
+    got, values = weight.dequantize(), exact.unflatten(1, (-1, group))
+    # Numbers are nearest to the group's own: at most half of the step from 4 to 6 away, or beyond 6.
+    scale = got.unflatten(1, (-1, group)).abs().amax(2) / 6
+    assert torch.equal(got[0, :64], torch.zeros(64))
+    assert (got[1, :64] - 3).abs().max() <= 3 / 16
+    assert got[2, :64].abs().max() <= (2e-9 if kind == "mxfp4" else 0)
+    lost = (got.unflatten(1, (-1, group)) - values).abs().amax(2)
+    assert bool((lost[3:] <= 1.6 * values[3:].abs().amax(2) / 6).all())
+    assert bool((scale[3:] > 0).all())
+    if kind == "nvfp4":
+        # The greatest magnitude of a weight becomes 6 * 448 of its scale.
+        torch.testing.assert_close(weight.tensor_scale, exact.abs().amax().reshape(1) / (6 * 448))
+        assert weight.scale.float().amax() == 448
+    else:
+        # Another power of 2 for each group would lose no less.
+        for off in (-1, 1):
+            other = StoredTensor(
+                packed_e2m1((values / e8m0(weight.scale + off)[..., None]).flatten(1)), weight.scale + off, dtype=exact.dtype
+            )
+            worse = (other.dequantize() - exact).unflatten(1, (-1, group)).square().sum(2)
+            assert bool((worse >= (got - exact).unflatten(1, (-1, group)).square().sum(2))[3:].all())
+
+
 def test_a_stored_tensor_is_a_linear_layers_weight_alone():
     layer = quantize(nn.Linear(128, 48), "int4")
     x = torch.randn(2, 3, 128)
@@ -106,6 +143,9 @@ def test_a_stored_tensor_is_a_linear_layers_weight_alone():
     ordered = StoredTensor(weight.data_, weight.scale, weight.zero, dtype=torch.float32, order=order)
     assert torch.equal(ordered.dequantize()[:, order], weight.dequantize())
     torch.testing.assert_close(nn.functional.linear(x, ordered), x @ ordered.dequantize().t())
+    scales = torch.ones(48, 8).to(torch.float8_e4m3fn), torch.ones(1)
+    scaled = StoredTensor(weight.data_, scales[0], tensor_scale=scales[1], dtype=torch.float32)
+    assert torch.equal(copy.deepcopy(scaled).to(torch.bfloat16).tensor_scale, scales[1])
     hashes = {t._stable_hash_for_caching() for t in (weight, ordered, moved.weight, layer.weight.clone())}
     assert len(hashes) == 3
     with pytest.raises(ValueError, match=r"`order` must be \[128\] of torch.int64, got torch.int64 of \[64\]"):
@@ -139,7 +179,7 @@ def test_layers_that_are_shared(torchao):
         (
             (nn.Linear(64, 64), "int3"),
             ValueError,
-            r"`kind` must be one of \['float8', .*, 'int4'\], got 'int3'",
+            r"`kind` must be one of \['float8', .*, 'mxfp4'\], got 'int3'",
         ),
         ((nn.Linear(63, 64),), ValueError, "`model` must have linear layers with an input of a multiple of 64, got Linear"),
     ],
@@ -156,7 +196,7 @@ def test_without_torchao(monkeypatch):
         quantize(nn.Linear(64, 64))
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "nvfp4"])
 def test_text_of_a_quantized_target(torchao, kind):
     target, draft, tokenizer = load_pair()
     prompts = held_out_prompts(tokenizer, 4, 64)
@@ -185,7 +225,9 @@ def test_speculation_gives_the_text_of_the_quantized_target(torchao):
 
 
 # MiB of 1.25 Mi numbers: read, written in 16 bits and read again, or read once. Scales and zeros of 4 bits are 0.08.
-@pytest.mark.parametrize(("kind", "moved"), [("float8", (7, 2)), ("float8_block", (7, 2)), ("int8", (7, 2)), ("int4", (6, 1))])
+@pytest.mark.parametrize(
+    ("kind", "moved"), [("float8", (7, 2)), ("float8_block", (7, 2)), ("int8", (7, 2)), ("int4", (6, 1)), ("nvfp4", (6, 1))]
+)
 def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao, kind, moved):
     """A layer of torchao's weights beside an op of ours: all products, the residual and the norm, in bfloat16."""
 
@@ -216,7 +258,7 @@ def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao, kind, mo
         torch.testing.assert_close(ours, eager, rtol=2**-6, atol=2**-5)
 
 
-@pytest.mark.parametrize("kind", ["float8", "int4"])
+@pytest.mark.parametrize("kind", ["float8", "int4", "nvfp4"])
 def test_command_line(torchao, kind):
     result = run("generate", "--compare", "--quantize", kind, "--max-new-tokens", "24", "--device", "cpu")
     assert result.exit_code == 0, result.output

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spec_ops.backends.weight_format import dequantized
+from spec_ops.backends.weight_format import dequantized, e2m1, unpacked
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op
+from spec_ops.passes.analysis.stored_weights import weight_bytes
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
 from tests.helpers.pass_harness import capture, run_pass, targets, texts
@@ -282,6 +283,66 @@ def test_weights_of_4_bits_read_as_stored():
         errors = [(out.double() - want).square().mean().sqrt() for out in (module(*inputs)[0], fn(*args))]
         assert 0 < errors[0] <= 1.05 * errors[1]
     assert "more than 64 rows" in refused(fn, [x.repeat(17, 1), *weights])
+
+
+def in_float4(x, weight, scale, tensor_scale=None):
+    return F.linear(x, dequantized(weight, scale, None, tensor_scale).to(x.dtype))
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_4_bit_floats_read_as_stored(kind):
+    """What `StoredTensor` traces to; with the weight transposed, and without a scale of the whole weight."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(M, K, generator=g).bfloat16(), torch.randn(N, K, generator=g)
+    weight, scale, _, *whole = stored(w, kind)
+
+    def transposed(x, weight, scale, tensor_scale=None):
+        return torch.matmul(x, dequantized(weight, scale, None, tensor_scale).t().to(x.dtype))
+
+    for fn in (in_float4, transposed):
+        for args in ([x, weight, scale, *(t for t in whole if t is not None)], [x, weight, scale]):
+            module, inputs = capture(fn, *args)
+            assert weight_bytes(next(node for node in module.graph.nodes if node.target is aten.mm.default)) > 4 * N * K
+            result = run_pass(LowerSkinnyMm(), module, 90)
+            assert texts(result.done) == "skinny_mm: 4 rows, weight 320 x 512 of 4 bits", texts(result.refused)
+            (node,) = (node for node in module.graph.nodes if node.target is skinny_mm_op)
+            assert weight_bytes(node) == sum(t.numel() * t.element_size() for t in args[1:])
+            assert not {aten.mm.default, aten.mul.Tensor, aten.cat.default} & set(targets(module))
+            want = exact(x, weight, scale, None, *args[3:])
+            errors = [(out.double() - want).square().mean().sqrt() for out in (module(*inputs)[0], fn(*args))]
+            assert 0 < errors[0] <= 1.05 * errors[1]
+    assert "more than 64 rows" in refused(in_float4, [x.repeat(17, 1), weight, scale])
+
+
+def with_float_scales(x, weight, scale):
+    return F.linear(x, (e2m1(weight) * (scale.float() + 1).repeat_interleave(16, 1)).to(x.dtype))
+
+
+def of_other_groups(x, weight, scale):
+    return F.linear(x, (e2m1(weight) * scale[:, ::2].float().repeat_interleave(32, 1)).to(x.dtype))
+
+
+def of_another_unit(x, weight, scale):
+    return F.linear(x, (e2m1(weight) / 16384 * 8192 * scale.float().repeat_interleave(16, 1)).to(x.dtype))
+
+
+def bytes_as_scales(x, weight, scale):
+    groups = scale.view(torch.uint8)[:, ::2].repeat_interleave(32, 1)
+    return F.linear(x, (unpacked(weight).float() * groups).to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (with_float_scales, "its 4-bit floats have no scales of e4m3 or e8m0"),
+        (of_other_groups, "its scales are of no known format: float8_e4m3fn of shape [320, 16], one for 1 x 32"),
+        (of_another_unit, "its weight of 8 or 4 bits is not dequantized as numbers times scales"),
+        (bytes_as_scales, "its scales are of no known format"),
+    ],
+)
+def test_near_misses_of_4_bit_floats(fn, reason):
+    weight, scale, *_ = stored(torch.randn(N, K), "nvfp4")
+    assert reason in refused(fn, [torch.randn(M, K).bfloat16(), weight, scale])
 
 
 def halves(x, weight, scale, zero, high=4, offset=8):

@@ -5,7 +5,8 @@
 `torch.compile` traces this of torchao's `Float8Tensor` (weight only), of transformers' fine-grained fp8 as our models call it,
 of `StoredTensor`, and of whoever writes `F.linear(x, (weight.float() * scale).to(x.dtype))`. Scales are broadcast, or repeated
 over blocks with `repeat_interleave`, or a view of the weight has its blocks as dimensions. Numbers of 4 bits are those of
-`weight_format.unpacked`, and a zero point may follow the scales.
+`weight_format.unpacked`, and a zero point may follow the scales; or they are those of `e2m1`, with scales of e4m3 or of `e8m0`,
+and a scale of the whole weight may follow.
 
     mul(mm(x, convert(permute(weight))), scales)
 
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from spec_ops.backends.weight_format import KINDS, SCALE_DTYPES, weight_format
+from spec_ops.backends.weight_format import E2M1_UNIT, KINDS, SCALE_DTYPES, weight_format
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.graph import arg, insert, value
 from spec_ops.passes.analysis.rows import RESHAPES
@@ -33,7 +34,8 @@ _VIEWS = {
     *_SWAPS, aten.view.default, aten.reshape.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
     aten.squeeze.dim, aten.alias.default, aten.detach.default,
 }  # fmt: skip
-_DEPTH = 16  # nodes above a product in which a weight of 8 or 4 bits is looked for
+_BITS = {aten.view.dtype, aten.bitwise_or.Tensor, aten.bitwise_and.Scalar, aten.__lshift__.Scalar}  # of `e2m1`
+_DEPTH = 20  # nodes above a product in which a weight of 8 or 4 bits is looked for
 
 
 class StoredWeight(NamedTuple):
@@ -43,6 +45,7 @@ class StoredWeight(NamedTuple):
         data: float8 or int8, as `[n, k]`, or `[k, n]` if `flipped`; two numbers of 4 bits in a byte, `[n, k / 2]`.
         scale, zero: as `[n, k]` of scales, or `[k, n]` if `flipped_scale`; of any shape if one of these is 1. `zero` or None.
         shape: the scales', `[n, k]`.
+        tensor_scale: of the whole weight, or None.
     """
 
     data: fx.Node
@@ -51,9 +54,10 @@ class StoredWeight(NamedTuple):
     flipped_scale: bool
     shape: tuple[int, int]
     zero: fx.Node | None = None
+    tensor_scale: fx.Node | None = None
 
     def insert(self, graph: fx.Graph, before: fx.Node) -> tuple[fx.Node | None, ...]:
-        """Nodes of the weight `[n, k]`, its scale and its zero, as `skinny_mm` takes them."""
+        """Nodes of the weight `[n, k]`, its scale, its zero and its tensor's scale, as `skinny_mm` takes them."""
         flip = [1, 0]
         data = insert(graph, before, aten.permute.default, (self.data, flip)) if self.flipped else self.data
         scales = []
@@ -64,7 +68,7 @@ class StoredWeight(NamedTuple):
             if node is not None and self.flipped_scale:
                 node = insert(graph, before, aten.permute.default, (node, flip))
             scales.append(node)
-        return data, *scales
+        return data, *scales, self.tensor_scale
 
 
 def weight_bytes(node: fx.Node) -> int:
@@ -72,9 +76,9 @@ def weight_bytes(node: fx.Node) -> int:
     if node.op != "call_function":
         return 0
     if (found := int4_rows(node)) is not None:
-        return _bytes(found[1].data, found[1].scale, found[1].zero)
+        return _bytes(*_tensors(found[1]))
     if node.target in _SKINNY:
-        return _bytes(*(arg(node, name) for name in ("weight", "scale", "zero")))
+        return _bytes(*(arg(node, name) for name in ("weight", "scale", "zero", "tensor_scale")))
     if node.target not in (aten.mm.default, aten.addmm.default):
         return 0
     right: Any = node.args[-1]
@@ -84,7 +88,11 @@ def weight_bytes(node: fx.Node) -> int:
         stored = dequantized(right) or ((after := scaled_after(node)) and after[1])
     except NoFormatError:
         stored = None
-    return _bytes(right) if stored is None else 2 * _bytes(right) + _bytes(stored.data, stored.scale, stored.zero)
+    return _bytes(right) if stored is None else 2 * _bytes(right) + _bytes(*_tensors(stored))
+
+
+def _tensors(stored: StoredWeight) -> tuple[fx.Node | None, ...]:
+    return stored.data, stored.scale, stored.zero, stored.tensor_scale
 
 
 def _bytes(*nodes: Any) -> int:
@@ -123,6 +131,7 @@ def dequantized(right: fx.Node) -> StoredWeight | None:
     zeros = None
     if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         node, zeros = next(((a, b) for a, b in _factors(node) if a.target is aten.mul.Tensor), (node, None))
+    node, tensor_scale = _without_tensor_scale(node)
     shape, parts, blocks = value(node).shape, None, None
     if node.target is aten.mul.Tensor:
         parts = _factors(node)
@@ -136,6 +145,10 @@ def dequantized(right: fx.Node) -> StoredWeight | None:
                 continue
             numbers = viewed.args[0]
         data, data_flipped = _peeled(numbers, flipped)
+        if (bytes_of := _of_e2m1(data)) is not None:
+            return _of_float4(bytes_of, data_flipped, scales, flipped, tensor_scale)
+        if tensor_scale is not None:
+            continue
         if (bytes_of := _of_4_bits(data)) is not None:
             data = bytes_of
         elif value(data).dtype == torch.uint8:
@@ -178,11 +191,65 @@ def scaled_after(node: Any) -> tuple[fx.Node, StoredWeight] | None:
     raise NoFormatError("its weight of 8 bits has no scale for each column")
 
 
+def _without_tensor_scale(node: Any) -> tuple[Any, fx.Node | None]:
+    """`node`, or what one float32 multiplies in it if that is 4-bit floats times scales, and that float32."""
+    for product, factor in _factors(node) if node.target is aten.mul.Tensor else []:
+        product, one = _same(product), value(factor)
+        if product.target is not aten.mul.Tensor or one.numel() != 1 or one.dtype != torch.float32:
+            continue
+        if any(_of_e2m1(_peeled(numbers, False)[0]) is not None for numbers, _ in _factors(product)):
+            return product, factor
+    return node, None
+
+
+def _of_float4(data: fx.Node, data_flipped: bool, scales: Any, flipped: bool, tensor_scale: fx.Node | None) -> StoredWeight:
+    """The weight of 4-bit floats, if its scales are those of a format."""
+    spread = _spread(scales)
+    if (base := _scale_of_8_bits(spread.base)) is None:
+        raise NoFormatError("its 4-bit floats have no scales of e4m3 or e8m0")
+    if tensor_scale is not None and value(base).dtype == torch.uint8:
+        raise NoFormatError("its 4-bit floats have scales of e8m0 and one of the whole weight")
+    found = _checked(data, data_flipped, spread._replace(base=base), flipped, float4=True)
+    return found._replace(tensor_scale=tensor_scale)
+
+
+def _of_e2m1(node: Any) -> fx.Node | None:
+    """The bytes that `node [n, k]` holds the 4-bit floats of, as `weight_format.e2m1` computes them."""
+    bits = _bits(_arithmetic(node, E2M1_UNIT, aten.mul), torch.float16)
+    if getattr(bits, "target", None) is not aten.bitwise_or.Tensor:
+        return None
+    rest, sign = (_arithmetic(half, by, aten.__lshift__) for half, by in zip(bits.args, (9, 12), strict=True))
+    halves = _arithmetic(rest, 7, aten.bitwise_and)
+    if halves is None or halves is not _arithmetic(sign, 8, aten.bitwise_and) or value(halves).dtype != torch.int16:
+        return None
+    return _bytes_of_halves(halves.args[0], value(node).shape)
+
+
+def _scale_of_8_bits(node: Any) -> fx.Node | None:
+    """The e4m3, or the bytes of e8m0, that `node` is the float32 of."""
+    if node.target is prims.convert_element_type.default and value(node.args[0]).dtype == torch.float8_e4m3fn:
+        return node.args[0]
+    exponent = _arithmetic(_arithmetic(_bits(node, torch.float32), 1 << 22, aten.clamp_min), 23, aten.__lshift__)
+    if getattr(exponent, "target", None) is not prims.convert_element_type.default:
+        return None
+    return exponent.args[0] if (value(exponent).dtype, value(exponent.args[0]).dtype) == (torch.int32, torch.uint8) else None
+
+
+def _bits(node: Any, dtype: torch.dtype) -> Any:
+    """The integers that `node` is the floats of `dtype` of; None if it is something else."""
+    node = None if node is None else _same(node)
+    return node.args[0] if getattr(node, "target", None) is aten.view.dtype and value(node).dtype == dtype else None
+
+
 def _of_4_bits(node: Any) -> fx.Node | None:
     """The bytes that `node [n, k]` holds the numbers of, as `weight_format.unpacked` computes them."""
     xor = _arithmetic(node, 8, aten.sub)
     xor = xor.args[0] if getattr(xor, "target", None) is prims.convert_element_type.default else xor
-    view = _arithmetic(xor, 8, aten.bitwise_xor)
+    return _bytes_of_halves(_arithmetic(xor, 8, aten.bitwise_xor), value(node).shape)
+
+
+def _bytes_of_halves(view: Any, shape: torch.Size) -> fx.Node | None:
+    """The bytes whose halves `view` holds, the lower one first, if those are of `shape`."""
     if getattr(view, "target", None) not in RESHAPES or (cat := view.args[0]).target is not aten.cat.default:
         return None
     halves, dim = arg(cat, "tensors"), arg(cat, "dim")
@@ -193,10 +260,10 @@ def _of_4_bits(node: Any) -> fx.Node | None:
     if low is None or low is not high or value(low).dtype != torch.uint8 or value(low).dim() != 2:
         return None
     n, half = value(low).shape
-    return low if tuple(value(cat).shape) == (n, half, 2) and tuple(value(node).shape) == (n, 2 * half) else None
+    return low if tuple(value(cat).shape) == (n, half, 2) and tuple(shape) == (n, 2 * half) else None
 
 
-def _arithmetic(node: Any, number: int, *operations: Any) -> Any:
+def _arithmetic(node: Any, number: float, *operations: Any) -> Any:
     """The first operand of one of `operations` whose second is `number`; None if `node` is nothing of that kind."""
     packet = getattr(getattr(node, "target", None), "overloadpacket", None)
     return node.args[0] if packet in operations and tuple(node.args[1:]) == (number,) and not node.kwargs else None
@@ -214,7 +281,7 @@ def _holds_stored(node: Any, depth: int) -> bool:
         return False
     if value(node).dtype in _STORED:
         return True
-    known = _VIEWS | _SAME | {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.expand.default}
+    known = _VIEWS | _SAME | _BITS | {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.expand.default}
     if node.op != "call_function" or node.target not in known | {prims.convert_element_type.default}:
         return False
     return any(_holds_stored(parent, depth - 1) for parent in node.all_input_nodes)
@@ -302,7 +369,14 @@ def _of_blocks(node: Any, blocks: tuple[int, ...]) -> _Spread:
     return _Spread(node, False, (blocks[1], blocks[3]))
 
 
-def _checked(data: fx.Node, data_flipped: bool, spread: _Spread, flipped: bool, zeros: _Spread | None = None) -> StoredWeight:
+def _checked(
+    data: fx.Node,
+    data_flipped: bool,
+    spread: _Spread,
+    flipped: bool,
+    zeros: _Spread | None = None,
+    float4: bool = False,
+) -> StoredWeight:
     """The weight, if its scales are those of a format. `flipped`: where numbers meet scales, they are `[k, n]`."""
     if not is_stored(data):
         raise NoFormatError("the weight is computed here")
@@ -318,6 +392,8 @@ def _checked(data: fx.Node, data_flipped: bool, spread: _Spread, flipped: bool, 
         if not same or value(zeros.base).dtype != scale.dtype or dtype != torch.uint8:
             raise NoFormatError("its zero points are not those of groups of 4 bits")
     try:
+        if (scale.dtype in SCALE_DTYPES) == float4:  # bytes times bytes would be taken for MXFP4
+            raise TypeError
         stored = weight_format("lower_skinny_mm", torch.empty(sizes, dtype=dtype, device="meta"), _meta(scale, shape), None)
     except (TypeError, ValueError):
         text = f"{scale.dtype} of shape {list(shape)}, one for {repeats[0]} x {repeats[1]}".removeprefix("torch.")

@@ -26,6 +26,7 @@ NOTEBOOK = ROOT / "docs" / "notebook"
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "accept": rounds.accept,
     "quantized": rounds.quantized,
+    "lookup": rounds.lookup,
     "kernels": kernels.kernels,
     "fp8": kernels.fp8,
     "deterministic": kernels.deterministic,

@@ -37,8 +37,10 @@ def rounds(results: Path) -> str:
     intro = "One round of Llama-3.1-8B's shape with an EAGLE-3 head on one H200: three draft steps, four verified tokens, bf16,"
     intro += f" random weights, milliseconds. SGLang is release {found['versions']['sglang']} with its `fa3` attention backend,"
     intro += " the fastest of those that were tried, CUDA graphs and overlap scheduling, and a simulated accept length of"
-    intro += f" {found['accept_length']:g}; the lowest and highest of its measurements are given, and the last column takes the"
-    intro += " lowest. The two were measured in different sessions on machines of one kind."
+    intro += (
+        f" {found['accept_length']:g}; the table shows its lowest and highest measurements, and the last column compares with"
+    )
+    intro += " the lowest. The two were measured in different sessions on machines of one kind."
     outro = (
         f"At batch 1 and 1024 tokens, transformers' assisted generation takes {assisted['ms']:.0f} ms a target forward with a"
     )

@@ -40,6 +40,25 @@ def accept(results: Path) -> str:
     return paragraph(intro) + "\n\n" + table(("draft", "tokens verified", "accept length, tokens a round"), lines)
 
 
+def lookup(results: Path) -> str:
+    rows = load("cpu-lookup", results)["rows"]
+    kinds = {"edit": "edits", "summary": "summaries", "continue": "other text"}
+    lines = []
+    for draft, told in (
+        ("eagle3", "EAGLE-3 head"),
+        ("lookup", "prompt lookup"),
+        ("lookup, 2 compared", "prompt lookup that compares 2 tokens"),
+        ("lookup from 4, else eagle3", "prompt lookup from 4 equal tokens, else the head"),
+    ):
+        for steps in sorted({row["steps"] for row in rows if row["draft"] == draft}):
+            found = {row["kind"]: row["accept_length"] for row in rows if (row["draft"], row["steps"]) == (draft, steps)}
+            lines.append([told, str(steps), *(f"{found[kind]:.2f}" for kind in kinds)])
+    intro = "Tokens a round with the shipped target, greedy, over held-out files of the standard library"
+    intro += " (`python -m benchmarks.lookup`, `benchmarks/results/cpu-lookup.json`). Each text was compared with plain"
+    intro += " decoding's."
+    return paragraph(intro) + "\n\n" + table(("draft", "steps", *kinds.values()), lines)
+
+
 def quantized(results: Path) -> str:
     (exact,) = load("cpu-chain3-exact", results)["rows"]
     lines = [["float32", f"{exact['accept_length']:.2f}", ""]]
@@ -95,13 +114,16 @@ def rounds(results: Path) -> str:
     intro += " (`python -m benchmarks round`, `benchmarks/results/h200-round.json`). Milliseconds; the floor is the bytes of"
     intro += " weights and KV over the copy rate."
     if any("matmul_ms" in row for row in shown):
-        intro += " What is above it goes to matrix products, attention, other kernels and gaps (below zero: kernels overlap)."
+        intro += " The time above the floor goes to matrix products, attention, other kernels and gaps (below zero: kernels"
+        intro += " overlap)."
     if lengths := {row["accept_length"] for row in shown if "accept_length" in row}:
         intro += f" Tokens/s assume an accept length of {listed(lengths, '{:g}'.format)}"
         others = {kind for kinds in beside.values() for kind in kinds}
         if others >= {"plain", "assisted"}:
-            intro += "; beside it plain compiled decoding with the same ops, and transformers' assisted generation at the same"
-            intro += " accept length"
+            intro += (
+                "; the last columns are plain compiled decoding with the same ops, and transformers' assisted generation at"
+            )
+            intro += " the same accept length"
         intro += "."
     intro += f" {found['remark']}" if "remark" in found else ""
     header = ("model", "batch, context", "round", "floor", "share", *PARTS_ABOVE, "kernels", "tokens/s", "plain", "assisted")
@@ -204,7 +226,7 @@ def _judged(intro: str, files: Sequence[str], results: Path) -> str:
                 lines.append([*where, *times])
     if not lines:
         return paragraph(f"{intro}: not measured yet.")
-    header = ("model", "batch, context", "drafts", "tokens chosen by", "ms", "beside", "ms", "ratio")
+    header = ("model", "batch, context", "drafts", "tokens chosen by", "ms", "compared with", "its ms", "ratio")
     return paragraph(f"{intro}:") + "\n\n" + table(header, lines)
 
 
@@ -236,10 +258,11 @@ def models(results: Path) -> str:
             times = [f"{row['ms']:.2f}", f"{own['ms']:.2f}", f"{row['ms'] / own['ms']:.3f}", f"{row['floor_ms']:.2f}"]
             counts = [f"{row['kernels']:.0f}", f"{own['kernels']:.0f}"]
             lines.append([label(model), f"{bs}, {context}", kind, *times, *counts, f"{row['first_call_s']:.0f}"])
-    intro = "A model of transformers beside our own class of the same shape, milliseconds a round (`python -m benchmarks round"
-    intro += f" --path own --path transformers --plain`, `benchmarks/results/{file}.json`). The first call compiles, cold and"
-    intro += " beside other compilations:"
-    header = ("model", "batch, context", "kind", "transformers", "own", "ratio", "floor", "kernels", "own", "first call, s")
+    intro = "A model of transformers compared with our own class of the same shape, milliseconds a round (`python -m"
+    intro += f" benchmarks round --path own --path transformers --plain`, `benchmarks/results/{file}.json`). The first call"
+    intro += " compiles, without a cache and while other rounds compile:"
+    names = ("transformers", "own", "ratio", "floor", "its kernels", "own kernels", "first call, s")
+    header = ("model", "batch, context", "kind", *names)
     return paragraph(intro) + "\n\n" + table(header, lines)
 
 

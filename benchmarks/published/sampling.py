@@ -20,10 +20,8 @@ def sampling(results: Path) -> str:
         return paragraph("Sampling from logits (`python -m benchmarks sampling`): not measured yet.")
     intro = "Sampling from logits on one H200, bf16, vocabulary of 128,256, CUDA-graph replay over rotating buffers,"
     intro += f" microseconds (`python -m benchmarks sampling`, `benchmarks/results/{FILE}.json`). The floor is the bytes of the"
-    intro += (
-        " logits over the copy rate; reading is a kernel that does nothing else; of FlashInfer's ways the fastest counts. The"
-    )
-    intro += " logits are peaked as a language model's. A request has four rows in"
+    intro += ' logits over the copy rate; "reading" is a kernel that does nothing but read them; for FlashInfer the fastest of'
+    intro += " its functions is shown. The logits are peaked as a language model's. A request has four rows in"
     intro += f" verify ({JOBS['verify']}) and accept ({JOBS['accept']}):"
     rows = load(FILE, results)["rows"]
     lines = []

@@ -117,7 +117,7 @@ def test_rounds_stand_beside_plain_and_assisted_ones(tmp_path):
     text = rounds.rounds(tmp_path)
     one = ["m", "1, 1024", "5.00", "4.10", "82%", "0.30", "0.30", "0.20", "0.10", "421", "600", "250", "15"]
     assert lines(text) == [one, ["m", "8, 1024", "6.00", "4.10", "68%", *one[5:11], "", ""]]
-    assert "accept length of 3; beside it" in " ".join(text.split())
+    assert "accept length of 3; the last columns are plain" in " ".join(text.split())
     assert "no sync" not in text  # two graphs at batch size 8
     write(tmp_path, "h200-round", [row()])
     assert "no sync" in rounds.rounds(tmp_path)

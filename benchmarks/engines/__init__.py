@@ -1,0 +1,1 @@
+"""Serving engines that attend by this package, beside their own attention backends."""

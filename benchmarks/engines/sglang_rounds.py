@@ -1,0 +1,217 @@
+"""`python -m benchmarks sglang`: milliseconds of SGLang's rounds by attention backend, `spec_ops` among them.
+
+SGLang may be installed in another environment than this one (`--python`), together with this package. Weights are dummy, and
+accepted lengths are simulated, so that every backend does the same work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.engines.checkpoints import MODELS, write_shape
+from benchmarks.engines.sglang_worker import MARK
+from benchmarks.rows import write_rows
+from spec_ops.cli.options import console, writable_file
+
+WORKER = Path(__file__).with_name("sglang_worker.py")
+OURS = "spec_ops"
+BACKENDS = [OURS, "fa3", "triton", "flashinfer"]
+Row = dict[str, Any]
+
+
+def parse_backend(text: str) -> tuple[str, int]:
+    """`NAME` or `NAME:PAGE_SIZE`; SGLang's own page size is 1, and the plug-in's guide asks for 64."""
+    name, _, page_size = text.partition(":")
+    if not name or (page_size and not page_size.isdecimal()) or page_size == "0":
+        raise typer.BadParameter(f"must be NAME or NAME:PAGE_SIZE, got {text!r}", param_hint="--backend")
+    return name, int(page_size or (64 if name == OURS else 1))
+
+
+def parse_case(text: str) -> tuple[int, int]:
+    batch_size, _, context = text.partition("x")
+    if not (batch_size.isdecimal() and context.isdecimal() and int(batch_size) and int(context)):
+        raise typer.BadParameter(f"must be BATCHxCONTEXT, got {text!r}", param_hint="--case")
+    return int(batch_size), int(context)
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        raise typer.BadParameter(f"must be NAME=JSON, got {text!r}", param_hint="--engine-option") from None
+
+
+def bench_sglang(
+    model: Annotated[str, typer.Option(help=f"A shape: {', '.join(MODELS)}.")] = "llama-8b",
+    backend: Annotated[
+        list[str], typer.Option(help="NAME or NAME:PAGE_SIZE of an attention backend; may be repeated.")
+    ] = BACKENDS,
+    case: Annotated[list[str], typer.Option(help="BATCHxCONTEXT; may be repeated.")] = ["1x1024", "8x1024", "32x1024"],  # noqa: B006
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the target; default all.")] = None,
+    steps: Annotated[int, typer.Option(min=0, help="Draft steps S; 0 decodes without a draft.")] = 3,
+    accept_length: Annotated[float, typer.Option(min=1, help="Tokens a round, simulated.")] = 3.0,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs.")] = 1,
+    rounds: Annotated[tuple[int, int], typer.Option(min=1, help="Of a short and of a long call.")] = (24, 88),
+    repeats: Annotated[int, typer.Option(min=1, help="Of both calls.")] = 3,
+    seconds: Annotated[float, typer.Option(min=1, help="For an engine, its start included.")] = 240,
+    python: Annotated[str, typer.Option(help="Interpreter of the environment that has SGLang.")] = sys.executable,
+    engine_option: Annotated[
+        list[str] | None, typer.Option(help="NAME=JSON: another argument of sglang.Engine; may be repeated.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(callback=writable_file, help="Write the rows, with machine, versions and commit.")
+    ] = None,
+) -> None:
+    """Milliseconds of a round in SGLang engines that differ in their attention backend alone."""
+    if model not in MODELS:
+        raise typer.BadParameter(f"must be one of {list(MODELS)}, got {model!r}", param_hint="--model")
+    if rounds[0] >= rounds[1]:
+        raise typer.BadParameter(f"must be a smaller and a larger number, got {rounds}", param_hint="--rounds")
+    if steps and accept_length > steps + 1:
+        raise typer.BadParameter(
+            f"must be at most {steps + 1} with {steps} steps, got {accept_length:g}", param_hint="--accept-length"
+        )
+    backends, cases = [parse_backend(text) for text in backend], [parse_case(text) for text in case]
+    options = dict(parse_option(text) for text in engine_option or [])
+    rows: list[Row] = []
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = write_shape(model, Path(folder), layers)
+        for name, page_size in backends:
+            engine = engine_arguments(target, draft, name, page_size, cases, steps, tp) | options
+            job = {
+                "engine": engine, "cases": cases, "rounds": rounds, "repeats": repeats, "vocab_size": _vocab_size(target),
+                "tokens_per_round": accept_length if steps else 1.0,
+            }  # fmt: skip
+            common = {
+                "engine": "sglang", "backend": name, "page_size": page_size, "model": model, "layers": layers, "steps": steps,
+                "tp": tp, "simulated_accept_length": accept_length if steps else None,
+            }  # fmt: skip
+            with console.status(f"{name}, pages of {page_size}: starting"):
+                try:
+                    for row in run(python, job, seconds, accept_length if steps else None):
+                        if "bs" not in row:
+                            common |= row
+                            continue
+                        rows.append(common | row)
+                        console.print(f"{name}, {row['bs']} x {row['context']}: {row['ms_per_round']:.2f} ms", soft_wrap=True)
+                except RuntimeError as error:
+                    failed = True
+                    console.print(f"[red]{name}[/red]: {escape(str(error))}", soft_wrap=True)
+            if json is not None:
+                write_rows(json, rows)
+    show(console, rows)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _vocab_size(target: Path) -> int:
+    return json.loads((target / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+
+
+def engine_arguments(
+    target: Path, draft: Path | None, backend: str, page_size: int, cases: Sequence[tuple[int, int]], steps: int, tp: int
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`: dummy weights, greedy, CUDA graphs of the batch sizes that are measured."""
+    batch_sizes = sorted({batch_size for batch_size, _ in cases})
+    longest = max(context for _, context in cases)
+    arguments = {
+        "model_path": str(target), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+        "attention_backend": backend, "page_size": page_size, "sampling_backend": "pytorch", "grammar_backend": "none",
+        "context_length": longest + 4096, "max_running_requests": batch_sizes[-1], "cuda_graph_bs_decode": batch_sizes,
+        "chunked_prefill_size": 8192, "skip_server_warmup": True, "random_seed": 1, "log_level": "info", "tp_size": tp,
+    }  # fmt: skip
+    if steps:
+        arguments |= {
+            "speculative_algorithm": "EAGLE" if draft is None else "EAGLE3", "speculative_num_steps": steps,
+            "speculative_eagle_topk": 1, "speculative_num_draft_tokens": steps + 1,
+        }  # fmt: skip
+        if draft is not None:
+            arguments["speculative_draft_model_path"] = str(draft)
+    return arguments
+
+
+def run(python: str, job: dict[str, Any], seconds: float, accept_length: float | None) -> Iterator[Row]:
+    """The rows of one engine, as they come.
+
+    Raises:
+        RuntimeError: the engine ended before its last case, or took longer than `seconds`; with the end of its log.
+    """
+    environment = {**os.environ, "SGLANG_SIMULATE_ACC_LEN": str(accept_length)}
+    if accept_length is None:
+        del environment["SGLANG_SIMULATE_ACC_LEN"]
+    command = [python, str(WORKER), json.dumps(job)]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace", start_new_session=True
+        )
+        late = threading.Event()
+        timer = threading.Timer(seconds, lambda: (late.set(), _end(process)))
+        timer.start()
+        count = 0
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    row = json.loads(line.removeprefix(MARK))
+                    count += "bs" in row
+                    yield row
+            process.wait()
+        finally:
+            timer.cancel()
+            _end(process)
+        if count < len(job["cases"]):
+            log.seek(0)
+            end = [line.strip() for line in log.read().splitlines() if line.strip()][-8:]
+            why = f"took longer than {seconds:g} s (--seconds)" if late.is_set() else f"ended with {process.returncode}"
+            raise RuntimeError("\n".join((f"{why} after {count} of {len(job['cases'])} cases", *end)))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """The engine's processes too, which are of its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def over_fastest(rows: Sequence[Row]) -> float | None:
+    """Our milliseconds over those of the fastest other backend of each case: the geometric mean; None without both."""
+    cases: dict[tuple[int, int], dict[str, float]] = {}
+    for row in rows:
+        of_case = cases.setdefault((row["bs"], row["context"]), {})
+        of_case[row["backend"]] = min(row["ms_per_round"], of_case.get(row["backend"], math.inf))
+    ratios = [
+        found[OURS] / min(ms for name, ms in found.items() if name != OURS)
+        for found in cases.values()
+        if OURS in found and len(found) > 1
+    ]
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+
+def show(console: Console, rows: Sequence[Row]) -> None:
+    """A line for each case, a column for each backend and page size."""
+    ways = list(dict.fromkeys((row["backend"], row["page_size"]) for row in rows))
+    table = Table("batch x context", *(f"{name}, page {size}" for name, size in ways), title="milliseconds a round")
+    for bs, context in dict.fromkeys((row["bs"], row["context"]) for row in rows):
+        of = {(row["backend"], row["page_size"]): row for row in rows if (row["bs"], row["context"]) == (bs, context)}
+        table.add_row(f"{bs} x {context}", *(f"{of[way]['ms_per_round']:.2f}" if way in of else "" for way in ways))
+    console.print(table)
+    if (ratio := over_fastest(rows)) is not None:
+        console.print(f"{OURS} takes {ratio:.3f} of the time of the fastest other backend, geometric mean")

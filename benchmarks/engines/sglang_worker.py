@@ -1,0 +1,65 @@
+"""One SGLang engine whose rounds are timed: `python sglang_worker.py JSON`, a line of JSON for each case.
+
+It runs in SGLang's environment and needs nothing of this repository. A round's time is the time of a long call less that of a
+short one, over the rounds between them: so prefill, which the engine's prefix cache has after the first call, and the beginning
+and end of a call cancel out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from typing import Any
+
+MARK = "ROW "
+
+
+def generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> tuple[float, int, dict[str, Any]]:
+    """Seconds, rounds, and what the engine says of the first request."""
+    sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    start = time.perf_counter()
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+    seconds = time.perf_counter() - start
+    about = [output["meta_info"] for output in outputs]
+    rounds = max(one.get("spec_verify_ct") or one["completion_tokens"] for one in about)
+    return seconds, rounds, about[0]
+
+
+def measure(engine: Any, job: dict[str, Any], batch_size: int, context: int) -> dict[str, Any]:
+    drawn = random.Random(batch_size * 1_000_003 + context)
+    prompts = [[drawn.randrange(10, job["vocab_size"]) for _ in range(context)] for _ in range(batch_size)]
+    engine.flush_cache()
+    short, long = (1 + int(rounds * job["tokens_per_round"]) for rounds in job["rounds"])
+    for _ in range(2):  # fills the prefix cache; then what the timed calls do is compiled
+        generate(engine, prompts, short)
+    differences, whole = [], []
+    for _ in range(job["repeats"]):
+        (begin, few, _), (end, many, about) = generate(engine, prompts, short), generate(engine, prompts, long)
+        differences.append((end - begin) / max(many - few, 1) * 1e3)
+        whole.append(end / many * 1e3)
+    accepted = about.get("spec_accept_length")
+    return {
+        "bs": batch_size, "context": context, "ms_per_round": round(min(differences), 4),
+        "ms_per_round_all": [round(ms, 4) for ms in differences], "ms_of_a_call_per_round": [round(ms, 4) for ms in whole],
+        "cached_tokens": about.get("cached_tokens"), "accept_length": accepted,
+    }  # fmt: skip
+
+
+def main() -> None:
+    job = json.loads(sys.argv[1])
+    import sglang
+
+    start = time.perf_counter()
+    engine = sglang.Engine(**job["engine"])
+    try:
+        print(MARK + json.dumps({"version": sglang.__version__, "start_s": round(time.perf_counter() - start, 1)}), flush=True)
+        for batch_size, context in job["cases"]:
+            print(MARK + json.dumps(measure(engine, job, batch_size, context)), flush=True)
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

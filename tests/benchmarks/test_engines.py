@@ -1,0 +1,129 @@
+"""`python -m benchmarks sglang`, with a stand-in for SGLang whose calls last as long as a test says."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from benchmarks.engines.checkpoints import MODELS, write_shape
+from benchmarks.engines.sglang_rounds import over_fastest
+from benchmarks.round.shapes import SHAPES
+from tests.helpers.command_line import refusal, run_benchmarks
+
+# A round takes 2 ms with our backend and 4 with others, a call 100 ms besides.
+SGLANG = """
+import os, time
+
+__version__ = "0.5.14"
+
+
+class Engine:
+    def __init__(self, **given):
+        assert os.path.exists(given["model_path"] + "/config.json")
+        if given["attention_backend"] == "broken":
+            raise RuntimeError("no kernel image [sm_90]")
+        self.ms = 2 if given["attention_backend"] == "spec_ops" else 4
+        self.simulated = float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", 0))
+        self.given = given
+
+    def flush_cache(self):
+        pass
+
+    def generate(self, input_ids, sampling_params):
+        if self.given["attention_backend"] == "slow":
+            time.sleep(60)
+        assert len({tuple(ids) for ids in input_ids}) == len(input_ids)
+        tokens = sampling_params["max_new_tokens"]
+        rounds = round((tokens - 1) / (self.simulated or 1))
+        time.sleep((100 + self.ms * rounds) / 1e3)
+        about = {"completion_tokens": tokens, "cached_tokens": len(input_ids[0]) - 1}
+        if self.given.get("speculative_algorithm"):
+            about |= {"spec_verify_ct": rounds, "spec_accept_length": self.simulated}
+        return [{"meta_info": about} for _ in input_ids]
+
+    def shutdown(self):
+        pass
+"""
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sglang.py").write_text(SGLANG)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+
+
+SHORT = ("--rounds", "2", "12", "--repeats", "1", "--case", "2x16")
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_rounds_of_two_backends(sglang, tmp_path, steps):
+    path = tmp_path / "rows.json"
+    way = ("--backend", "spec_ops", "--backend", "fa3", "--backend", "triton:16", "--steps", str(steps))
+    result = run_benchmarks("sglang", *SHORT, *way, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["backend"], row["page_size"]) for row in rows] == [("spec_ops", 64), ("fa3", 1), ("triton", 16)]
+    for row in rows:
+        assert (row["engine"], row["version"], row["model"], row["bs"], row["context"]) == (
+            "sglang",
+            "0.5.14",
+            "llama-8b",
+            2,
+            16,
+        )
+        assert row["accept_length"] == (3.0 if steps else None)
+        # A sleep is never too short: what a call takes besides is no part of a round.
+        assert row["ms_per_round"] == pytest.approx(2 if row["backend"] == "spec_ops" else 4, abs=1.9)
+    assert over_fastest(rows) < 1
+    assert "of the time of the fastest other backend" in result.output
+
+
+def test_an_engine_that_does_not_start_leaves_the_others(sglang, tmp_path):
+    path = tmp_path / "rows.json"
+    result = run_benchmarks("sglang", *SHORT, "--backend", "broken", "--backend", "fa3", "--json", str(path))
+    assert result.exit_code == 1
+    assert "no kernel image [sm_90]" in result.output
+    assert "ended with 1 after 0 of 1 cases" in result.output
+    assert [row["backend"] for row in json.loads(path.read_text())["rows"]] == ["fa3"]
+
+
+def test_an_engine_that_takes_too_long(sglang):
+    result = run_benchmarks("sglang", *SHORT, "--backend", "slow", "--seconds", "3")
+    assert result.exit_code == 1
+    assert "took longer than 3 s (--seconds) after 0 of 1 cases" in result.output
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "message"),
+    [
+        (("--model", "gpt-oss"), "--model", "must be one of ['llama-8b'"),
+        (("--backend", "fa3:x"), "--backend", "must be NAME or NAME:PAGE_SIZE, got 'fa3:x'"),
+        (("--backend", "fa3:0"), "--backend", "must be NAME or NAME:PAGE_SIZE, got 'fa3:0'"),
+        (("--case", "8"), "--case", "must be BATCHxCONTEXT, got '8'"),
+        (("--rounds", "9", "9"), "--rounds", "must be a smaller and a larger number, got (9, 9)"),
+        (("--accept-length", "5"), "--accept-length", "must be at most 4 with 3 steps, got 5"),
+        (("--engine-option", "tp_size"), "--engine-option", "must be NAME=JSON, got 'tp_size'"),
+    ],
+)
+def test_mistakes(given, option, message):
+    assert message in refusal(run_benchmarks("sglang", *given), option)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_knows_the_shape(name, tmp_path):
+    target, draft = write_shape(name, tmp_path, layers=3)
+    config, shape = AutoConfig.from_pretrained(target), SHAPES[name].target
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (3, shape.hidden_size, shape.vocab_size)
+    if shape.is_mla:
+        assert draft is None
+        assert (config.kv_lora_rank, config.qk_rope_head_dim, config.first_k_dense_replace) == (512, 64, 3)
+    else:
+        head = json.loads((draft / "config.json").read_text())
+        assert (head["num_hidden_layers"], head["draft_vocab_size"], head["hidden_size"]) == (1, 32000, shape.hidden_size)
+        assert config.num_key_value_heads == shape.num_kv_heads == head["num_key_value_heads"]
+    if shape.mixture is not None:
+        assert (config.num_experts, config.moe_intermediate_size) == (128, 768)

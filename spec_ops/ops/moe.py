@@ -17,7 +17,7 @@ __all__ = ["moe_experts", "route_experts"]
 
 MAX_TOP_K = 32
 MAX_EXPERTS = 1024
-SCORINGS = ("softmax", "sigmoid")
+SCORINGS = ("softmax", "sigmoid", "none")
 _STORED = (torch.float8_e4m3fn, torch.uint8)  # in 8 and 4 bits
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
@@ -59,20 +59,22 @@ def route_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `k` experts of each token and their weights, in one launch.
 
-    Scores are the softmax or the sigmoid of the logits. Experts are chosen by score plus `bias`, which has no part in the
-    weights; without a bias by logit, which is the same order. Of `groups` equal groups of experts only the `top_groups` best
-    count: a group is as good as its two best experts together with a bias, and as its best one without.
+    Scores are the softmax or the sigmoid of the logits, or the logits themselves. Experts are chosen by score plus `bias`,
+    which has no part in the weights; without a bias by logit, which is the same order. Of `groups` equal groups of experts
+    only the `top_groups` best count: a group is as good as its two best experts together with a bias, and as its best one
+    without.
 
     | model | arguments |
     |---|---|
     | Mixtral, Qwen3-MoE, gpt-oss | the defaults |
     | Qwen2-MoE, OLMoE | `renormalize=False` |
     | DeepSeek-V3, GLM-4 | `scoring="sigmoid"`, `bias`, `groups`, `top_groups`, `scale` |
+    | the largest logits, in descending order | `scoring="none"`, `renormalize=False` |
 
     Args:
         logits: `[T, E]` float32, bfloat16 or float16, E up to 1024.
         k: experts a token, at most 32 and at most the experts of `top_groups` groups.
-        scoring: `"softmax"` or `"sigmoid"`.
+        scoring: `"softmax"`, `"sigmoid"` or `"none"`.
         bias: `[E]` float32, added to the scores for the choice alone.
         groups: in how many equal groups the experts lie.
         top_groups: of how many groups a token's experts may come.

@@ -37,6 +37,7 @@ from spec_ops.passes.fallbacks import register_fallbacks
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.fuse_rope_append import FuseRopeAppend
+from spec_ops.passes.fuse_router import FuseRouter
 from spec_ops.passes.history import History
 from spec_ops.passes.hoist_row_select import HoistRowSelect
 from spec_ops.passes.lower_all_reduce import LowerAllReduce
@@ -69,6 +70,7 @@ PASSES: tuple[GraphPass, ...] = (
     HoistRowSelect(),
     MergeLinears(),
     FuseRopeAppend(),
+    FuseRouter(),
     LowerKvAppend(),
     LowerAllReduce(),
     LowerSkinnyMm(),

@@ -17,7 +17,9 @@ def route_experts(
     lowest = -torch.inf
     exact = logits.float()
     exact = torch.where(exact.isnan(), lowest, exact)
-    scores = exact.softmax(-1) if scoring == "softmax" else in_pieces(torch.sigmoid, exact)
+    scores = exact
+    if scoring != "none":
+        scores = exact.softmax(-1) if scoring == "softmax" else in_pieces(torch.sigmoid, exact)
     choice = exact if bias is None else scores + bias
     choice = torch.where(choice.isnan(), lowest, choice)
     # A group or an expert that does not count is worse than a score of -inf: two keys, sorted by the second one first.

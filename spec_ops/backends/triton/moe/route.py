@@ -38,8 +38,8 @@ def _group_value(choice, member, place, BIAS: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def route_experts_kernel(
     logits, bias, ids, weights, row_stride, stride, bias_stride, experts, scale,
-    K: tl.constexpr, K_PAD: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, SIGMOID: tl.constexpr, PLAIN: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_PAD: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `token`. `SIZE`, `K_PAD`, `GROUPS_PAD`: powers of 2 that hold the experts, `K` and the groups."""
     await_predecessors(PDL)
@@ -48,7 +48,9 @@ def route_experts_kernel(
     live = place < experts
     value = tl.load(logits + token * row_stride + place.to(tl.int64) * stride, mask=live, other=NEG_INF).to(tl.float32)
     value = tl.where(value == value, value, NEG_INF)
-    if SIGMOID:
+    if PLAIN:
+        scores = value
+    elif SIGMOID:
         scores = tl.math.div_rn(1.0, 1.0 + tl.exp(-value))
     else:
         powers = tl.where(live, tl.exp(value - tl.max(value, 0)), 0.0)
@@ -104,9 +106,9 @@ def route_experts(
 
 def _constants(experts: int, k: int, scoring: str, groups: int, top_groups: int, renormalize: bool) -> dict[str, Any]:
     return {
-        "K": k, "K_PAD": triton.next_power_of_2(k), "SIGMOID": scoring == "sigmoid", "GROUPS": groups,
-        "GROUPS_PAD": triton.next_power_of_2(groups), "TOP_GROUPS": top_groups, "RENORMALIZE": renormalize,
-        "SIZE": triton.next_power_of_2(experts),
+        "K": k, "K_PAD": triton.next_power_of_2(k), "SIGMOID": scoring == "sigmoid",
+        "PLAIN": scoring == "none", "GROUPS": groups, "GROUPS_PAD": triton.next_power_of_2(groups), "TOP_GROUPS": top_groups,
+        "RENORMALIZE": renormalize, "SIZE": triton.next_power_of_2(experts),
     }  # fmt: skip
 
 
@@ -115,6 +117,7 @@ def ahead() -> Iterator[Variant]:
         "Mixtral": (8, 2, "softmax", 1, 1),
         "Qwen3-MoE": (128, 8, "softmax", 1, 1),
         "DeepSeek-V3": (256, 8, "sigmoid", 8, 4),
+        "Llama 4": (128, 1, "none", 1, 1),
     }
     for name, (experts, k, scoring, groups, top_groups) in routers.items():
         sigmoid = scoring == "sigmoid"

@@ -73,7 +73,7 @@ def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def parts_of(size: int, m: int, n: int, seed: int = 0) -> torch.Tensor:
-    """With zeros of both signs alone, in pairs and on all ranks, infinities and NaN."""
+    """With zeros of both signs alone, in pairs and on all ranks, infinities and NaN, and what another order would lose."""
     g = torch.Generator().manual_seed(seed)
     parts = torch.randn(size, m, n, generator=g).half()
     for value in (0.0, -0.0, torch.inf, -torch.inf, torch.nan):
@@ -81,6 +81,9 @@ def parts_of(size: int, m: int, n: int, seed: int = 0) -> torch.Tensor:
     for i, value in enumerate((0.0, -0.0)):
         parts[:, :, 4 * i : 4 * i + 3] = value
     parts[size - 1, :, 8:16] = 0.0
+    parts[:, :, 14:16] = 0.0
+    parts[0, :, 14:16], parts[1, :, 14:16] = 2.0**15, -(2.0**15)
+    parts[2:, :, 14:16] = 2.0**-24  # after those of the first two: beside one of them it would vanish
     return parts
 
 

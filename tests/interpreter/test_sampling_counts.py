@@ -66,6 +66,13 @@ def test_counts_decide(kind, which, monkeypatch):
     assert_same(rows_of(kind, rng, 5), uniforms, hot, k, p, m)
 
 
+def test_a_high_temperature_leaves_padding_without_weight(monkeypatch):
+    """The last tile is not full: what stands for a logit beyond the vocabulary would weigh something, as tokens of -256 do."""
+    no_search(monkeypatch)
+    top_p = torch.tensor([0.3, 0.9, 0.999])
+    assert_same(rows_of("normal", Rng(5), 3), torch.tensor([0.2, 0.5, 0.999]), torch.full((3,), 30.0), None, top_p, None)
+
+
 def test_settings_that_cut_nothing(monkeypatch):
     no_search(monkeypatch)
     off = torch.tensor([0, VOCAB, -1]), torch.tensor([1.0, 2.0, math.nan]), torch.tensor([0.0, -1.0, math.nan])

@@ -89,8 +89,9 @@ def test_rows_that_are_greedy_or_keep_one_token(monkeypatch):
 
 
 def test_rows_that_counts_do_not_decide(monkeypatch):
-    """Where a bin of several values matters: the largest, the smallest, and what a high temperature leaves of a mask."""
-    logits = rows_of("normal", Rng(3), 9)
+    """Where a bin of several values matters: the largest, the smallest, which weigh differently beside a small top, and what a
+    high temperature leaves of a mask."""
+    logits = rows_of("normal", Rng(3), 10)
     logits[0, 7] = math.nan
     logits[1, 7] = -torch.tensor(math.nan)
     logits[2, 9] = math.inf
@@ -99,15 +100,17 @@ def test_rows_that_counts_do_not_decide(monkeypatch):
     logits[5] = torch.where(torch.arange(VOCAB) % 16 == 0, 2.0, 0.0)  # the boundary lies among zeros
     logits[6] = torch.linspace(-(2.0**-26), 2.0**-26, VOCAB)
     logits[7, ::2] = -400.0
-    hot = torch.ones(9)
+    logits[8] = torch.where(torch.arange(VOCAB) < 200, 2.0**-8, -(2.0**-8))
+    logits[8, 200:210], logits[8, 7] = 0.0, 2.0**-7
+    hot = torch.ones(10)
     hot[7] = 100.0
     searched = noted_searches(monkeypatch)
-    p = torch.full((9,), 0.5)
+    p = torch.full((10,), 0.5)
     wanted = reference.sampling_support(logits, hot, None, p, None)
     found = support.sampling_support(logits, hot, None, p, None)
     assert torch.equal(found[:, :2], wanted[:, :2])
     torch.testing.assert_close(found[:, 2], wanted[:, 2], **CLOSE)
-    assert searched == list(range(8))
+    assert searched == list(range(9))
 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0, 2.0**-30, -(2.0**-30)])

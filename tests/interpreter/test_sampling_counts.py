@@ -73,14 +73,17 @@ def test_a_high_temperature_leaves_padding_without_weight(monkeypatch):
     assert_same(rows_of("normal", Rng(5), 3), torch.tensor([0.2, 0.5, 0.999]), torch.full((3,), 30.0), None, top_p, None)
 
 
-def test_two_settings_that_cut_at_the_same_value(monkeypatch):
-    """min-p keeps all tokens of the value of which top-k, or top-p, keeps some."""
+@pytest.mark.parametrize("share", [ALONE, ALONE._replace(tiles=2, rows=128)], ids="rows_{0.rows}".format)
+def test_two_settings_that_cut_at_the_same_value(share, monkeypatch):
+    """min-p keeps all tokens of the value of which top-k, or top-p, keeps some: of the first of two or four parts of a row,
+    before the one that is drawn."""
     no_search(monkeypatch)
+    monkeypatch.setattr(support, "shares", lambda *_: share)
     logits = torch.full((2, VOCAB), -1.0).index_fill_(1, torch.arange(5, VOCAB, 7), 1.0)
-    logits[:, 150] = 3.0
-    uniforms, hot, m = torch.tensor([0.99, 0.6]), torch.ones(2), torch.full((2,), 0.1)
-    assert_same(logits.bfloat16(), uniforms, hot, torch.tensor([5, 20]), None, m)
-    assert_same(logits.bfloat16(), uniforms, hot, None, torch.tensor([0.3, 0.4]), m)
+    logits[:, 150], logits[:, 290] = 3.0, 2.0
+    uniforms, hot, m = torch.tensor([0.99, 0.95]), torch.ones(2), torch.full((2,), 0.1)
+    assert_same(logits.bfloat16(), uniforms, hot, torch.tensor([5, 22]), None, m)
+    assert_same(logits.bfloat16(), uniforms, hot, None, torch.tensor([0.6, 0.8]), m)
 
 
 def test_settings_that_cut_nothing(monkeypatch):

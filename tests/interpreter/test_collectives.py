@@ -82,8 +82,8 @@ def parts_of(size: int, m: int, n: int, seed: int = 0) -> torch.Tensor:
         parts[:, :, 4 * i : 4 * i + 3] = value
     parts[size - 1, :, 8:16] = 0.0
     parts[:, :, 14:16] = 0.0
-    parts[0, :, 14:16], parts[1, :, 14:16] = 2.0**15, -(2.0**15)
-    parts[2:, :, 14:16] = 2.0**-24  # after those of the first two: beside one of them it would vanish
+    for some, value in ((slice(0, 1), 2.0**15), (slice(1, 2), -(2.0**15)), (slice(2, size), 2.0**-24)):
+        parts[some, :, 14:16] = value  # the last after those of the first two: beside one of them it would vanish
     return parts
 
 

@@ -76,6 +76,17 @@ def test_like_the_reference(heads, kv_heads, dim, v_dim, half, strided):
         assert torch.equal(mine, expected)
 
 
+def test_keys_are_rounded_before_they_are_quantized():
+    """To float16, which makes a tie between two numbers of the cache, 1.125 and 1.25, out of what is a little less."""
+    k = torch.full((1, 2, 8), 1.1875).half()
+    cache = torch.zeros(PAGES, PAGE, 2, 8).to(torch.float8_e4m3fn)
+    cos, sin = torch.full((1, 3), 1 - 2.0**-13), torch.zeros(1, 3)
+    args = (k, k, k, cos, sin, cache, cache.clone(), torch.tensor([9]), 1.0, 1.0)
+    rope.rope_append_kv(*args)
+    for stored in (args[5], args[6]):
+        assert (stored.flatten(0, 1)[9].float() == 1.25).all()
+
+
 def test_no_rows():
     empty = torch.zeros(0, 2, 4)
     cache = torch.zeros(1, 4, 2, 4)

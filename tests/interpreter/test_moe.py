@@ -146,6 +146,16 @@ def test_tokens_without_experts():
     assert (few.few_experts(padded, torch.full_like(ids, 99), *args[2:]) == 0).all()
 
 
+def test_an_expert_that_a_token_goes_to_twice():
+    """Its weights add up, whether or not a result has a bias."""
+    args = call(FORMS["gpt-oss"], 6, 2, 4, 64, 64, torch.float16)
+    ids = args[1].clone()
+    ids[::2, 1] = ids[::2, 0]
+    args = (args[0], ids, *args[2:])
+    check_close(few.few_experts(*args), args, 2e-3)
+    check_close(grouped.grouped_experts(*args), args, 2e-3)
+
+
 def test_strided_arguments():
     """A slice of a wider tensor, experts and rows further apart than their sizes."""
     x, ids, weights, gate_up, down, *rest = call(FORMS["Qwen3-MoE"], 6, 2, 4, 64, 64, torch.float16)

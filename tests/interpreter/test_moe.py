@@ -147,7 +147,7 @@ def test_tokens_without_experts():
 
 
 def test_an_expert_that_a_token_goes_to_twice():
-    """Its weights add up, whether or not a result has a bias."""
+    """Its weights add up, for the bias of its result too."""
     args = call(FORMS["gpt-oss"], 6, 2, 4, 64, 64, torch.float16)
     ids = args[1].clone()
     ids[::2, 1] = ids[::2, 0]

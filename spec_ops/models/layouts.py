@@ -6,12 +6,15 @@
 | AWQ (gemm) | `qweight` int32 `[k, n / 8]`, `qzeros` int32 `[k / group, n / 8]`, `scales` `[k / group, n]` | 4 bits |
 | compressed-tensors | `weight_packed` int32 `[n, k / 8]`, `weight_scale`, `weight_zero_point`, `weight_shape` | 4 or 8 bits |
 | compressed-tensors | `weight` float8_e4m3fn or int8 `[n, k]`, `weight_scale` | 8 bits |
+| compressed-tensors | `weight_packed` uint8 `[n, k / 2]`, `weight_scale` float8_e4m3fn, `weight_global_scale` `[1]` | NVFP4 |
+| compressed-tensors | `weight_packed` uint8 `[n, k / 2]`, `weight_scale` uint8 | MXFP4 |
 
 8 numbers of 4 bits are in an int32, 4 of 8 bits, the first in the lowest bits; AWQ has them in the order 0 2 4 6 1 3 5 7. All
-but `weight` are unsigned, with zero points; GPTQ stores zero points less 1 (`checkpoint_format` "gptq_v2" does not). A layer
-becomes what `spec_ops.backends.weight_format` describes, without another rounding.
+integers but `weight` are unsigned, with zero points; GPTQ stores zero points less 1 (`checkpoint_format` "gptq_v2" does not).
+NVFP4 is divided by `weight_global_scale`. A layer becomes what `spec_ops.backends.weight_format` describes, without another
+rounding; the inverse of that one scale is rounded to float32.
 
-Sources: GPTQModel's and AutoAWQ's formats, compressed-tensors' `pack_quantized`, `naive_quantized`.
+Sources: GPTQModel's and AutoAWQ's formats, compressed-tensors' `pack_quantized`, `naive_quantized`, `nvfp4`, `mxfp4`.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from spec_ops.backends.weight_format import GROUPS, SCALE_DTYPES, packed
+from spec_ops.backends.weight_format import FLOAT4, FLOAT4_GROUPS, GROUPS, SCALE_DTYPES, packed
 from spec_ops.models.stored_tensor import Inputs, StoredTensor
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
-_PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+_FLOAT4_FORMATS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}
+_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized", *_FLOAT4_FORMATS)
+_PACKED = ("weight_packed", "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _PLAIN = ("weight", "weight_scale", "weight_zero_point")
 _ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 
@@ -80,8 +84,12 @@ def layout_of(quantization: Mapping[str, Any]) -> Layout:
         _expect("sparsity_config.format", sparsity, ("dense",))
         names = tuple(dict.fromkeys((*_PACKED, *_PLAIN, *_ACTIVATIONS)))
         inputs = next(iter(found.values()), None)
+        groups = (quantization.get("config_groups") or {}).values()
+        floats = {_FLOAT4_FORMATS.get(str(group.get("format") or quantization.get("format"))) for group in groups}
 
         def compressed(tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> StoredTensor:
+            if (words := tensors.get("weight_packed")) is not None and words.dtype == torch.uint8:
+                return _with_inputs(_float4(tensors, n, k, dtype, floats), inputs, tensors)
             return _with_inputs(_compressed(tensors, n, k, dtype), inputs, tensors)
 
         return Layout(("weight_packed", "weight_scale"), names, compressed)
@@ -102,12 +110,25 @@ def _inputs_of_group(name: str, group: Mapping[str, Any], default: Any) -> tuple
     if not weights:
         raise ValueError(f"`config_groups.{name}.weights` must be given, got {weights!r}")
     kind = (weights.get("type") or "int", weights.get("num_bits"))
-    if kind not in (("int", 4), ("int", 8), ("float", 8)):
+    if (float4 := _FLOAT4_FORMATS.get(form)) is not None:
+        for field, known in (("type", "float"), ("num_bits", 4), ("group_size", FLOAT4_GROUPS[float4])):
+            _expect(f"config_groups.{name}.weights.{field}", weights.get(field), (known,))
+        _expect(f"config_groups.{name}.weights.symmetric", weights.get("symmetric", True), (True,))
+    elif kind not in (("int", 4), ("int", 8), ("float", 8)):
         raise ValueError(f"`config_groups.{name}.weights` must be int of 4 or 8 bits or float of 8, got {kind[0]} of {kind[1]}")
     _expect(f"config_groups.{name}.output_activations", group.get("output_activations"), (None,))
     if not (rows := group.get("input_activations")):
         return None
     where = f"config_groups.{name}.input_activations"
+    if float4 == "nvfp4" and rows.get("num_bits") == 4:
+        given = {"type": "float", "strategy": "tensor_group", "dynamic": "local"}
+        for field, wanted in given.items():
+            _expect(f"{where}.{field}", rows.get(field), (wanted,))
+        _expect(f"{where}.group_size", rows.get("group_size"), (FLOAT4_GROUPS[float4],))
+        _expect(f"{where}.symmetric", rows.get("symmetric", True), (True,))
+        # Checkpoints of earlier releases do not say it.
+        _expect(f"{where}.scale_dtype", rows.get("scale_dtype") or "torch.float8_e4m3fn", ("torch.float8_e4m3fn",))
+        return Inputs("nvfp4", FLOAT4_GROUPS[float4]), False
     _expect(f"{where}.num_bits", rows.get("num_bits"), (8,))
     _expect(f"{where}.symmetric", rows.get("symmetric", True), (True,))
     # Dynamic scales of whole batches would let a row's tokens depend on its neighbours.
@@ -121,12 +142,16 @@ def _with_inputs(weight: StoredTensor, found: tuple[Inputs, bool] | None, tensor
     """`weight` of a layer that rounds its rows."""
     if found is None:
         return weight
-    (inputs, dynamic), scale = found, tensors.get("input_scale")
+    inputs, dynamic = found
+    name = "input_global_scale" if inputs.kind == "nvfp4" else "input_scale"
+    scale = tensors.get(name)
     if not dynamic and (scale is None or scale.numel() != 1):
-        raise ValueError(f"`input_scale` must be one number, got {None if scale is None else list(scale.shape)}")
+        raise ValueError(f"`{name}` must be one number, got {None if scale is None else list(scale.shape)}")
+    if inputs.kind == "nvfp4" and scale is not None:
+        scale = _global_scale(tensors, name)
     if inputs.group and weight.shape[1] % inputs.group:
         raise ValueError(f"groups of activations must divide {weight.shape[1]} columns, got {inputs.group}")
-    parts = {"order": weight.order, "input_scale": None if dynamic else scale}
+    parts = {"tensor_scale": weight.tensor_scale, "order": weight.order, "input_scale": None if dynamic else scale}
     return StoredTensor(weight.data_, weight.scale, weight.zero, dtype=weight.dtype, inputs=inputs, **parts)
 
 
@@ -176,6 +201,33 @@ def _compressed(tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> StoredT
         _check(tensors, weight_g_idx=(k,))
         order = _order(index.long(), k // scale.shape[1], "weight_g_idx")
     return _affine(_unpacked(words, bits), scale, zeros, bits, dtype, order)
+
+
+def _float4(tensors: Tensors, n: int, k: int, dtype: torch.dtype, formats: set[str | None]) -> StoredTensor:
+    """`formats`: those of `FLOAT4` that the checkpoint says it has."""
+    scale = tensors.get("weight_scale")
+    kind = None if scale is None else FLOAT4.get(scale.dtype)
+    if scale is None or kind is None or kind not in formats:
+        wanted = " or ".join(f"{dtype}" for dtype, name in FLOAT4.items() if name in formats) or "beside another `format`"
+        raise ValueError(f"`weight_scale` must be {wanted}, got {None if scale is None else scale.dtype}")
+    _check(tensors, weight_packed=(n, k // 2), weight_scale=(n, k // FLOAT4_GROUPS[kind]))
+    if kind == "mxfp4":
+        if bool((scale == 255).any()):
+            raise ValueError("`weight_scale` must be of numbers, got 255, which is NaN")
+        return StoredTensor(tensors["weight_packed"], scale, dtype=dtype)
+    if bool(scale.float().isnan().any()):
+        raise ValueError("`weight_scale` must be of numbers, got NaN")
+    whole = _global_scale(tensors, "weight_global_scale").reciprocal()
+    return StoredTensor(tensors["weight_packed"], scale, tensor_scale=whole, dtype=dtype)
+
+
+def _global_scale(tensors: Tensors, name: str) -> torch.Tensor:
+    """What scales of e4m3 are divided by, `[1]` float32."""
+    scale = tensors.get(name)
+    if scale is None or scale.numel() != 1 or not 0 < float(scale) < torch.inf:
+        got = None if scale is None else scale.tolist()
+        raise ValueError(f"`{name}` must be one positive number, got {got}")
+    return scale.float().reshape(1)
 
 
 def _scales(tensors: Tensors, name: str) -> torch.Tensor:

@@ -13,26 +13,30 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from spec_ops.backends.weight_format import columns_of, dequantized, weight_format
+from spec_ops.backends.weight_format import E2M1_MAX, columns_of, dequantized, e2m1, packed_e2m1, weight_format
 
 aten = torch.ops.aten
 _PARTS = ("data_", "scale", "zero", "tensor_scale", "order", "input_scale")
+_LEAST_SCALE = 0.125  # of e4m3, where one would be 0, as in compressed-tensors
 _RANGES = {"float8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
 
 
 class Inputs(NamedTuple):
-    """To which numbers a layer rounds its rows, as checkpoints of 8-bit activations ask for; they keep their dtype.
+    """To which numbers a layer rounds its rows, as checkpoints of 8-bit and 4-bit activations ask for; they keep their dtype.
 
     Attributes:
-        kind: `"float8"` or `"int8"`, symmetric.
-        group: columns of a row that share a scale; 0: all of them.
+        kind: `"float8"` or `"int8"`, symmetric; `"nvfp4"`.
+        group: columns of a row that share a scale; 0: all of them. 16 for `"nvfp4"`.
     """
 
     kind: str
     group: int = 0
 
     def rounded(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """`rows [..., k]`, with the scale `[1]` or one from the greatest magnitude of each group."""
+        """`rows [..., k]`, with the scale `[1]` or one from the greatest magnitude of each group. `"nvfp4"` has both: groups'
+        scales times `scale` are numbers of e4m3."""
+        if self.kind == "nvfp4" and scale is not None:
+            return self._float4(rows, scale)
         low, high = _RANGES[self.kind]
         values = rows.unflatten(-1, (-1, self.group)) if self.group else rows
         if scale is None:
@@ -43,6 +47,14 @@ class Inputs(NamedTuple):
         numbers = (values / steps).clamp(low, high)
         numbers = numbers.round() if self.kind == "int8" else numbers.to(torch.float8_e4m3fn).to(rows.dtype)
         return (numbers * steps).view(rows.shape)
+
+    def _float4(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        values = rows.unflatten(-1, (-1, self.group))
+        stored = (scale * (values.abs().amax(-1, keepdim=True) / E2M1_MAX)).clamp(max=_RANGES["float8"][1])
+        stored = stored.to(torch.float8_e4m3fn).to(torch.float32)
+        steps = torch.where(stored == 0, _LEAST_SCALE, stored) / scale
+        numbers = e2m1(packed_e2m1((values / steps).reshape(-1, rows.shape[-1]))).view(values.shape)
+        return (numbers * steps).to(rows.dtype).view(rows.shape)
 
 
 class StoredTensor(torch.Tensor):
@@ -55,7 +67,7 @@ class StoredTensor(torch.Tensor):
         dtype: what the tensor says its dtype is.
         order: `[k]` int64: column i of what is stored is column `order[i]` of the weight. None: they are in order.
         inputs: how rows are rounded before they meet the weight; None: not at all.
-        input_scale: `[1]`: of all rows, for `inputs` without groups. None: each row has its own.
+        input_scale: `[1]`: of all rows, for `inputs` without groups and for `"nvfp4"`. None: each row has its own.
 
     Raises:
         TypeError, ValueError: a weight of no known format; `order` or `input_scale` of another shape or dtype.
@@ -101,7 +113,10 @@ class StoredTensor(torch.Tensor):
             raise ValueError(
                 f"StoredTensor: `order` must be [{self.shape[1]}] of torch.int64, got {order.dtype} of {list(order.shape)}"
             )
-        if input_scale is not None and (inputs is None or inputs.group or input_scale.numel() != 1):
+        shared = inputs is not None and (inputs.kind == "nvfp4" or not inputs.group)
+        if input_scale is None and inputs is not None and inputs.kind == "nvfp4":
+            raise ValueError("StoredTensor: `input_scale` must be given for `inputs` of nvfp4, got None")
+        if input_scale is not None and not (shared and input_scale.numel() == 1):
             raise ValueError(f"StoredTensor: `input_scale` must be one number, for `inputs` without groups, got {inputs}")
         self.data_, self.scale, self.zero, self.tensor_scale = data, scale, zero, tensor_scale
         self.order, self.inputs, self.input_scale = order, inputs, input_scale

@@ -9,6 +9,8 @@ import torch
 
 GROUP = 64
 STATIC_SCALE = 0.02  # of activations: those of a norm are within 448 of it
+GLOBAL_SCALE = 300.0  # of activations in 4 bits: e4m3 has room for the scales of those up to 9
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Part = dict[str, torch.Tensor]
@@ -121,6 +123,39 @@ def int8(weight: torch.Tensor) -> tuple:
     return {"weight": data, "weight_scale": scale}, config, data.double() * scale.double()
 
 
+def _nearest(values: torch.Tensor) -> torch.Tensor:
+    """The place in `E2M1` of what is nearest to each magnitude."""
+    return (values.abs()[..., None].double() - torch.tensor(E2M1).double()).abs().argmin(-1)
+
+
+def float4(weight: torch.Tensor, kind: str = "nvfp4", inputs: bool = False) -> tuple:
+    """NVFP4 or MXFP4; `inputs`: rows in 4 bits too."""
+    group, groups = (16, "tensor_group") if kind == "nvfp4" else (32, "group")
+    values = weight.float().unflatten(1, (-1, group))
+    greatest = values.abs().amax(2, keepdim=True)
+    tensors: Part = {}
+    if kind == "nvfp4":
+        whole = (448 * 6 / weight.float().abs().amax()).reshape(1)
+        scale = (whole * (greatest / 6)).to(torch.float8_e4m3fn)
+        tensors = {"weight_global_scale": whole, "weight_scale": scale.flatten(1)}
+        wide = scale.float() / whole
+    else:
+        exponent = (greatest / 6).log2().ceil()
+        wide, tensors = exponent.exp2(), {"weight_scale": (exponent.flatten(1) + 127).to(torch.uint8)}
+    place, signs = _nearest(values / wide), values < 0
+    numbers = (place + 8 * signs).to(torch.uint8).flatten(1)
+    tensors["weight_packed"] = numbers[:, 0::2] + 16 * numbers[:, 1::2]
+    exact = torch.tensor(E2M1).double()[place] * torch.where(signs, -1, 1) * wide.double()
+    config = _scheme(f"{kind}-pack-quantized", "float", 4, groups)
+    chosen = config["config_groups"]["group_0"]
+    dtype = "torch.float8_e4m3fn" if kind == "nvfp4" else "torch.uint8"
+    chosen["weights"] |= {"group_size": group, "scale_dtype": dtype}
+    if inputs:
+        tensors["input_global_scale"] = torch.tensor([GLOBAL_SCALE])
+        chosen["input_activations"] = chosen["weights"] | {"dynamic": "local"}
+    return tensors, config, exact.flatten(1)
+
+
 def rounding(config: dict) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """What the layers of a `quantization_config` do to their rows, row by row; None if nothing."""
     groups = config.get("config_groups") or {"": {}}
@@ -138,6 +173,11 @@ def _rounded_row(row: torch.Tensor, inputs: dict) -> torch.Tensor:
     parts = row.split(inputs.get("group_size") or len(row))
     out = []
     for part in parts:
+        if inputs["num_bits"] == 4:
+            scale = (GLOBAL_SCALE * (part.abs().max() / 6)).to(torch.float8_e4m3fn).float()
+            step = (scale if scale > 0 else torch.tensor(0.125)) / GLOBAL_SCALE
+            out.append(torch.tensor(E2M1)[_nearest(part / step)] * part.sign() * step)
+            continue
         range_ = 448 if inputs["type"] == "float" else 127.5
         step = part.abs().max() / range_ if inputs["dynamic"] else torch.tensor(STATIC_SCALE)
         if inputs["type"] == "float":
@@ -164,4 +204,7 @@ LAYOUTS: dict[str, Any] = {
     "float8 with groups of inputs": lambda w: float8(w, inputs="group"),
     "float8 of one scale, static inputs": lambda w: float8(w, "tensor", "tensor"),
     "int8": int8,
+    "nvfp4": float4,
+    "nvfp4 with inputs of 4 bits": lambda w: float4(w, inputs=True),
+    "mxfp4": lambda w: float4(w, "mxfp4"),
 }

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spec_ops.backends.weight_format import weight_format
+from spec_ops.backends.weight_format import e8m0, weight_format
 from spec_ops.models.layouts import layout_of
-from tests.helpers.layouts import LAYOUTS, awq, float8, gptq, int8, packed, rounding
+from tests.helpers.layouts import LAYOUTS, awq, float4, float8, gptq, int8, packed, rounding
 
 N, K = 96, 256
 WEIGHT = torch.randn(N, K, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -24,9 +24,10 @@ def test_weights_are_what_the_format_says(kind):
     assert (stored.shape, stored.dtype) == ((N, K), torch.bfloat16)
     assert stored.dequantize().dtype == torch.float32
     torch.testing.assert_close(stored.dequantize().double(), exact, rtol=2**-23, atol=0)
-    assert (exact - WEIGHT).abs().max() < 0.4  # or they would be numbers without meaning
-    found = weight_format("", stored.data_, stored.scale, stored.zero)
-    assert found.kind == ("float8" if "float8" in kind else "int8" if "8" in kind else "int4")
+    # Or they would be numbers without meaning; of 4-bit floats 4 and 6 of a sixth are neighbours.
+    assert (exact - WEIGHT).abs().max() < (0.75 if "fp4" in kind else 0.4)
+    found = weight_format("", stored.data_, stored.scale, stored.zero, stored.tensor_scale)
+    assert found.kind == ("float8" if "float8" in kind else "int8" if "8" in kind else kind[:5] if "fp4" in kind else "int4")
     assert (stored.order is not None) == ("order" in kind)
     assert (stored.zero is not None) == (kind in ("gptq", "gptq v2", "gptq in the order of activations", "awq")) or (
         kind == "packed with zero points"
@@ -55,10 +56,51 @@ def test_weights_are_those_of_compressed_tensors(kind):
     tensors, config, _ = LAYOUTS[kind](WEIGHT)
     scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
     theirs = compressors.BaseCompressor.get_value_from_registry(config["format"])
-    wide = {name: t.float() if name == "weight_scale" else t for name, t in tensors.items()}
+    float4 = "fp4" in kind
+    wide = {name: t.float() if name == "weight_scale" and not float4 else t for name, t in tensors.items()}
     want = theirs.decompress(wide, scheme)["weight"]
     got = layout_of(config).stored(tensors, N, K, torch.bfloat16).dequantize()
-    torch.testing.assert_close(got, want, rtol=2**-23, atol=0)
+    # 4-bit floats become bfloat16 there.
+    torch.testing.assert_close(got, want.float(), rtol=2**-8 if float4 else 2**-23, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_4_bit_floats_are_packed_as_compressed_tensors_packs_them(kind):
+    """The package itself writes the tensors that the tests of loading have."""
+    compressors = pytest.importorskip("compressed_tensors.compressors", reason="compressed-tensors is not installed")
+    from compressed_tensors.quantization import QuantizationConfig
+
+    tensors, config, _ = LAYOUTS[kind](WEIGHT)
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    scale = tensors["weight_scale"]
+    given = {"weight": WEIGHT, "weight_scale": e8m0(scale) if kind == "mxfp4" else scale.float()}
+    given |= {name: t for name, t in tensors.items() if name == "weight_global_scale"}
+    written = compressors.BaseCompressor.get_value_from_registry(config["format"]).compress(given, scheme)
+    assert set(written) == set(tensors)
+    for name, tensor in tensors.items():
+        assert written[name].dtype == tensor.dtype
+        assert torch.equal(written[name].view(tensor.dtype).float(), tensor.float()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_4_bits_are_those_of_compressed_tensors(dtype):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
+    tensors, config, _ = LAYOUTS["nvfp4 with inputs of 4 bits"](WEIGHT)
+    module = torch.nn.Module()
+    module.quantization_status, module.input_global_scale = QuantizationStatus.COMPRESSED, tensors["input_global_scale"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    rows = (3 * torch.randn(2, 3, K, generator=torch.Generator().manual_seed(2))).to(dtype)
+    rows[0, 0], rows[0, 1, :16] = 1e-9, 40.0  # of the least scale, and beyond the greatest
+    want = forward_quantize(module, rows, "input", scheme.input_activations)
+    weight = layout_of(config).stored(tensors, N, K, dtype)
+    assert torch.equal(weight.inputs.rounded(rows, weight.input_scale), want)
+
+
+def mxfp4(weight: torch.Tensor) -> tuple:
+    return float4(weight, "mxfp4")
 
 
 def damaged(make, change) -> tuple[dict, dict]:
@@ -83,6 +125,28 @@ def damaged(make, change) -> tuple[dict, dict]:
         (packed, lambda t: t.update(weight_scale=t["weight_scale"].repeat(1, 4)), "groups must be multiples of 32 columns"),
         (float8, lambda t: t.update(weight=t["weight"][:, :128]), r"`weight` must be \[96, 256\], got \[96, 128\]"),
         (lambda w: float8(w, "tensor", "tensor"), lambda t: t.pop("input_scale"), "`input_scale` must be one number, got None"),
+        (float4, lambda t: t.pop("weight_scale"), "`weight_scale` must be torch.float8_e4m3fn, got None"),
+        (float4, lambda t: t.update(weight_scale=t["weight_scale"].float()), "must be torch.float8_e4m3fn, got torch.float32"),
+        (
+            float4,
+            lambda t: t.update(weight_scale=t["weight_scale"][:, :3]),
+            r"`weight_scale` must be \[96, 16\], got \[96, 3\]",
+        ),
+        (
+            float4,
+            lambda t: t.update(weight_packed=t["weight_packed"][1:]),
+            r"`weight_packed` must be \[96, 128\], got \[95, 128\]",
+        ),
+        (float4, lambda t: t["weight_scale"].view(torch.uint8)[0].fill_(0x7F), "`weight_scale` must be of numbers, got NaN"),
+        (float4, lambda t: t.pop("weight_global_scale"), "`weight_global_scale` must be one positive number, got None"),
+        (float4, lambda t: t["weight_global_scale"].zero_(), r"`weight_global_scale` must be one positive number, got \[0.0\]"),
+        (mxfp4, lambda t: t["weight_scale"][0].fill_(255), "`weight_scale` must be of numbers, got 255, which is NaN"),
+        (mxfp4, lambda t: t.update(float4(WEIGHT)[0]), "`weight_scale` must be torch.uint8, got torch.float8_e4m3fn"),
+        (
+            lambda w: float4(w, inputs=True),
+            lambda t: t.pop("input_global_scale"),
+            "`input_global_scale` must be one number, got",
+        ),
         (int8, lambda t: t.update(weight_zero_point=torch.ones(N, 1)), "`weight_zero_point` must be 0 with 8 bits"),
     ],
 )
@@ -95,6 +159,8 @@ def test_damaged_tensors_are_named(make, change, message):
 CT = float8(WEIGHT)[1]
 WEIGHTS = CT["config_groups"]["group_0"]
 INPUTS = WEIGHTS["input_activations"]
+MX = mxfp4(WEIGHT)[1]
+MX_GROUP = MX["config_groups"]["group_0"]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +173,20 @@ INPUTS = WEIGHTS["input_activations"]
         (CT | {"kv_cache_scheme": {"num_bits": 8}}, "`kv_cache_scheme` must be None"),
         (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "`sparsity_config.format` must be dense, got 'sparse-24"),
         (
+            CT | {"config_groups": {"a": WEIGHTS | {"format": "mxfp6-pack-quantized"}}},
+            "`config_groups.a.format` must be .* got 'mxfp6-pack-quantized'",
+        ),
+        (
             CT | {"config_groups": {"a": WEIGHTS | {"format": "nvfp4-pack-quantized"}}},
-            "`config_groups.a.format` must be .* got 'nvfp4-pack-quantized'",
+            "`config_groups.a.weights.num_bits` must be 4, got 8",
+        ),
+        (
+            {**MX, "config_groups": {"a": {**MX_GROUP, "weights": MX_GROUP["weights"] | {"group_size": 16}}}},
+            "`config_groups.a.weights.group_size` must be 32, got 16",
+        ),
+        (
+            {**MX, "config_groups": {"a": {**MX_GROUP, "input_activations": MX_GROUP["weights"] | {"dynamic": True}}}},
+            "`config_groups.a.input_activations.num_bits` must be 8, got 4",
         ),
         (
             CT | {"config_groups": {"a": WEIGHTS | {"weights": {"type": "int", "num_bits": 3}}}},

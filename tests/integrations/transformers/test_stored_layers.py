@@ -69,7 +69,10 @@ def test_a_checkpoint_is_the_dequantized_model(tmp_path, kind):
 
 
 # With compressed-tensors 0.20, transformers 5.23 has a parameter of another shape for packed zero points, and raises.
-@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if not kind.startswith(("gptq", "awq")) and "zero" not in kind])
+# And 4-bit floats have a test of their own.
+@pytest.mark.parametrize(
+    "kind", [kind for kind in LAYOUTS if not kind.startswith(("gptq", "awq")) and "zero" not in kind and "fp4" not in kind]
+)
 def test_logits_are_those_of_compressed_tensors(tmp_path, kind):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     saved(tmp_path, kind)
@@ -84,7 +87,26 @@ def test_logits_are_those_of_compressed_tensors(tmp_path, kind):
             assert torch.equal(generator.generate(IDS, **GREEDY), text)
 
 
-@pytest.mark.parametrize("kind", ["gptq in the order of activations", "awq", "packed", "float8", "int8"])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_compressed_tensors_loads_the_same_4_bit_floats(tmp_path, kind):
+    """It makes the weights bfloat16."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    saved(tmp_path, kind)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    want = theirs(IDS).logits.float()
+    assert (load(tmp_path)(IDS).logits - want).abs().max() < 0.02 * want.abs().max()
+
+
+def test_a_damaged_weight_of_4_bit_floats_is_named(tmp_path):
+    saved(tmp_path, "nvfp4")
+    state = load_file(tmp_path / "model.safetensors")
+    state.pop(f"{Q}.weight_global_scale")
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"up_proj: `weight_global_scale` must be one positive number, got None"):
+        load_checkpoints(tmp_path, None, device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["gptq in the order of activations", "awq", "packed", "float8", "int8", "nvfp4"])
 def test_speculation_gives_the_models_own_text(tmp_path, kind):
     draft = saved(tmp_path, kind)
     model = load(tmp_path)

@@ -22,14 +22,14 @@ _STORED = (torch.float8_e4m3fn, torch.uint8)  # in 8 and 4 bits
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
-def _route_experts_fake(logits, bias, k, scoring, groups, top_groups, renormalize, scale):
+def _route_experts_fake(logits, bias, k, scoring, groups, top_groups, renormalize, scale, dtype=torch.float32):
     shape = (logits.shape[0], k)
-    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=dtype)
 
 
 route_experts_op = define_op(
-    "route_experts(Tensor logits, Tensor? bias, int k, str scoring, int groups, int top_groups, bool renormalize, float scale) "
-    "-> (Tensor topk_ids, Tensor topk_weights)",
+    "route_experts(Tensor logits, Tensor? bias, int k, str scoring, int groups, int top_groups, bool renormalize, float scale, "
+    "ScalarType dtype=float) -> (Tensor topk_ids, Tensor topk_weights)",
     reference.route_experts,
     _route_experts_fake,
     cuda="spec_ops.backends.triton.moe.route:route_experts",
@@ -56,6 +56,7 @@ def route_experts(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `k` experts of each token and their weights, in one launch.
 
@@ -79,11 +80,12 @@ def route_experts(
         groups: in how many equal groups the experts lie.
         top_groups: of how many groups a token's experts may come.
         renormalize: divide a token's weights by their sum.
-        scale: what weights are multiplied with at the end.
+        scale: what weights are multiplied with.
+        dtype: to which weights are rounded at the end: float32, bfloat16 or float16.
 
     Returns:
         `topk_ids [T, k]` int64, best first, ties to the lower id; NaN counts as the lowest logit. `topk_weights [T, k]`
-        float32.
+        `dtype`.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -108,7 +110,9 @@ def route_experts(
     if not isinstance(renormalize, bool):
         check.fail("renormalize", "a bool", type(renormalize).__name__, TypeError)
     check.number("scale", scale, low=0.0)
-    return route_experts_op(logits, bias, k, scoring, groups, top_groups, renormalize, float(scale))
+    if dtype not in FLOAT_DTYPES:
+        check.fail("dtype", "float32, bfloat16 or float16", dtype, TypeError)
+    return route_experts_op(logits, bias, k, scoring, groups, top_groups, renormalize, float(scale), dtype)
 
 
 def moe_experts(

@@ -23,6 +23,7 @@ from torch import fx
 from spec_ops.backends.registry import device_arch
 from spec_ops.ops.moe import moe_experts_op, route_experts_op
 from spec_ops.passes.analysis.graph import arg, calls, insert, value
+from spec_ops.passes.analysis.norms import only_user
 from spec_ops.passes.analysis.replacement import in_place_of
 from spec_ops.passes.analysis.routers import NotARouterError, Router, Routers
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
@@ -68,11 +69,14 @@ def _fuse(graph: fx.Graph, router: Router) -> None:
         bias = insert(graph, topk, aten.reshape.default, (bias, [-1]))
     if bias is not None and value(bias).dtype != torch.float32:
         bias = insert(graph, topk, prims.convert_element_type.default, (bias, torch.float32))
-    routed = insert(graph, topk, route_experts_op, (router.logits, bias, *router.form))
-    for place, old in enumerate((router.ids, router.weights)):
-        if old is None:
-            continue
-        new = insert(graph, topk, operator.getitem, (routed, place), source=old)
-        if value(old).dtype != value(new).dtype:
-            new = insert(graph, topk, prims.convert_element_type.default, (new, value(old).dtype), source=old)
-        old.replace_all_uses_with(in_place_of(old, new))
+    weights = router.weights
+    if weights is not None and value(weights).dtype == torch.float32:
+        rounded = only_user(weights, prims.convert_element_type.default)
+        if rounded is not None and value(rounded).dtype in (torch.bfloat16, torch.float16):
+            weights = rounded  # in the same launch
+    dtype = torch.float32 if weights is None else value(weights).dtype
+    routed = insert(graph, topk, route_experts_op, (router.logits, bias, *router.form, dtype))
+    for place, old in enumerate((router.ids, weights)):
+        if old is not None:
+            new = insert(graph, topk, operator.getitem, (routed, place), source=old)
+            old.replace_all_uses_with(in_place_of(old, new))

@@ -140,4 +140,5 @@ def test_routers(seed):
     got = route_experts_op(*on_gpu(args))
     wanted = reference.route_experts(*args)
     assert torch.equal(got[0].cpu(), wanted[0])
-    torch.testing.assert_close(got[1].cpu(), wanted[1], rtol=1e-5, atol=1e-7)
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[wanted[1].dtype]
+    torch.testing.assert_close(got[1].cpu(), wanted[1], rtol=rounding, atol=1e-7)

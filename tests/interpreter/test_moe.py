@@ -34,7 +34,8 @@ def test_routers(seed):
     ids, weights = route.route_experts(*args)
     wanted, wanted_weights = reference.route_experts(*args)
     assert torch.equal(ids, wanted), args
-    torch.testing.assert_close(weights, wanted_weights, rtol=1e-6, atol=1e-7)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[weights.dtype]
+    torch.testing.assert_close(weights, wanted_weights, rtol=rounding, atol=1e-7)
     assert ids.is_contiguous()
     assert weights.is_contiguous()
 

@@ -351,7 +351,7 @@ def route_experts_sample(s: Source) -> tuple[Any, ...]:
     logits = s.any_layout(s.normal(s.integer(0, 4), groups * size, dtype=s.pick(*FLOATS)))
     bias = s.pick(None, s.to(s.normal(groups * size)))
     k, scoring = s.integer(1, size * top_groups), s.pick("softmax", "sigmoid", "none")
-    return logits, bias, k, scoring, groups, top_groups, s.pick(False, True), s.pick(1.0, 2.5)
+    return logits, bias, k, scoring, groups, top_groups, s.pick(False, True), s.pick(1.0, 2.5), s.pick(*FLOATS)
 
 
 def moe_experts_sample(s: Source) -> tuple[Any, ...]:

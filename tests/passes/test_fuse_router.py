@@ -26,7 +26,7 @@ def experts(x, ids, weights):
 
 
 def fused(fn, *args, left: int = 0, arch: int | None = 90):
-    """The arguments of the op after its logits and bias, and the pass's result."""
+    """The form that the op is called with, and the pass's result. Nothing is converted between it and the experts."""
     with torch.no_grad():
         module, inputs = capture(fn, *args)
         want = module(*inputs)
@@ -38,7 +38,11 @@ def fused(fn, *args, left: int = 0, arch: int | None = 90):
     assert targets(module).count(aten.topk.default) == left
     calls = [node for node in module.graph.nodes if node.target is route_experts_op]
     assert len(calls) == result.matches, texts(result.refused)
-    return [tuple(node.args[2:]) for node in calls], result
+    for node in calls:
+        (weights,) = (user for user in node.users if user.args[1] == 1) if len(node.users) == 2 else (None,)
+        if weights is not None and weights.users:
+            assert not any(user.target is torch.ops.prims.convert_element_type.default for user in weights.users)
+    return [tuple(node.args[2:-1]) for node in calls], result
 
 
 def softmax_first(x, router):

@@ -12,7 +12,7 @@ from spec_ops.ops.reference.invariant import row_sum
 
 def route_experts(
     logits: torch.Tensor, bias: torch.Tensor | None, k: int, scoring: str, groups: int, top_groups: int, renormalize: bool,
-    scale: float,
+    scale: float, dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     lowest = -torch.inf
     exact = logits.float()
@@ -36,7 +36,7 @@ def route_experts(
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (row_sum(weights)[:, None] + 1e-20)
-    return ids, weights * scale
+    return ids, (weights * scale).to(dtype)
 
 
 def _check_ids(ids: torch.Tensor, experts: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import spec_ops.passes
+import spec_ops.passes.fuse_router
 from benchmarks.round.shapes import SHAPES, Shape
 from benchmarks.round.through_transformers import build_model, taken_over
 from spec_ops.decoding import Generator, SpeculationConfig
@@ -87,9 +88,8 @@ def test_a_round_with_a_draft():
     assert len(through) <= len(own)
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_tokens_stay_those_of_generate(monkeypatch, name):
-    """In float32, by the graph that the passes make, run node by node."""
+def check_tokens(monkeypatch, name: str, matches: dict[str, int]) -> None:
+    """Tokens in float32 by the graph that the passes make, run node by node, and how often passes found something."""
     reports: list = []
 
     def compiled(module, **_options):
@@ -103,5 +103,18 @@ def test_tokens_stay_those_of_generate(monkeypatch, name):
         tokens = generator.generate(ids, mask, max_new_tokens=20, eos_token_id=(), return_dict_in_generate=True).tokens
     assert tokens == eager_tokens(name)
     ((report,),) = reports
-    (result,) = (result for result in report.results if result.name == "fuse_rope_append")
-    assert result.matches == FUSED[name], [note.text for note in result.refused]
+    for result in report.results:
+        if result.name in matches:
+            assert result.matches == matches[result.name], [note.text for note in result.refused]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_tokens_stay_those_of_generate(monkeypatch, name):
+    check_tokens(monkeypatch, name, {"fuse_rope_append": FUSED[name]})
+
+
+@pytest.mark.parametrize(("name", "mixtures"), [("qwen3_moe", 3), ("gpt_oss", 3), ("glm4_moe", 2)])
+def test_tokens_of_fused_routers(monkeypatch, name, mixtures):
+    """As on a GPU, where routers are one launch; the op's reference computes it."""
+    monkeypatch.setattr(spec_ops.passes.fuse_router, "device_arch", lambda device: 90)
+    check_tokens(monkeypatch, name, {"fuse_router": mixtures})

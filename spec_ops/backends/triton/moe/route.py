@@ -88,12 +88,12 @@ def route_experts_kernel(
 
 def route_experts(
     logits: torch.Tensor, bias: torch.Tensor | None, k: int, scoring: str, groups: int, top_groups: int, renormalize: bool,
-    scale: float,
+    scale: float, dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `spec_ops.ops.moe`."""
     tokens, experts = logits.shape
     ids = logits.new_empty(tokens, k, dtype=torch.int64)
-    weights = logits.new_empty(tokens, k, dtype=torch.float32)
+    weights = logits.new_empty(tokens, k, dtype=dtype)
     if tokens:
         with device_guard(logits):
             launch(

@@ -133,7 +133,10 @@ def test_sums_and_norms(n):
     torch.testing.assert_close(total.double(), x.double().sum(1), rtol=1e-5, atol=1e-4)
     for rounded in (False, True):
         normalized = invariant.rms_norm(x, weight, EPS, rounded)
-        torch.testing.assert_close(normalized, reference.rms_norm(x, weight, EPS, rounded), rtol=2**-9, atol=1e-4)
+        wanted = reference.rms_norm(x, weight, EPS, rounded)
+        torch.testing.assert_close(normalized, wanted, rtol=2**-9, atol=1e-4)
+        # Sums of another order move few numbers to a neighbour; a rounding more or less moves a quarter of them.
+        assert (normalized != wanted).sum() <= 1 + x.numel() // 100
         for row in range(9):
             alone = slice(row, row + 1)
             assert torch.equal(bits(invariant.rms_norm(x[alone], weight, EPS, rounded)), bits(normalized[alone]))

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 from spec_ops.backends.triton.sampling import accept_logits
 from spec_ops.ops import accept
 from spec_ops.ops.reference.accept import accept_sampled_logits as reference
+from spec_ops.ops.reference.sampling import sampling_support
 from tests.helpers.accept_rows import ROW_KINDS, long_rows
 from tests.interpreter.cases import compare
 from tests.ops.test_accept_logits import KINDS, Case
@@ -65,6 +66,19 @@ def test_drafts_of_the_target_itself(kind):
     assert lens.tolist() == [4, 4]
     assert torch.equal(tokens[:, :-1], args[0][:, 1:])
     assert_same(args, tiles_of(16, 4, 5, VOCAB))
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["drafts", "blocks"])
+def test_a_uniform_at_the_boundary_rejects(block):
+    """Accepted is strictly below: a draft of q = 1/2 and p = 1/4 up to 1/2."""
+    target, hot = torch.zeros(1, 2, 4), torch.ones(1)
+    draft = torch.tensor([[[0.0, 0.0, -torch.inf, -torch.inf]]])
+    supports = [sampling_support(logits, hot, None, None, None) for logits in (target, draft)]
+    for uniform, accepted in ((0.5, 1), (0.5 - 2**-24, 2)):
+        coins = torch.tensor([[uniform, 0.0]]), torch.zeros(1)
+        args = torch.tensor([[-1, 1]]), target, supports[0], *coins, hot, None, draft, supports[1], None, 2, 1.0, 1.0, block
+        assert reference(*args)[2].tolist() == [accepted]
+        assert_same(args, tiles_of(2, 1, 2, 4))
 
 
 def test_no_requests_and_roots_alone():

@@ -81,6 +81,22 @@ def test_a_uniform_at_the_boundary_rejects(block):
         assert_same(args, tiles_of(2, 1, 2, 4))
 
 
+@pytest.mark.parametrize(
+    ("candidates", "parents", "coin", "final", "tokens"),
+    [
+        ([-1, 1, 1], [-1, 0, 0], 0.9, 0.5, [2, -1]),  # rejected twice: once of four tokens less
+        ([-1, 1, 2], [-1, 0, 1], 0.0, 0.6, [1, 2]),  # a child that a full path has no room for was not rejected
+    ],
+)
+def test_what_the_last_token_may_be(candidates, parents, coin, final, tokens):
+    target, hot = torch.zeros(1, 3, 4), torch.ones(1)
+    support = sampling_support(target, hot, None, None, None)
+    rows = torch.tensor([candidates]), target, support, torch.full((1, 3), coin), torch.tensor([final]), hot
+    args = (*rows, torch.tensor([parents]), None, None, None, 2, 1.0, 1.0, False)
+    assert reference(*args)[0].tolist() == [tokens]
+    assert_same(args, tiles_of(2, 1, 2, 4))
+
+
 def test_no_requests_and_roots_alone():
     empty = [x[:0] if isinstance(x, torch.Tensor) and x.dim() else x for x in long_rows(0, "target_only", VOCAB)]
     assert [x.shape for x in accept_logits.accept_sampled_logits(*empty)] == [(0, 4), (0, 4), (0,)]

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from spec_ops._extras import install_hint
-from spec_ops.backends.weight_format import BLOCK, E2M1_MAX, FLOAT4_GROUPS, GROUPS, e8m0, packed, packed_e2m1
+from spec_ops.backends.weight_format import BLOCK, E2M1_MAX, FLOAT4_GROUPS, GROUPS, e2m1, e8m0, packed, packed_e2m1
 from spec_ops.models.stored_tensor import StoredTensor
 
 KINDS = ("float8", "float8_block", "float8_tensor", "int8", "int4", "nvfp4", "mxfp4")
 _COLUMNS = 2 * min(GROUPS)  # what the kernels need k to be a multiple of
 _GROUP = 128  # columns that share a scale in 4 bits, where k is a multiple of it; torchao's default
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+_SCALES = [0.85 + 0.05 * i for i in range(14)]  # times the one with which 4-bit floats cover a group's range
 _RANGES = [1 - 0.02 * i for i in range(16)]  # parts of a group's range that 4 bits may cover
 
 
@@ -133,7 +134,8 @@ def int4_tensor(weight: torch.Tensor, group: int = _GROUP) -> StoredTensor:
 
 @torch.no_grad()
 def nvfp4_tensor(weight: torch.Tensor) -> StoredTensor:
-    """`weight [n, k]` in 4-bit floats; the greatest magnitude of a group becomes 6, of a weight 6 * 448.
+    """`weight [n, k]` in 4-bit floats. Of several scales, around the one that makes the greatest magnitude of a group 6, each
+    group has the one whose squared error is least; the greatest of those is 448 times the weight's scale.
 
     Args:
         weight: floating-point, k a multiple of 16.
@@ -141,9 +143,19 @@ def nvfp4_tensor(weight: torch.Tensor) -> StoredTensor:
     values = weight.float().unflatten(1, (-1, FLOAT4_GROUPS["nvfp4"]))
     greatest = values.abs().amax(2)
     whole = (greatest.amax() / (E2M1_MAX * _FLOAT8_MAX)).reshape(1)
-    scale = (greatest / (E2M1_MAX * _divisor(whole))).to(torch.float8_e4m3fn)
-    wide = _divisor(scale.float() * whole)[..., None]
-    return StoredTensor(packed_e2m1((values / wide).flatten(1)), scale, tensor_scale=whole, dtype=weight.dtype)
+    full = greatest / (E2M1_MAX * _divisor(whole))
+    least, scale = torch.full_like(full, torch.inf), full.to(torch.float8_e4m3fn)
+    data = weight.new_zeros(weight.shape[0], weight.shape[1] // 2, dtype=torch.uint8)
+    for part in _SCALES:
+        s = (part * full).clamp(max=_FLOAT8_MAX).to(torch.float8_e4m3fn)
+        wide = (s.float() * whole)[..., None]
+        found = packed_e2m1((values / _divisor(wide)).flatten(1))
+        error = (e2m1(found).view(values.shape) * wide - values).square_().sum(2)
+        better = error < least
+        least = torch.where(better, error, least)
+        scale = torch.where(better, s.view(torch.uint8), scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+        data = torch.where(better.repeat_interleave(values.shape[2] // 2, 1), found, data)
+    return StoredTensor(data, scale, tensor_scale=whole, dtype=weight.dtype)
 
 
 @torch.no_grad()

@@ -17,8 +17,10 @@ def backends(
             help="Choose for this architecture, such as sm100, as if every package were installed; default: this machine."
         ),
     ] = None,
-    page_size: Annotated[int, typer.Option(min=1, max=128, help="Tokens a page.")] = 64,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say of every call why the others were not chosen.")] = False,
+    page_size: Annotated[int, typer.Option(min=1, max=128, help="Tokens in a page.")] = 64,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say for every call why the others were not chosen.")
+    ] = False,
 ) -> None:
     """Which kernel every kind of attention call gets, and why not another: Llama-8B's GQA and DeepSeek-V3's MLA, bfloat16."""
     from spec_ops.backends import get_backend, missing_backends

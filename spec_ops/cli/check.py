@@ -14,7 +14,7 @@ class Engine(str, enum.Enum):
 
 
 def check(engine: Annotated[Engine, typer.Argument(help="The serving engine.")]) -> None:
-    """Whether the installed engine is of a tested version and has every symbol that the plug-in uses; if not, ends with 1."""
+    """Whether the installed engine is of a tested version and has every symbol that the plug-in uses; exit code 1 if not."""
     from spec_ops.integrations import sglang, vllm
 
     text, fits = {Engine.sglang: sglang, Engine.vllm: vllm}[engine].report()

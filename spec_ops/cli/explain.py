@@ -58,12 +58,12 @@ def explain(
     device: Device = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="bfloat16, float16 or float32; default: bfloat16, for FACTORY what it makes."),
+        typer.Option("--dtype", help="bfloat16, float16 or float32; default: bfloat16, or with FACTORY that of its models."),
     ] = None,
     tp: Annotated[
         int,
         typer.Option(
-            "--tp", min=1, help="Plan for one of so many ranks that share the models. FACTORY is called as by torchrun."
+            "--tp", min=1, help="Plan for one of this many ranks that share the models. FACTORY is called as if by torchrun."
         ),
     ] = 1,
     verbose: Annotated[

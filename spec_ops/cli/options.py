@@ -61,34 +61,40 @@ def local_folder(name: str | None) -> str | None:
 
 PairPath = Annotated[
     Path | None,
-    typer.Option("--pair", exists=True, file_okay=False, help="Folder of a saved pair; default the one shipped."),
+    typer.Option("--pair", exists=True, file_okay=False, help="Folder of a saved pair; default: the shipped one."),
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Draft steps S.")]
 Lengths = Annotated[
     str | None,
     typer.Option(
-        "--lengths", metavar="auto|0,1,3", help="Chain lengths to choose each round's from; auto: 0, 1, 3, 5 and 7. No --steps."
+        "--lengths",
+        metavar="auto|0,1,3",
+        help="Chain lengths to choose from in each round; auto: 0, 1, 3, 5 and 7. In place of --steps.",
     ),
 ]
 DraftCost = Annotated[
     float | None,
-    typer.Option("--draft-cost", help="With --lengths: what a draft step adds to a round, as a share; default: measured."),
+    typer.Option(
+        "--draft-cost", help="With --lengths: the share of a round that each draft step adds to it; default: measured."
+    ),
 ]
 TopK = Annotated[int, typer.Option("--tree-width", min=1, help="Branches K per draft step; 1 drafts a chain.")]
 TreeTokens = Annotated[int | None, typer.Option("--tree-tokens", help="Tokens verified per round in a tree, root included.")]
 Blocks = Annotated[
     bool | None,
-    typer.Option("--block-verification/--token-verification", help="How a sampled chain is verified; default as a block."),
+    typer.Option("--block-verification/--token-verification", help="How a sampled chain is verified; default: as a block."),
 ]
-Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="Above 0 samples.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 decodes greedily, above 0 samples.")]
 KeepK = Annotated[int | None, typer.Option("--top-k", min=0, help="Sample among this many tokens; 0: among all.")]
 KeepP = Annotated[
     float | None,
-    typer.Option("--top-p", min=0.0, max=1.0, help="Sample among the likeliest tokens of this total probability."),
+    typer.Option("--top-p", min=0.0, max=1.0, help="Sample among the likeliest tokens whose probabilities add up to this."),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option("--min-p", min=0.0, max=1.0, help="Sample among tokens of this share of the likeliest's probability."),
+    typer.Option(
+        "--min-p", min=0.0, max=1.0, help="Sample among tokens at least this probable, relative to the likeliest one."
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
@@ -120,7 +126,9 @@ DraftPath = Annotated[
 ]
 ModelSettings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="With --model: in place of its generation_config's; may be repeated."),
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="With --model: a setting of its generation_config to change; may be repeated."
+    ),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu.")]
 DType = Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
@@ -136,7 +144,9 @@ Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile r
 Invariant = Annotated[
     bool, typer.Option("--invariant", help="Batch-invariant arithmetic: the same text with any draft, in bfloat16 too.")
 ]
-Seed = Annotated[int | None, typer.Option("--seed", help="Of sampling; default: drawn, and printed to repeat a run with.")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", help="Seed of sampling; default: drawn, and printed so that the run can be repeated.")
+]
 # Of a `SpeculationConfig`, for messages.
 _OPTIONS = {
     "num_steps": "--steps", "topk": "--tree-width", "num_draft_tokens": "--tree-tokens",

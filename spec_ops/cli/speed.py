@@ -23,7 +23,7 @@ PROFILED = 5  # rounds
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one round: replays of CUDA graphs, launches beside them, and waits of the host for the device."""
+    """What one round takes: replays of CUDA graphs, other launches, and waits of the host for the device."""
 
     graphs: float
     launches: float

@@ -106,8 +106,8 @@ class Batch:
         return admitted
 
     def emit(self, output: torch.Tensor, length: int | None = None) -> list[Gained]:
-        """Hand out the tokens of a round: `output [bs, P + 2]`, on the host, as in `RoundState.output`. `length` is that of its
-        chain, if rounds differ in it."""
+        """Hand out the tokens of a round: `output [bs, P + 2]`, on the host, as in `RoundState.output`. `length` is the
+        length of its chain, if rounds differ in it."""
         stats = self.result.stats
         stats.rounds += 1
         if length is not None:

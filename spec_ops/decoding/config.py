@@ -32,8 +32,8 @@ class SpeculationConfig:
         threshold_acc: in (0, 1]; below 1, a sampled tree accepts a token when the uniform is below the running sum of
             probabilities divided by it (see `accept_sampled`). 1 keeps the target's distribution.
         block_verification: verify a model's sampled chain as a block (arXiv:2403.10444): lossless as token by token, and the
-            expected number of accepted drafts is never smaller. None: for chains. Trees, greedy rounds and prompt lookup are
-            verified as ever.
+            expected number of accepted drafts is never smaller. None: for chains. It makes no difference to trees, greedy
+            rounds and prompt lookup.
 
     Raises:
         ValueError: naming the attribute.

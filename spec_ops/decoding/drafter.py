@@ -201,7 +201,7 @@ def make_drafter(
     sampled: bool,
     backend: str,
 ) -> Drafter:
-    """What drafts as `draft` says; `cache` is that of its model, if it has one."""
+    """The drafter for `draft`; `cache` belongs to its model, if it has one."""
     lookup = draft if isinstance(draft, PromptLookup) else None
     # Where rows may be drafted either way, none has a distribution: target-only acceptance is lossless for any draft.
     sampled = sampled and lookup is None

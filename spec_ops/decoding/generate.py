@@ -164,7 +164,7 @@ class Generator:
     ) -> SpeculativeRound | PlainRound:
         """A new, uncompiled round over the state and caches of the bucket for `batch_size` requests. It is called without
         arguments; `sampled` makes it sample instead of decoding greedily, `features` are the changes to the target's logits.
-        With `drafts` it verifies what they hold, and drafts at its end, for the next round. `length` is that of its chain, in
+        With `drafts` it verifies what they hold, and drafts at its end, for the next round. `length` is its chain's, in
         the place of `config.num_steps`; rounds of several lengths may follow each other."""
         options: dict[str, Any] = {"sampled": sampled, "features": features, "drafts": drafts, "length": length}
         return self.buckets.build(self.bucket(batch_size), **options)

@@ -3,7 +3,7 @@
 At every verified position the logits become what plain decoding would make of them there: the history of node `n` is the
 request's tokens and the node's own path, that is its ancestors and itself. They change in float32, in transformers' order:
 bias, repetition penalty, frequency and presence penalties (vLLM's place for them), bad words, minimum length, the user's
-function. The bitmask comes last: no function gives back what a grammar forbids.
+function. The bitmask comes last: no function can allow again what a grammar forbids.
 
 A dense pass takes the request's own counts, which buffers hold. The few tokens that a path adds are then computed anew and put
 in their places; every value that goes to one place is the same, so nothing depends on an order.

@@ -185,7 +185,7 @@ class RoundState(nn.Module):
         emitted = torch.where(place < count[:, None], tokens, -1)
         last = tokens.gather(1, (count - 1).clamp(min=0).long()[:, None])[:, 0]
         row = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        # Also where nothing is emitted: the -1 behind a history means nothing, and every index is written once. A round that is
+        # Also where nothing is emitted: the -1 after a history means nothing, and every index is written once. A round that is
         # run past the longest text, to time it, writes at the end.
         index = (self.committed_lens.long()[:, None] + 1 + place).clamp(max=self.tokens.shape[1] - 1)
         self.tokens.index_put_((row, index), emitted)

@@ -48,8 +48,8 @@ class GenerationStats:
         return cls(requests=requests, histograms=histograms, last_lengths=[0] * requests, complete=[0] * path_len)
 
     def add_round(self, request: int, tokens: int, ended: bool, length: int | None = None) -> None:
-        """Count a round in which `request` gained `tokens`, at least one, and perhaps `ended`. `length` is that of its chain,
-        if rounds differ in it."""
+        """Count a round in which `request` gained `tokens`, at least one, and perhaps `ended`. `length` is the length of
+        its chain, if rounds differ in it."""
         self.request_rounds += 1
         self.histograms[request][tokens - 1] += 1
         if ended:

@@ -135,7 +135,7 @@ def shard(
 
 
 def _add_up(model: nn.Module, ranks: TensorParallel) -> None:
-    """Attention, MLPs and mixtures give their parts of a sum; a mixture's shared expert is in that of its mixture."""
+    """Attention, MLPs and mixtures compute parts of a sum; a mixture's part includes its shared expert."""
     shared = {module.shared for module in model.modules() if isinstance(module, Mixture)}
     for module in model.modules():
         if isinstance(module, (GQA, MLA, MLP, Mixture)) and module not in shared:

@@ -157,3 +157,15 @@ def test_the_drawing_of_the_passes_has_the_counts_of_explain():
     for word, row in words.items():
         drawn = [int(number) for number in re.findall(rf"(\d+) {word}(?= ·|<)", drawing)]
         assert drawn == [report.before[row], report.after[row]], row
+
+
+def test_every_example_and_command_is_in_its_table():
+    from spec_ops.cli import app
+
+    start = (DOCS / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(examples/\w+\.py)` \|", start, re.MULTILINE)
+    assert sorted(listed) == sorted(f"examples/{path.name}" for path in (ROOT / "examples").glob("[a-z]*.py"))
+    commands = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", commands, re.MULTILINE) == [
+        command.callback.__name__ for command in app.registered_commands
+    ]

@@ -125,7 +125,7 @@ def _build_tree() -> Callable:
 
 
 def _take_absorbed_mla() -> None:
-    """Prefill over the cache as every other step: the latents of the prompt are in it, and dense keys are made of none."""
+    """Prefill attends over the cache, as every other step does: the prompt's latents are in it, and no dense keys are made."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 

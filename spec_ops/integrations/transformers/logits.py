@@ -21,7 +21,7 @@ from spec_ops.integrations.transformers import processors as change
 from spec_ops.integrations.transformers import warpers as cut
 from spec_ops.integrations.transformers.steps import Step, Truncation
 
-# As in transformers: what `logits_processor` has of a class takes the place of what settings have made of it.
+# As in transformers: a processor in `logits_processor` replaces one of the same class that a setting has made.
 Listed = list[tuple[type | None, Step]]
 
 

@@ -1,7 +1,7 @@
 """Our graph passes where vLLM compiles a model.
 
 vLLM keeps two of Inductor's places for passes to itself; ours is free. In its graphs attention is one opaque op, and norms are
-ops of vLLM that are lowered behind all passes; none has an op of ours, hence `every_graph`. What is left are products.
+ops of vLLM that are lowered after all passes; no graph has an op of ours, hence `every_graph`. What is left are products.
 """
 
 from __future__ import annotations

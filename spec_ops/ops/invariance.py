@@ -222,9 +222,9 @@ def _product(target: Any, name: str, arguments: Mapping[str, Any], value: Callab
 
 def _product_of_rows(emitter: Emitter, name: str, args: Sequence[Any], skinny: bool) -> Any:
     added, left, right = (None, *args[:2]) if name in ("mm", "bmm") else args[:3]
-    columns = emitter.value(right).shape[-1]
-    is_bias = added is not None and emitter.value(added).shape in ((columns,), (1, columns)) and "bmm" not in name
-    bias = emitter.call(aten.reshape.default, added, [columns]) if is_bias else None
+    # `[1, n]` may be one row of a residual: it is added as that of more rows is, after the product was rounded.
+    is_bias = added is not None and emitter.value(added).shape == emitter.value(right).shape[-1:] and "bmm" not in name
+    bias = added if is_bias else None
     if skinny:
         weight = emitter.call(aten.permute.default, right, [1, 0])
         out = emitter.call(skinny_mm_op, left, weight, bias, None, None, True)

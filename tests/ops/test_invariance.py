@@ -23,6 +23,8 @@ BIAS = torch.randn(80, generator=G)
 ROWWISE: dict[str, Any] = {
     "linear": lambda x: F.linear(x, WEIGHT.to(x.dtype)),
     "linear with a bias": lambda x: F.linear(x, WEIGHT.to(x.dtype), BIAS.to(x.dtype)),
+    "a product and a residual": lambda x: torch.addmm(x[:, :80], x, WEIGHT.to(x.dtype).t()),
+    "a product and a bias of one row": lambda x: torch.addmm(BIAS.to(x.dtype)[None], x, WEIGHT.to(x.dtype).t()),
     "batched": lambda x: torch.einsum("mk,hkn->mhn", x, DEEP.to(x.dtype)),
     "rms_norm": lambda x: F.rms_norm(x, (96,), BIAS[:1].to(x.dtype).expand(96), 1e-6),
     "layer_norm": lambda x: F.layer_norm(x, (96,), None, None, 1e-6),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from spec_ops._numbers import integer
+from spec_ops._numbers import integer, shown
 from spec_ops._version import __version__
 from spec_ops.backends.registry import available_backends, device_arch, invariant_backend
 from spec_ops.decoding.admission import begin
@@ -164,8 +164,14 @@ class Generator:
     ) -> SpeculativeRound | PlainRound:
         """A new, uncompiled round over the state and caches of the bucket for `batch_size` requests. It is called without
         arguments; `sampled` makes it sample instead of decoding greedily, `features` are the changes to the target's logits.
-        With `drafts` it verifies what they hold, and drafts at its end, for the next round. `length` is its chain's, in
-        the place of `config.num_steps`; rounds of several lengths may follow each other."""
+        With `drafts` it verifies what they hold, and drafts at its end, for the next round. `length` is its chain's, at
+        most `config.num_steps`, for which state and pages have room; rounds of several lengths may follow each other. Raises a
+        ValueError that names the argument."""
+        if length is not None:
+            if self.draft is None or self.config.topk > 1:
+                why = "without a draft" if self.draft is None else "with a tree"
+                raise ValueError(f"Generator: `length` must be None {why}, got {shown(length)}")
+            length = integer("Generator", "length", length, 0, self.config.num_steps)
         options: dict[str, Any] = {"sampled": sampled, "features": features, "drafts": drafts, "length": length}
         return self.buckets.build(self.bucket(batch_size), **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import socket
 import warnings
@@ -14,10 +15,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from spec_ops._numbers import integer, number
 from spec_ops.backends.push import PushWorkspace, connect, most_bytes, without_others
 from spec_ops.parallel.fake import fake_group, is_fake
 
 _T = TypeVar("_T")
+_SECONDS = "a finite number above 0"
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How the backends say that a peer is gone, in messages of `RuntimeError`; NCCL's are of a type of their own.
 _GONE = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Socket", "recvValue", "NCCL")
@@ -48,7 +51,7 @@ class TensorParallel:
         alone: this process is a rank without the others: see `fake`.
 
     Raises:
-        ValueError: torch.distributed is not initialized.
+        ValueError: torch.distributed is not initialized; or naming the argument.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 600.0, check_rounds: bool = False) -> None:
@@ -58,7 +61,9 @@ class TensorParallel:
                 "and call `TensorParallel.connect(device)`"
             )
         chosen = dist.group.WORLD if group is None else group
-        assert chosen is not None
+        if not isinstance(chosen, dist.ProcessGroup):
+            raise ValueError(f"TensorParallel: `group` must be a process group that has this rank, got {chosen!r}")
+        timeout = number("TensorParallel", "timeout", timeout, _SECONDS, _is_seconds)
         self.group, self.check_rounds = chosen, check_rounds
         self.rank, self.size = chosen.rank(), chosen.size()
         self.name: str = chosen.group_name
@@ -87,7 +92,7 @@ class TensorParallel:
         Raises:
             RankError: the environment of torchrun is missing or says what cannot be, or the other processes do not come.
         """
-        device = torch.device(device)
+        device, timeout = torch.device(device), number("TensorParallel", "timeout", timeout, _SECONDS, _is_seconds)
         joined = dist.is_initialized()
         if not joined:
             _check_environment(device)
@@ -114,9 +119,12 @@ class TensorParallel:
             rank: which of them this one is, in [0, size).
             device: a GPU to run rank 0's rounds on. Our kernels then add up its own part `size` times: they do their work, but
                 send nothing over links between GPUs, and never wait for anyone.
+
+        Raises:
+            ValueError: naming the argument.
         """
-        if not 0 <= rank < size:
-            raise ValueError(f"TensorParallel: `rank` must be in [0, {size}), got {rank}")
+        size = integer("TensorParallel", "size", size, 1)
+        rank = integer("TensorParallel", "rank", rank, 0, size - 1)
         ranks = cls(fake_group(size, rank))
         ranks.device = torch.device(device)
         if ranks.device.type == "cuda" and rank == 0 and most_bytes(size) is not None:
@@ -272,6 +280,10 @@ def _apart(places: list[tuple[str, int]], device: torch.device) -> str | None:
     if missing := [index for index in others if index >= count or not torch.cuda.can_device_access_peer(device.index, index)]:
         return f"peer access to cuda:{missing[0]}"
     return None
+
+
+def _is_seconds(timeout: float) -> bool:
+    return 0 < timeout < math.inf
 
 
 def _first_line(error: BaseException) -> str:

@@ -355,6 +355,24 @@ def test_bad_lengths_are_named(settings, message):
         SpeculationConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    ("draft", "config", "length", "message"),
+    [
+        (PromptLookup(), SpeculationConfig(2), 3, r"must be an int in \[0, 2\], got 3"),
+        (PromptLookup(), AUTO, -1, r"must be an int in \[0, 7\], got -1"),
+        (None, None, 1, "must be None without a draft, got 1"),
+        ("eagle3", SpeculationConfig(2, 2), 1, "must be None with a tree, got 1"),
+    ],
+)
+def test_a_round_of_a_length_that_there_is_no_room_for(draft, config, length, message):
+    """It would write past the pages that requests keep free for it."""
+    target = make_target(False)
+    draft = make_draft(draft, target) if isinstance(draft, str) else draft
+    generator = Generator(target, draft, config, max_batch_size=1, max_seq_len=32, page_size=4)
+    with pytest.raises(ValueError, match=f"Generator: `length` {message}"):
+        generator.round(1, length=length)
+
+
 def test_the_longest_length_is_num_steps():
     config = SpeculationConfig(lengths=[0, 2, 6], draft_cost=0.1)
     assert (config.lengths, config.num_steps, config.num_tokens, config.path_len) == ((0, 2, 6), 6, 7, 7)

@@ -59,9 +59,20 @@ def test_all_ranks_have_one_graph():
     assert first == last
 
 
-def test_a_rank_that_there_is_not():
-    with pytest.raises(ValueError, match=r"TensorParallel: `rank` must be in \[0, 2\), got 2"):
-        TensorParallel.fake(2, 2)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TensorParallel.fake(2, 2), r"`rank` must be an int in \[0, 1\], got 2"),
+        (lambda: TensorParallel.fake(0), "`size` must be an int of at least 1, got 0"),
+        (lambda: TensorParallel.fake("2"), "`size` must be an int of at least 1, got '2'"),
+        (lambda: TensorParallel(1), "`group` must be a process group that has this rank, got 1"),
+        (lambda: TensorParallel.connect("cpu", timeout="x"), "`timeout` must be a finite number above 0, got 'x'"),
+        (lambda: TensorParallel.connect("cpu", timeout=0), "`timeout` must be a finite number above 0, got 0"),
+    ],
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=f"TensorParallel: {message}"):
+        make()
     assert not dist.is_initialized()
 
 

@@ -173,7 +173,7 @@ def _norm_linear(m: int, device: str) -> None:
 def _many_rows(device: str) -> None:
     rng = Rng("many rows")
     args = rng.tensor(257, 192).half(), (rng.tensor(130, 192) * 0.05).half(), rng.tensor(130).half()
-    got = invariant_linear.skinny_mm(*Copy(args, device).args, None, None, True)
+    got = invariant_linear.skinny_mm(*Copy(args, device).args, invariant=True)
     wanted = torch.nn.functional.linear(*(a.double() for a in args))
     torch.testing.assert_close(got.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
 

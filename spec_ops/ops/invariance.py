@@ -227,7 +227,7 @@ def _product_of_rows(emitter: Emitter, name: str, args: Sequence[Any], skinny: b
     bias = added if is_bias else None
     if skinny:
         weight = emitter.call(aten.permute.default, right, [1, 0])
-        out = emitter.call(skinny_mm_op, left, weight, bias, None, None, True)
+        out = emitter.call(skinny_mm_op, *_set(skinny_mm_op, (left, weight, bias), "invariant", True))
     elif "bmm" in name:
         out = emitter.call(batched_mm_op, left, right, None)
     else:

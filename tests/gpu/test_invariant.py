@@ -50,17 +50,17 @@ def check(function, x: torch.Tensor, rows=ROWS) -> None:
 def test_products(n, k, dtype):
     weight, bias = normal(n, k, dtype=dtype, seed=1) / k**0.5, normal(n, dtype=dtype, seed=2)
     x = normal(128, k, dtype=dtype)
-    check(lambda rows: skinny_mm_op(rows, weight, bias, None, None, True), x)
+    check(lambda rows: skinny_mm_op(rows, weight, bias, invariant=True), x)
     want = (x.double() @ weight.double().t() + bias.double()).to(dtype)
     error = {torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
-    torch.testing.assert_close(skinny_mm_op(x, weight, bias, None, None, True), want, rtol=error, atol=error)
+    torch.testing.assert_close(skinny_mm_op(x, weight, bias, invariant=True), want, rtol=error, atol=error)
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1536, 7168), (1000, 1088)])
 def test_products_of_many_rows(n, k):
     """Slices, tiles of 128 rows in which a program adds up all splits: the bits of one row alone."""
     weight = normal(n, k, seed=1) / k**0.5
-    check(lambda rows: skinny_mm_op(rows, weight, None, None, None, True), normal(2048, k), (1, 8, 64, *MANY))
+    check(lambda rows: skinny_mm_op(rows, weight, None, invariant=True), normal(2048, k), (1, 8, 64, *MANY))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
@@ -104,7 +104,7 @@ import hashlib, torch
 from spec_ops.ops.linear import skinny_mm_op
 g = torch.Generator("cuda").manual_seed(0)
 x, w = (torch.randn(s, generator=g, device="cuda").bfloat16() for s in ((5, 4096), (6144, 4096)))
-out = skinny_mm_op(x, w, None, None, None, True)
+out = skinny_mm_op(x, w, None, invariant=True)
 print(hashlib.sha256(out.view(torch.int16).cpu().numpy().tobytes()).hexdigest())
 """
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import spec_ops
 from spec_ops.backends.registry import BackendError, invariant_backend
+from spec_ops.ops import invariance
 from spec_ops.ops._library import INVARIANCE
 from spec_ops.ops.eager_invariance import BatchInvariant
 from spec_ops.ops.invariance import KEPT, NotInvariantError, judge, named_arguments
@@ -118,7 +119,7 @@ def test_our_ops():
     """An argument that decides is set; a named backend that is not batch-invariant is refused, one that is stays."""
     x, weight = torch.randn(9, 128, generator=G).bfloat16(), torch.randn(48, 128, generator=G).bfloat16()
     with BatchInvariant():
-        assert torch.equal(skinny_mm_op(x, weight, None), skinny_mm_op(x, weight, None, None, None, True))
+        assert torch.equal(skinny_mm_op(x, weight, None), skinny_mm_op(x, weight, None, invariant=True))
         assert torch.equal(skinny_mm_op(x, weight, None)[4:5], skinny_mm_op(x[4:5], weight, None))
     q, cache = torch.randn(1, 2, 4, 16, generator=G), torch.randn(2, 8, 4, 16, generator=G)
     tables, lens = torch.tensor([[1]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
@@ -130,6 +131,19 @@ def test_our_ops():
         with pytest.raises(NotInvariantError, match="sampling_probs is not batch-invariant"):
             spec_ops.sampling_probs(q[:, 0, 0], torch.ones(1))
     assert torch.equal(call(deterministic=True), call(backend="reference-deterministic"))
+
+
+@pytest.mark.parametrize("name", [name for name in ROWWISE if name.startswith(("linear", "a product"))])
+def test_products_with_weights_that_a_gpu_reads_once(name, monkeypatch):
+    """On Hopper and newer these are `skinny_mm`'s, whose reference runs here."""
+    calls = []
+    monkeypatch.setattr(invariance, "invariant_weight", lambda right, arch: calls.append(right.shape) is None)
+    function, x = ROWWISE[name], torch.randn(5, 96, generator=G)
+    with BatchInvariant():
+        whole = function(x)
+        assert torch.equal(function(x[2:3]), whole[2:3])
+    assert calls == [(96, 80)] * 2
+    torch.testing.assert_close(whole, function(x), rtol=1e-5, atol=1e-4)
 
 
 def test_every_op_is_declared():

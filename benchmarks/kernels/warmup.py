@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.kernels.cases import Batch, Case, Pool, Problem, pages_needed
-from spec_ops.passes.manager import assemble_as_inductor_does
+from spec_ops.passes.manager import find_binaries_where_inductor_does
 
 # A page table this wide is, like those of long contexts, a multiple of 16 wide: for others Triton compiles anew.
 PAGES = 16
@@ -68,7 +68,7 @@ def warm_up(
     todo = [(case, backend) for case in short_cases(cases, page_size) for backend in own]
     if not todo:
         return
-    assemble_as_inductor_does()  # here and, through the environment, there
+    find_binaries_where_inductor_does()  # here and, through the environment, there
     # A forked process cannot use CUDA.
     with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=multiprocessing.get_context("spawn")) as pool:
         calls = [pool.submit(call_once, *call, device, dtype, kv_dtype, page_size) for call in todo]

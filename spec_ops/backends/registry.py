@@ -356,7 +356,8 @@ def output_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 @functools.cache
-def _load(path: str) -> Callable:
+def load_kernel(path: str) -> Callable:
+    """The function at `"module:function"`."""
     module, function = path.split(":")
     return getattr(importlib.import_module(module), function)
 
@@ -396,7 +397,7 @@ def _kernel(
     meta = AttentionMeta(*facts)
     selection = select_backend(meta, arch, name, missing)
     text = without_kernel(meta, arch, name, selection)
-    return _load(selection.backend.kernels[meta.step]), selection.backend.options, None if text is None else (meta, text)
+    return load_kernel(selection.backend.kernels[meta.step]), selection.backend.options, None if text is None else (meta, text)
 
 
 def run_attention(call: AttentionCall) -> torch.Tensor:
@@ -415,7 +416,7 @@ def run_attention(call: AttentionCall) -> torch.Tensor:
 def run_append(op: str, args: tuple) -> None:
     """The implementation of an append whose backend is named."""
     backend = select_backend(append_meta(op, args), device_arch(args[0].device), args[-1], missing_backends()).backend
-    _on_device_of(args[0], _load(backend.kernels[op]), args[:-1], {})
+    _on_device_of(args[0], load_kernel(backend.kernels[op]), args[:-1], {})
 
 
 def declarations() -> str:

@@ -39,6 +39,7 @@ _BELOW_AUTOGRAD = _after_autograd_keyset.raw_repr() & ~DispatchKeySet(DispatchKe
 
 # Of each op: whether its results are batch-invariant, or the argument that decides it (`define_op`).
 INVARIANCE: dict[torch._ops.OpOverload, bool | str] = {}
+CUDA_KERNELS: dict[torch._ops.OpOverload, str] = {}  # of each op that has one: `cuda` of `define_op`
 
 
 def define_op(
@@ -78,6 +79,8 @@ def define_op(
     op = getattr(getattr(getattr(torch.ops, NAMESPACE), packet), overload or "default")
     _LIBRARY.impl(name, _inference_only(op, impl, on_cuda), "Autograd", with_keyset=True)
     INVARIANCE[op] = invariant
+    if cuda is not None:
+        CUDA_KERNELS[op] = cuda
     return op
 
 

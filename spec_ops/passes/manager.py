@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -31,6 +33,7 @@ from spec_ops.passes.analysis.counts import count_nodes
 from spec_ops.passes.analysis.graph import drop_unread, op_of
 from spec_ops.passes.analysis.outputs import Watch
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.compile_kernels import CompileKernels
 from spec_ops.passes.elide_host_syncs import ElideHostSyncs
 from spec_ops.passes.elide_unread_inputs import ElideUnreadInputs
 from spec_ops.passes.fallbacks import register_fallbacks
@@ -59,8 +62,8 @@ SLOT = "post_grad_custom_pre_pass"
 
 # The order matters. A ragged extend becomes a draft extend before kernels are chosen, and the chosen kernels say which inputs
 # can be dropped. Steps are fused when only what is needed is left, and rows are selected when no index input ties an attention
-# call to all its rows. The products that are left are merged before their kernels are chosen. After the last pass the graph is
-# no longer functional.
+# call to all its rows. The products that are left are merged before their kernels are chosen. After `write_in_place` the graph
+# is no longer functional, and its calls are those that will run.
 PASSES: tuple[GraphPass, ...] = (
     UseDecodeForExtend(),
     SelectBackends(),
@@ -80,6 +83,7 @@ PASSES: tuple[GraphPass, ...] = (
     ShareOpInputs(),
     WholeConcatenations(),
     WriteInPlace(),
+    CompileKernels(),
 )
 
 
@@ -247,7 +251,7 @@ def enabled(
     Raises:
         ValueError: an unknown pass name.
     """
-    assemble_as_inductor_does()
+    find_binaries_where_inductor_does()
     manager = PassManager(switches, arch, listener, keep_history, invariant=invariant)
     settings = {SLOT: _slot(manager), "shape_padding": False, **(INDUCTOR if invariant else {})}
     with inductor_config.patch(settings):
@@ -269,7 +273,7 @@ def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
     Raises:
         ValueError: an unknown pass name.
     """
-    assemble_as_inductor_does()
+    find_binaries_where_inductor_does()
     manager = PassManager(switches)
     inductor_config.post_grad_custom_pre_pass = _slot(manager)
     inductor_config.shape_padding = False
@@ -288,13 +292,21 @@ def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
     return uninstall
 
 
-def assemble_as_inductor_does() -> None:
-    """Set TRITON_PTXAS_PATH to torch's own ptxas, as Inductor does, if torch has one and the user has set none.
+def find_binaries_where_inductor_does() -> None:
+    """Set two variables of the environment for this process as Inductor does, if the user has set them neither way.
 
-    Inductor sets it when it compiles a kernel in this process, hence not if its caches have all kernels. Triton compiles the
-    ops' kernels when they first run, and the version of ptxas is part of its cache key. A process whose kernels came from
-    Inductor's caches would thus compile the ops' kernels again (8 s for the round of an 8B model).
+    TRITON_PTXAS_PATH: torch's own ptxas, if torch has one. Its version is a part of the key under which Triton finds a binary.
+    TRITON_CACHE_DIR: a folder in Inductor's cache, if there is a GPU.
+
+    Inductor sets the first when it compiles a kernel in this process, and the second when it makes one; hence neither if its
+    caches have all kernels. Triton compiles the ops' kernels elsewhere, so that a process whose other kernels came from
+    Inductor's caches would look for them under another key and in another folder, and compile them again (8 s for the round of
+    an 8B model).
     """
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
     from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
     _set_triton_ptxas_path()
+    if torch.cuda.is_available():
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device))

@@ -73,7 +73,7 @@ def refuse_misplaced_views(graph: fx.Graph) -> None:
         if (op := op_of(node)) is None:
             continue
         bases: Any = node.kwargs["_all_bases"]
-        for name, index, view in _views(node):
+        for name, index, view in written_views(node):
             if view is None or (reason := _misplaced(bases[index], view[0])) is None:
                 continue
             raise ValueError(
@@ -92,7 +92,7 @@ def _misplaced(base: fx.Node, view: Any) -> str | None:
     return f"of an input that begins at element {offset} of its storage (take all views inside the function or all outside)"
 
 
-def _views(node: fx.Node) -> Iterator[tuple[str, int, tuple[Any, tuple] | None]]:
+def written_views(node: fx.Node) -> Iterator[tuple[str, int, tuple[Any, tuple] | None]]:
     """For every tensor that the op writes: the argument, the index of its base, and the call that makes the tensor of the base
     (None if it is the base)."""
     from torch._higher_order_ops import auto_functionalize as torch_side
@@ -171,7 +171,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 def _call_directly(graph: fx.Graph, node: fx.Node, bases: list[fx.Node]) -> None:
     op = op_of(node)
     written: dict[str, list[fx.Node]] = {}
-    for name, index, view in _views(node):
+    for name, index, view in written_views(node):
         made = bases[index] if view is None else insert(graph, node, view[0], (bases[index], *view[1]))
         written.setdefault(name, []).append(made)
     args: dict[str, Any] = {}

@@ -73,7 +73,7 @@ def test_short_contexts_launch_the_binaries_of_long_ones():
 def test_every_backend_is_called_on_every_case(monkeypatch):
     told: list[tuple[int, int, str]] = []
     settings: list[bool] = []
-    monkeypatch.setattr(warmup, "assemble_as_inductor_does", lambda: settings.append(not told))
+    monkeypatch.setattr(warmup, "find_binaries_where_inductor_does", lambda: settings.append(not told))
     cases = [SMALL, replace(SMALL, batch=Batch(2, 900, 900)), replace(SMALL, q_len=4)]
     warm_up(cases, ["reference", "torch-sdpa", "triton"], 2, **TYPES, tick=lambda *what: told.append(what))
     assert [(done, total) for done, total, _ in told] == [(n, 4) for n in range(1, 5)]

@@ -17,12 +17,19 @@ import spec_ops
 
 # A product, a cache write and an attention step. On CPU Inductor generates no kernel for them, so it needs no C++ compiler.
 SCRIPT = """
-import json, sys
+import json, sys, threading
 import torch
+if sys.argv[1] == "cuda":
+    import triton
 import spec_ops
 from torch._dynamo.utils import counters
 
 device, *settings = sys.argv[1:]
+compiled_kernels = []  # and the threads that did
+if device == "cuda":
+    triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or compiled_kernels.append(
+        (src.name, threading.current_thread().name)
+    )
 torch.set_default_device(device)
 torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
 k_cache, v_cache = torch.zeros(2, 3, 16, 2, 64)
@@ -43,11 +50,12 @@ def compiled(passes):
     k_cache.zero_(), v_cache.zero_()
     with torch.no_grad():
         result = spec_ops.compile(step, passes=passes, mode="default")(*call)
+    own = sorted({thread for kernel, thread in compiled_kernels if not kernel.startswith("triton_")})
     found = {name: sum(group[name] for group in counters.values()) for name in (
         "fxgraph_cache_miss", "fxgraph_cache_hit", "fxgraph_cache_bypass",
         "autograd_cache_miss", "autograd_cache_hit", "autograd_cache_bypass",
     )}
-    return {"result": result.flatten().tolist(), **{name: times for name, times in found.items() if times}}
+    return {"result": result.flatten().tolist(), "threads": own, **{name: times for name, times in found.items() if times}}
 
 print(json.dumps([compiled(json.loads(passes)) for passes in settings]))
 """
@@ -56,6 +64,7 @@ print(json.dumps([compiled(json.loads(passes)) for passes in settings]))
 def process(folder: Path, seed: int, *passes: dict[str, bool], device: str = "cpu", **env: str) -> list[dict[str, Any]]:
     """What the caches in `folder` were asked by a process that compiles with each of `passes`, and the results."""
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONHASHSEED": str(seed)} | env
+    env.pop("TRITON_CACHE_DIR", None)
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-c", SCRIPT, device, *map(json.dumps, passes)]
@@ -69,6 +78,7 @@ def test_second_process_hits_both_caches_and_other_passes_none(tmp_path):
     (cold,) = process(tmp_path, 1, {})
     warm, other = process(tmp_path, 2, {}, {"select_backends": False})
     result = cold.pop("result")
+    assert [found.pop("threads") for found in (cold, warm, other)] == [[], [], []]
     assert cold == {"fxgraph_cache_miss": 1, "autograd_cache_miss": 1}
     assert warm == {"result": result, "fxgraph_cache_hit": 1, "autograd_cache_hit": 1}
     assert other == {"result": result, "fxgraph_cache_miss": 1, "autograd_cache_miss": 1}
@@ -93,14 +103,28 @@ def test_ptxas_is_inductors_before_anything_is_compiled(tmp_path, monkeypatch):
     assert os.environ["TRITON_PTXAS_PATH"] == "the user's"
 
 
+@pytest.mark.parametrize(("set_by_user", "expected"), [(None, "{cache}/triton/0"), ("the user's", "the user's")])
+def test_triton_looks_where_inductor_does(set_by_user, expected, tmp_path, monkeypatch):
+    """Inductor names the folder only where its caches miss. Nothing is set without a GPU."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", set_by_user or "")
+    if set_by_user is None:
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+    for available, wanted in ((False, set_by_user), (True, expected.format(cache=tmp_path))):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        spec_ops.compile(torch.sin)
+        assert os.environ.get("TRITON_CACHE_DIR") == wanted
+
+
 @pytest.mark.gpu
 def test_second_process_compiles_no_kernel(tmp_path):
-    """Neither Inductor's nor ours: what Inductor sets must not change the keys of Triton's cache, where ours are."""
-    caches = {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
-    cold = process(tmp_path, 1, {}, device="cuda", **caches)[0]
-    kernels = {path.parent.name for path in (tmp_path / "triton").rglob("*.cubin")}
-    warm = process(tmp_path, 2, {}, device="cuda", **caches)[0]
+    """Neither Inductor's nor ours: what Inductor sets must change neither the keys of Triton's cache, where ours are, nor its
+    place. The first process compiles ours in the background, and no launch does."""
+    cold = process(tmp_path, 1, {}, device="cuda", TRITON_HOME=str(tmp_path / "home"))[0]
+    kernels = set(tmp_path.rglob("*.cubin"))
+    warm = process(tmp_path, 2, {}, device="cuda", TRITON_HOME=str(tmp_path / "home"))[0]
     assert len(kernels) >= 3  # attention, the append, and Inductor's
-    assert {path.parent.name for path in (tmp_path / "triton").rglob("*.cubin")} == kernels
+    assert set(tmp_path.rglob("*.cubin")) == kernels
     assert warm["fxgraph_cache_hit"] == 1
     assert warm["result"] == cold["result"]
+    assert (cold["threads"], warm["threads"]) == (["spec_ops compiles kernels"], [])

@@ -13,12 +13,12 @@ import triton
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention import tuning
-from spec_ops.backends.triton.attention.operands import Operands, kernel_arch, operands, window_within
+from spec_ops.backends.triton.attention.operands import Operands, operands, window_within
 from spec_ops.backends.triton.attention.ragged import ragged_attention_kernel
 from spec_ops.backends.triton.attention.split_kv import split_kv_attention_kernel
 from spec_ops.backends.triton.runtime.cooperative import resident_or_none
 from spec_ops.backends.triton.runtime.counters import arrival_counters
-from spec_ops.backends.triton.runtime.launch import device_guard, launch, num_sms
+from spec_ops.backends.triton.runtime.launch import arch_of, device_guard, launch, num_sms, on_gpu
 
 MAX_GRID = 65_535  # CUDA's limit of a grid's third dimension, which counts requests
 
@@ -106,7 +106,7 @@ def _launch_split(o: Operands) -> None:
         return True
 
     # More programs than are resident at once cannot wait for one another.
-    cooperative = config.cooperative and o.q.is_cuda and ranges * tiles <= sms * config.programs
+    cooperative = config.cooperative and on_gpu(o.q) and ranges * tiles <= sms * config.programs
     grid = ("split", ranges * tiles, config)
     if not cooperative or resident_or_none(grid, lambda: start(True)) is None:
         start(False)
@@ -128,7 +128,7 @@ def _on_hopper(call: AttentionCall) -> torch.Tensor | None:
     """The result of the Gluon kernel for sm_90 that serves the call; None if there is none, or a part of the GPU is too small
     for it. Its programs wait for one another; those of the kernels here need not."""
     q = call.q
-    if not q.is_cuda or kernel_arch(q.device) != 90:
+    if not on_gpu(q) or arch_of(q.device) != 90:
         return None
     # Imported here: Gluon is not there on other platforms.
     if call.is_mla:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,8 +10,8 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
-from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.attention import tuning
+from spec_ops.backends.triton.runtime.launch import arch_of
 
 LOG2E = 1.4426950408889634
 
@@ -103,12 +102,6 @@ def softmax_arguments(scale: float, k_scale: float, v_scale: float, softcap: flo
     return scale * k_scale * LOG2E, v_scale, 0.0
 
 
-@functools.cache
-def kernel_arch(device: torch.device) -> int:
-    """Compute capability (90 for sm_90); Triton's interpreter stands in for sm_90."""
-    return device_arch(device) or 90
-
-
 def unit_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -169,7 +162,7 @@ def operands(
     group = heads // kv_heads
     rows = (q.shape[1] if q_indptr is None else call.max_q_len) * group
     if config is None:
-        config = choose(kernel_arch(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows, window)
+        config = choose(arch_of(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows, window)
     return Operands(
         out,
         q,

@@ -14,7 +14,6 @@ A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,14 +23,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.attention.tuning import SHARED
 from spec_ops.backends.triton.linear.float4 import float4_products, rescaled
 from spec_ops.backends.triton.linear.quantized import WARPGROUP, quantized_products, scaled
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
 from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
-from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
+from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, num_sms
 from spec_ops.backends.weight_format import WeightFormat, columns_of, for_columns, weight_format
 
 CHUNK = 64  # of k: what one row of shared memory holds (128 bytes)
@@ -259,11 +257,6 @@ def skinny_mm_kernel(
         if bias is not None:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         store_transposed(out, acc, n, tl.arange(0, BLOCK_M), N, M)
-
-
-@functools.cache
-def arch_of(device: torch.device) -> int:
-    return device_arch(device) or 90  # Triton's interpreter stands in for sm_90
 
 
 def _tma_reads(rows: torch.Tensor) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from spec_ops.backends.expert_format import inner_of
-from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.moe.few import few_experts, supports
 from spec_ops.backends.triton.moe.grouped import grouped_experts
+from spec_ops.backends.triton.runtime.launch import arch_of
 
 
 def moe_experts(
@@ -22,7 +22,7 @@ def moe_experts(
     Raises:
         ValueError: weights of float8 before sm_89, which cannot convert them.
     """
-    if gate_up.dtype == torch.float8_e4m3fn and (arch := device_arch(x.device) or 90) < 89:
+    if gate_up.dtype == torch.float8_e4m3fn and (arch := arch_of(x.device)) < 89:
         raise ValueError(f"moe_experts: `gate_up` of float8_e4m3fn needs sm_89 or newer, got sm_{arch}")
     if invariant:
         out = x.new_empty(x.shape)

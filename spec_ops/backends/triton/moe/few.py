@@ -28,7 +28,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.expert_format import inner_of
-from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.attention.tuning import SHARED
 from spec_ops.backends.triton.linear.skinny_mm import CHUNK, combined, store_transposed
 from spec_ops.backends.triton.moe.activation import activated, gated
@@ -36,7 +35,7 @@ from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, MXFP4, meta_cal
 from spec_ops.backends.triton.moe.stored import added, block_scales, formats, scale_arguments, scale_constants
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
-from spec_ops.backends.triton.runtime.launch import Launch, await_predecessors, device_guard, launch, num_sms, recorded
+from spec_ops.backends.triton.runtime.launch import Launch, arch_of, await_predecessors, device_guard, launch, num_sms, recorded
 
 MAX_TOKENS = 64
 ALIGNED = 8  # elements: TMA reads rows that start at multiples of 16 bytes
@@ -346,16 +345,12 @@ def supports(
         and k > 0
         and inner > 0
         and x.dtype in (torch.bfloat16, torch.float16)
-        and (arch or _arch(x.device)) >= 90
+        and (arch or arch_of(x.device)) >= 90
         and hidden % ALIGNED == 0
         and inner % ALIGNED == 0
         and _tma_reads(gate_up)
         and _tma_reads(down)
     )
-
-
-def _arch(device: torch.device) -> int:
-    return device_arch(device) or 90  # Triton's interpreter stands in for sm_90
 
 
 def _matrix(rows: torch.Tensor, config: Config) -> TensorDescriptor:
@@ -391,7 +386,7 @@ def few_experts(
     inner = down.shape[1] if transposed else inner_of(down)
     stored = formats(gate_up, gate_up_scale, down, down_scale, gated, interleaved)
     sizes = Sizes(tokens, k, experts, hidden, inner, gated, interleaved, transposed, stored[0].bits)
-    first, second = configs or choose(sizes, num_sms(x.device), _arch(x.device))
+    first, second = configs or choose(sizes, num_sms(x.device), arch_of(x.device))
     block_m = first.block_m
     if x.stride(1) != 1 or x.stride(0) % ALIGNED or x.stride(0) < hidden or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
+
+from spec_ops.backends.registry import device_arch
+from spec_ops.backends.triton.runtime import background
 
 INTERPRETER_SMS = 4  # on CPU, for Triton's interpreter: small, so that loops over work take more than one iteration
 
@@ -40,9 +43,37 @@ def device_guard(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
+class Target(NamedTuple):
+    """The GPU that launchers choose for inside `recorded`, wherever their tensors are: 90 for sm_90, and its
+    multiprocessors."""
+
+    arch: int
+    sms: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """A CUDA device of this machine."""
+        return cls(arch_of(device), num_sms(device))
+
+
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; `INTERPRETER_SMS` for a CPU."""
-    return _num_sms(device.index) if device.type == "cuda" else INTERPRETER_SMS
+    """Streaming multiprocessors of a CUDA device, or of the target of `recorded`; `INTERPRETER_SMS` for a CPU."""
+    if device.type == "cuda":
+        return _num_sms(device.index)
+    target = _recording.target
+    return INTERPRETER_SMS if target is None else target.sms
+
+
+def arch_of(device: torch.device) -> int:
+    """Compute capability (90 for sm_90) of a CUDA device, or of the target of `recorded`; Triton's interpreter stands in for
+    sm_90."""
+    target = _recording.target
+    return device_arch(device) or (90 if target is None else target.arch)
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is on a GPU, or stands for one that is: inside `recorded` with a target."""
+    return tensor.is_cuda or _recording.target is not None
 
 
 @functools.cache
@@ -61,6 +92,7 @@ class Launch(NamedTuple):
 
 class _Recording(threading.local):
     launches: list[Launch] | None = None
+    target: Target | None = None
 
 
 _recording = _Recording()  # of this thread: what others launch meanwhile has to run
@@ -99,6 +131,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, 
     """
     if _recording.launches is None:
         _make_context()
+        if background.pending:
+            background.wait_for(kernel)
         kernel[grid](*args, **kwargs, **pdl_arguments(kernel, early))
         return
     arguments = dict(zip(kernel.arg_names, args, strict=False)) | {n: kwargs.pop(n) for n in kernel.arg_names if n in kwargs}
@@ -119,12 +153,31 @@ def _has_pdl(device: int) -> bool:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
+def recorded(target: Target | None = None) -> Iterator[list[Launch]]:
     """Inside, this thread's launches are noted in the list and nothing runs: what is compiled ahead is then what would be
-    launched."""
+    launched.
+
+    Args:
+        target: the GPU that launchers choose for, whose tensors those of the meta device stand for. Without one they take such
+            tensors for a CPU's, and choose as for Triton's interpreter.
+    """
     launches: list[Launch] = []
-    _recording.launches = launches
+    _recording.launches, _recording.target = launches, target
     try:
         yield launches
     finally:
-        _recording.launches = None
+        _recording.launches = _recording.target = None
+
+
+def compile_in_background(recorded_launches: Iterable[Launch], device: torch.device) -> int:
+    """Start to compile what `recorded_launches` would launch on `device`, a CUDA device. Returns how many binaries that are
+    neither compiled in this process nor being compiled.
+
+    Triton makes the key under which a launch looks its binary up, and it makes it of the same values here.
+    """
+    started = 0
+    with torch.cuda.device(device):
+        for kernel, arguments, options, early in recorded_launches:
+            if isinstance(kernel, triton.JITFunction):
+                started += background.start(kernel, arguments | options | pdl_arguments(kernel, early))
+    return started

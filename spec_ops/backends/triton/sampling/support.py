@@ -16,7 +16,7 @@ import triton.language as tl
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
 from spec_ops.backends.triton.runtime.cooperative import resident_or_none
 from spec_ops.backends.triton.runtime.counters import arrival_counters
-from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
+from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms, on_gpu
 from spec_ops.backends.triton.sampling.bins import BINS, INTERPRETED
 from spec_ops.backends.triton.sampling.candidates import SLOTS, sizes
 from spec_ops.backends.triton.sampling.counted import settle_by_counts
@@ -174,7 +174,7 @@ def support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p, any_top:
     with device_guard(logits):
         # Triton's interpreter runs one program after another.
         lane = LANE * 2 // logits.element_size()  # of float32 half as many, of twice the registers
-        programs = num_sms(logits.device) if logits.is_cuda else 1
+        programs = num_sms(logits.device) if on_gpu(logits) else 1
         if logits.dtype == torch.bfloat16 and top_p is not None and top_k is None and bs * inner >= COUNTED_ROWS:
             programs = 1  # a program a row, which counts
         share = shares(bs * inner, vocab, programs, filtered, lane)

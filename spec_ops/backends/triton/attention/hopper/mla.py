@@ -59,7 +59,7 @@ from spec_ops.backends.triton.attention.hopper.program import (
 )
 from spec_ops.backends.triton.attention.operands import packed, unit_rows, window_within
 from spec_ops.backends.triton.runtime.counters import arrival_counters
-from spec_ops.backends.triton.runtime.launch import launch, num_sms
+from spec_ops.backends.triton.runtime.launch import arch_of, launch, num_sms, on_gpu
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # logits
 S_ROW = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
@@ -427,8 +427,8 @@ def supports(call: AttentionCall) -> bool:
     q, kv_cache = call.q, call.k_cache
     pages, page_size, dim = kv_cache.shape
     return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        on_gpu(q)
+        and arch_of(q.device) == 90
         and (call.kv_lora_rank, dim) == (512, 576)
         and q.dtype in (torch.bfloat16, torch.float16)
         and kv_cache.dtype == q.dtype

@@ -134,14 +134,18 @@ class PassManager(CustomGraphPass):
         if not self.every_graph and not any(op_of(node) for node in graph.nodes):
             return
         refuse_misplaced_views(graph)
-        report = GraphReport(count_nodes(graph), place=Place.of(graph, self.context))
+        told = self.listener is not None  # counts are for those who read them
+        report = GraphReport(count_nodes(graph) if told else {}, place=Place.of(graph, self.context))
         if self.keep_history:
             report.history = History(graph)
         watch = Watch(graph)
+        drop_unread(graph)
         for graph_pass in self.passes:
             result = PassResult(graph_pass.name, about=graph_pass.about())
+            nodes = len(graph.nodes)
             graph_pass.run(graph, self.context, result)
-            drop_unread(graph)
+            if result.matches or len(graph.nodes) != nodes:
+                drop_unread(graph)
             watch.check(result)
             counters["inductor"][f"spec_ops_{graph_pass.name}"] += result.matches
             for note in result.refused:
@@ -153,8 +157,8 @@ class PassManager(CustomGraphPass):
             report.history.close()
         graph.lint()
         register_fallbacks(graph)
-        report.after = count_nodes(graph)
         if self.listener is not None:
+            report.after = count_nodes(graph)
             self.listener(report)
         elif self.context.invariant:
             _raise_for_refused(report)

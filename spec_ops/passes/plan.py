@@ -92,7 +92,9 @@ def _plan(
     def backend(graph_module: fx.GraphModule, example_inputs: list) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        with enabled(passes, arch=arch, listener=listener, keep_history=True, invariant=invariant):
+        # Nothing of a plan runs, so that no kernel need be compiled for it.
+        switches = {"compile_kernels": False, **(passes or {})}
+        with enabled(switches, arch=arch, listener=listener, keep_history=True, invariant=invariant):
             return compile_fx(graph_module, example_inputs, inner_compile=inner_compile)
 
     try:

@@ -1,9 +1,9 @@
 """Kernels that are compiled on threads of their own, so that the first launch of each finds its binary.
 
 Triton computes the key of a launch, and what it compiles, where it always does; only the compilation moves to a thread
-(`triton.AsyncCompileMode`). Threads are enough: Triton holds Python's lock while it reads a kernel's Python code, about a fifth
-of a compilation. MLIR, LLVM and ptxas, which is a process, run without it. No process is forked for this, nothing here calls
-CUDA, and there is no second import of torch to wait for.
+(`triton.AsyncCompileMode`). Threads are enough: Triton holds Python's lock while it reads a kernel's Python code, a quarter to
+a third of a compilation. MLIR, LLVM and ptxas, which is a process, run without it. No process is forked for this, nothing here
+calls CUDA, and there is no second import of torch to wait for.
 
 What fails here is compiled again by the launch, which raises whatever there is to raise.
 """

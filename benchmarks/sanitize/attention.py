@@ -71,7 +71,9 @@ CASES = [
 DETERMINISTIC_CASES = [
     (Shape("mha", 8, 2, 128, 128, 64, 4), DETERMINISTIC),
     (Shape("mha", 8, 2, 64, 64, 16, 16, tree=True), DETERMINISTIC),
+    (Shape("mha", 8, 2, 128, 128, 64, 16, tree=True, window=20), DETERMINISTIC),
     (Shape("mla", 16, 0, 576, 512, 64, 2), DETERMINISTIC),
+    (Shape("mla", 16, 0, 576, 512, 64, 4, tree=True), DETERMINISTIC),
     (Shape("mha", 8, 2, 64, 64, 16, 0), ("deterministic_extend_kernel",)),
 ]
 

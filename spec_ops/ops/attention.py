@@ -26,11 +26,11 @@ Common contract (FlashInfer's and TensorRT-LLM's conventions):
 * `kv_indptr`/`kv_indices` (CSR of token slots), `seq_lens_cpu` and `max_seq_len` are read by some kernels only; every
   attention step accepts them so that naive code can pass all it has.
 * `deterministic=True` is the batch-invariant mode: a query's result depends, to the last bit, on that query and on the keys it
-  sees in their slots, and on nothing else: not on other requests, the number of queries, the step (a chain's verify, its decode
-  and a ragged extend agree) or pages. It selects a backend declared so, `triton-deterministic` (CUDA, bfloat16 and float16)
-  or `reference-deterministic` (CPU). Passes keep that backend; those that change a call's number of queries change no bit. A
-  tree's node sees its ancestors in the tree's slots: on CUDA it agrees with a chain where its path has the chain's slots. The
-  mode is about attention alone: for all that is around it there is `spec_ops.compile(..., invariant=True)`.
+  sees in their order, and on nothing else: not on other requests, the number of queries, the step (a chain's verify, its decode
+  and a ragged extend agree), pages, or the slots of a tree: a node has the bits of the chain that its path is. It selects a
+  backend declared so, `triton-deterministic` (CUDA, bfloat16 and float16) or `reference-deterministic` (CPU). Passes keep that
+  backend; those that change a call's number of queries change no bit. The mode is about attention alone: for all that is
+  around it there is `spec_ops.compile(..., invariant=True)`.
 * `out` takes the result, which is returned, too: contiguous, of its shape and dtype, and no part of an input: one that overlaps
   queries or a cache is refused. Our own kernels write there; some of other packages write elsewhere, and are copied. With
   `out`, `seq_lens`, `block_tables`, `tree_mask` and `q_indptr` may be longer than the batch (of ragged queries: than

@@ -6,6 +6,7 @@ exponentials do not depend on a row's place in a tile, on other rows, or on whic
 from __future__ import annotations
 
 import os
+import random
 import zlib
 from typing import Any
 
@@ -20,6 +21,8 @@ pytestmark = [
 
 import spec_ops  # noqa: E402
 from tests.gpu.test_attention import FAMILIES, in_float32, random_call, static_call  # noqa: E402
+from tests.helpers.chains import as_chains  # noqa: E402
+from tests.helpers.dense_attention import PREFIX, mask_words  # noqa: E402
 
 DEVICE = "cuda"
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -123,6 +126,28 @@ def test_any_nodes_of_a_tree(model):
     for nodes in ([0], [15], [5, 8, 11, 13], list(range(4, 16))):
         part = {"q": a["q"][:, nodes], "tree_mask": a["tree_mask"][:, nodes]}
         assert torch.equal(bits(run(kind, "target_verify", a | part)), expected[:, nodes]), nodes
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("nodes", [6, 16, 64])
+def test_paths_are_chains(model, nodes):
+    """Random trees that begin around the ends of blocks and chunks: each node beside the others, and as a chain of its own."""
+    rng = random.Random(nodes)
+    kind, a = made(model, 12, nodes, nodes)
+    prefixes = [0, 1, 63, 64, 65, 500, 511, 512, 513, 1000, 1023, 4900]
+    a["seq_lens"] = torch.tensor([prefix + nodes for prefix in prefixes], dtype=torch.int32, device=DEVICE)
+    trees = [[PREFIX, *(rng.randrange(max(0, node - 9), node) for node in range(1, nodes))] for _ in prefixes]
+    words = [mask_words(parents, list(range(nodes))) for parents in trees]
+    a |= {"tree_mask": torch.tensor(words, device=DEVICE), "mask_len": nodes}
+    every = [(b, i) for b in range(12) for i in range(nodes)]
+    expected = bits(run(kind, "draft_decode", as_chains(a, every))).view(12, nodes, -1)
+    assert torch.equal(bits(run(kind, "target_verify", a)).view_as(expected), expected)
+    some = sorted(rng.sample(range(nodes), 4))  # a step of a draft: the last level asks, in other tiles than before
+    step = {"q": a["q"][:, some], "tree_mask": a["tree_mask"][:, some]}
+    assert torch.equal(bits(run(kind, "draft_decode", a | step)).view(12, 4, -1), expected[:, some])
+    for b in (0, 5, 11):
+        one = rows(a, torch.tensor([b], device=DEVICE))
+        assert torch.equal(bits(run(kind, "target_verify", one)).view(1, nodes, -1), expected[b : b + 1])
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -61,3 +61,18 @@ def quick_interpreter() -> Iterator[None]:
         if not options.debug:
             patch.setattr(interpreter.interpreter_builder, "options", dataclasses.replace(options, sanitize_overflow=False))
         yield
+
+
+@pytest.fixture
+def products_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that add in one order. numpy's give a row other bits in another place of a matrix; tensor cores do not."""
+
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        total = d.data.copy()
+        for k in range(a.data.shape[1]):
+            total += a.data[:, k, None] * b.data[None, k, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
-from triton.runtime import interpreter
-
 from spec_ops.backends.triton.attention.deterministic import launcher as steps
 from spec_ops.backends.triton.attention.tuning import Config
 from tests.helpers.pairs import pairwise
@@ -94,19 +92,6 @@ def test_keys_that_no_query_sees(kind, mode, window_left):
 def test_windows_that_hide_nothing(mode):
     case = made("mha", mode, lens=[0, 3, 30], q_lens=[0, 1, 3])
     check(case, run(case, window_left=2**31 - 1))
-
-
-@pytest.fixture
-def products_by_rows(monkeypatch):
-    """Products that add in one order. numpy's give a row other bits in another place of a matrix; tensor cores do not."""
-
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        total = d.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k, None] * b.data[None, k, :]
-        return interpreter.TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

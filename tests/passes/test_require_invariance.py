@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import spec_ops
+from spec_ops.backends import get_backend, unregister_backend
 from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.drafts import Eagle3Draft
@@ -138,7 +140,7 @@ def models():
 
 @pytest.mark.parametrize(
     ("config", "bs"),
-    [(SpeculationConfig(1), 1), (SpeculationConfig(4), 4), (SpeculationConfig(2), 32)],
+    [(SpeculationConfig(1), 1), (SpeculationConfig(4), 4), (SpeculationConfig(2), 32), (SpeculationConfig(3, 2, 6), 2)],
 )
 def test_plain_and_speculative_rounds_come_to_the_same(models, config, bs):
     """For the target's layers, the same replacements in the same order, and the same attention, whatever the rows are."""
@@ -162,10 +164,18 @@ def test_plain_and_speculative_rounds_come_to_the_same(models, config, bs):
 
 
 def test_trees_are_refused_where_slots_decide(models):
-    generator = Generator(*models, SpeculationConfig(3, 2, 6), max_batch_size=1, max_seq_len=64)
-    plan = spec_ops.explain(generator.round(1), arch=90, invariant=True)
+    """By a backend whose paths are not chains, in every step that has a mask."""
+    slots_decide = "in-order-of-slots"
+    spec_ops.register_backend(
+        dataclasses.replace(get_backend("triton-deterministic"), name=slots_decide, rank=5, tree_paths=False)
+    )
+    try:
+        generator = Generator(*models, SpeculationConfig(3, 2, 6), max_batch_size=1, max_seq_len=64)
+        plan = spec_ops.explain(generator.round(1), arch=90, invariant=True)
+    finally:
+        unregister_backend(slots_decide)
     refused = {note.text for result in plan.results if result.name == NAME for note in result.refused}
     assert refused == {
-        f"mha_{step} by triton-deterministic: with a tree mask, the slots of a path decide its bits, and a chain has others"
+        f"mha_{step} by {slots_decide}: with a tree mask, the slots of a path decide its bits, and a chain has others"
         for step in ("draft_decode", "target_verify")
     }

@@ -66,5 +66,6 @@ register_backend(
         constraint=_constraint,
         by_name="is slower, for results that do not depend on the batch (`deterministic=True`)",
         deterministic=True,
+        tree_paths=True,
     )
 )

@@ -92,7 +92,8 @@ def test_launches_are_early_where_programs_fill_a_multiprocessor():
     assert [full(64, 1, rows) for rows in (8, 32, 128)] == [False, True, True]
     assert {v.early for v in VARIANTS if v.name.startswith("Hopper")} == {True}
     assert not any(v.early for v in VARIANTS if v.name.startswith(("ragged", "deterministic extend")))
-    assert all(v.early for v in VARIANTS if v.name.startswith("deterministic attention") and 90 in v.archs)
+    of_chunks = ("deterministic attention", "deterministic tree attention")
+    assert all(v.early for v in VARIANTS if v.name.startswith(of_chunks) and 90 in v.archs)
 
 
 def test_wgmma_run_side_by_side(variant, arch):
@@ -124,6 +125,18 @@ def test_pointers_are_read_in_wide_and_early_loads(shape, q_len):
     ptx = ahead.lowered(attention_ahead.variant_of("pointers", launches[0], config, (90,), hot=False), 90).ptx
     assert "cp.async.c" in ptx
     assert not re.search(r"ld\.global[\w.:]*\.b(8|16)\b", ptx)
+
+
+def test_paths_of_a_tree_are_read_in_wide_and_early_loads():
+    """Their keys are gathered one by one, beside the descriptors of all others. No loop spills."""
+    name = "deterministic tree attention, GQA 32/8 D128"
+    (variant,) = (v for v in VARIANTS if v.name.startswith(name) and 90 in v.archs)
+    kernel = ahead.compiled(variant, 90)
+    ptx = kernel.asm["ptx"]
+    assert "cp.async.bulk.tensor" in ptx
+    assert "cp.async.cg" in ptx
+    assert not re.search(r"ld\.global[\w.:]*\.b(8|16)\b", ptx)
+    assert ahead.resources(kernel).loop_spills == 0
 
 
 @pytest.mark.parametrize("arch", [90, 100])

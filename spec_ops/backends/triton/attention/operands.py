@@ -17,9 +17,13 @@ LOG2E = 1.4426950408889634
 
 
 class Keys(NamedTuple):
-    """The caches as kernels take them: pointers, or tensor descriptors of `[tokens, heads * dim]` (`tma`)."""
+    """The caches as kernels take them: pointers, or tensor descriptors of `[tokens, heads * dim]` (`tma`).
+
+    `caches`: keys and values as pointers in any case; the strides are theirs.
+    """
 
     tensors: tuple
+    caches: tuple[torch.Tensor, torch.Tensor]
     strides: tuple[int, ...]
     constants: dict[str, Any]
     block_dv: int
@@ -57,7 +61,7 @@ def kernel_keys(q, k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning
         "WIDE": is_wide(q, 1, q.dim() - 2) or (not tma and (is_wide(k_cache, 1) or is_wide(v_cache, 1))),
     }  # fmt: skip
     strides = (*_page_token_head(k_cache), *_page_token_head(v_cache))
-    return Keys(tensors, strides, constants, block_dv, tma)
+    return Keys(tensors, (k_cache, v_cache), strides, constants, block_dv, tma)
 
 
 def _holds_pairs(cache: torch.Tensor) -> bool:

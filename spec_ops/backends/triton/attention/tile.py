@@ -41,25 +41,37 @@ def denominator(m, l, sinks, head, in_use, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def _softmax_step(
-    s, m, l, n, masked, seq_len, position, words, qk_scale, softcap,
-    MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """One block of the online softmax: from products `s [rows, keys]` to weights, and what scales the output so far."""
+def capped(s, qk_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Products after the soft cap, and what is still to be multiplied with them."""
     if HAS_SOFTCAP:
         x = s * qk_scale  # already divided by the cap; tanh from exp2
         e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
         s = softcap * tl.where(x < 0, -1.0, 1.0) * (1.0 - e) / (1.0 + e)
-        logit_scale = 1.0
+        return s, 1.0
     else:
-        logit_scale = qk_scale
-    if masked:
-        s = tl.where(visible(n, seq_len, position, words, MASK_LEN, WINDOW), s, float("-inf"))
+        return s, qk_scale
+
+
+@triton.jit
+def softmax_step(s, m, l, logit_scale):
+    """One block of the online softmax: from logits `s [rows, keys]` to weights, and what scales the output so far."""
     m_new = tl.maximum(m, tl.max(s, 1) * logit_scale)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
     p = tl.exp2(s * logit_scale - shift[:, None])
     shrink = tl.exp2(m - shift)
     return p, m_new, l * shrink + tl.sum(p, 1), shrink[:, None]
+
+
+@triton.jit
+def _weights(
+    s, m, l, n, masked, seq_len, position, words, qk_scale, softcap,
+    MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """`softmax_step` of the keys that rows see."""
+    s, logit_scale = capped(s, qk_scale, softcap, HAS_SOFTCAP)
+    if masked:
+        s = tl.where(visible(n, seq_len, position, words, MASK_LEN, WINDOW), s, float("-inf"))
+    return softmax_step(s, m, l, logit_scale)
 
 
 @triton.jit
@@ -91,7 +103,7 @@ def first_pages(table, first_key, last_key, seq_len, PAGE: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def _operand(q, stored: tl.constexpr):
+def operand(q, stored: tl.constexpr):
     """Queries in the dtype of products with keys that are `stored` in theirs.
 
     e4m3 becomes float16 in one instruction for two numbers, and bfloat16 in one more for each; either is exact. Queries in
@@ -104,8 +116,8 @@ def _operand(q, stored: tl.constexpr):
 
 
 @triton.jit
-def _columns(q, PAIRS: tl.constexpr):
-    """Queries for `_logits`: even and odd columns if keys are pairs, else all of them twice."""
+def columns(q, PAIRS: tl.constexpr):
+    """Queries for `logits`: even and odd columns if keys are pairs, else all of them twice."""
     if PAIRS:
         return tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
     else:
@@ -126,13 +138,13 @@ def _half(pairs, ODD: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _read(x, dtype: tl.constexpr):
+def read(x, dtype: tl.constexpr):
     """Keys or values as operands of products. Pairs stay what they are until then: operands have a layout of their own."""
     return x if x.dtype == tl.int16 else x.to(dtype)
 
 
 @triton.jit
-def _logits(q, q_odd, k, s):
+def logits(q, q_odd, k, s):
     """`s` (or nothing) plus the products of queries and keys."""
     if k.dtype == tl.int16:
         s = tl.dot(q, tl.trans(_half(k, False, q.dtype)), s)
@@ -142,7 +154,7 @@ def _logits(q, q_odd, k, s):
 
 
 @triton.jit
-def _outputs(p, v, acc, acc_odd, dtype: tl.constexpr):
+def outputs(p, v, acc, acc_odd, dtype: tl.constexpr):
     """Outputs so far plus weights times values; of pairs, even and odd columns."""
     p = p.to(dtype)
     if v.dtype == tl.int16:
@@ -170,8 +182,8 @@ def attend(
     PAIRS: tl.constexpr = stored == tl.int16
     PER: tl.constexpr = 2 if PAIRS else 1  # numbers in one of the cache's
     SOME_UNSEEN: tl.constexpr = WINDOW >= 0 or HOLES
-    q0, q0_odd = _columns(_operand(q0, stored), PAIRS)
-    q1, q1_odd = _columns(_operand(q1, stored), PAIRS)
+    q0, q0_odd = columns(operand(q0, stored), PAIRS)
+    q1, q1_odd = columns(operand(q1, stored), PAIRS)
     d0 = tl.arange(0, D0 // PER)
     d1 = D0 // PER + tl.arange(0, D1 // PER) if D1 > 0 else d0
     dv = tl.arange(0, BLOCK_DV // PER)
@@ -189,29 +201,29 @@ def attend(
             slot = page * PAGE + start % PAGE
             page = tl.load(table + (start + BLOCK_N) // PAGE, mask=start + BLOCK_N < last_key, other=0)
             n = start + tl.arange(0, BLOCK_N)
-            k0 = _read(k_cache.load([slot, kv_head * (D // PER)]), q0.dtype)
-            s = _logits(q0, q0_odd, k0, None)
+            k0 = read(k_cache.load([slot, kv_head * (D // PER)]), q0.dtype)
+            s = logits(q0, q0_odd, k0, None)
             if D1 > 0:
-                k1 = _read(k_rest.load([slot, kv_head * (D // PER) + D0 // PER]), q0.dtype)
-                s = _logits(q1, q1_odd, k1, s)
+                k1 = read(k_rest.load([slot, kv_head * (D // PER) + D0 // PER]), q0.dtype)
+                s = logits(q1, q1_odd, k1, s)
             masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
-            p, m, l, shrink = _softmax_step(
+            p, m, l, shrink = _weights(
                 s, m, l, n, masked, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
             )
             acc = acc * shrink
             acc_odd = acc_odd * shrink if PAIRS else acc_odd
-            v = k0 if SHARED_KV else _read(v_cache.load([slot, kv_head * (DV // PER)]), q0.dtype)
+            v = k0 if SHARED_KV else read(v_cache.load([slot, kv_head * (DV // PER)]), q0.dtype)
             if CLEAR:
                 unseen = start + BLOCK_N > (seq_len - MASK_LEN if HOLES else seq_len)
                 if WINDOW >= 0:
                     unseen = unseen | (start < first_seen)
                 if unseen:
                     valid = seen_by_any(n, first_seen, seq_len, slots, MASK_LEN, WINDOW, HOLES)
-                    acc, acc_odd = _outputs(p, tl.where(valid[:, None], v, 0), acc, acc_odd, q0.dtype)
+                    acc, acc_odd = outputs(p, tl.where(valid[:, None], v, 0), acc, acc_odd, q0.dtype)
                 else:
-                    acc, acc_odd = _outputs(p, v, acc, acc_odd, q0.dtype)
+                    acc, acc_odd = outputs(p, v, acc, acc_odd, q0.dtype)
             else:
-                acc, acc_odd = _outputs(p, v, acc, acc_odd, q0.dtype)
+                acc, acc_odd = outputs(p, v, acc, acc_odd, q0.dtype)
         if SOME_UNSEEN and not CLEAR:
             # Nor are the values of keys that no query sees cleared in that loop: their weights are 0. If the result is not a
             # number, one of them may be why, and all blocks go through the loop that clears. (With `max` alone Triton 3.7 fails
@@ -231,20 +243,20 @@ def attend(
                 page = tl.load(table + (start + BLOCK_N) // PAGE, mask=start + BLOCK_N < last_key, other=0)
             n = start + tl.arange(0, BLOCK_N)
             valid = seen_by_any(n, first_seen, seq_len, slots, MASK_LEN, WINDOW, HOLES)
-            k0 = _read(k_cache.load([slot, kv_head * (D // PER)]), q0.dtype)
+            k0 = read(k_cache.load([slot, kv_head * (D // PER)]), q0.dtype)
             if SHARED_KV:
                 k0 = tl.where(valid[:, None], k0, 0)
-            s = _logits(q0, q0_odd, k0, None)
+            s = logits(q0, q0_odd, k0, None)
             if D1 > 0:
-                k1 = _read(k_rest.load([slot, kv_head * (D // PER) + D0 // PER]), q0.dtype)
-                s = _logits(q1, q1_odd, k1, s)
-            p, m, l, shrink = _softmax_step(
+                k1 = read(k_rest.load([slot, kv_head * (D // PER) + D0 // PER]), q0.dtype)
+                s = logits(q1, q1_odd, k1, s)
+            p, m, l, shrink = _weights(
                 s, m, l, n, True, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
             )
             acc = acc * shrink
             acc_odd = acc_odd * shrink if PAIRS else acc_odd
-            v = k0 if SHARED_KV else tl.where(valid[:, None], _read(v_cache.load([slot, kv_head * (DV // PER)]), q0.dtype), 0)
-            acc, acc_odd = _outputs(p, v, acc, acc_odd, q0.dtype)
+            v = k0 if SHARED_KV else tl.where(valid[:, None], read(v_cache.load([slot, kv_head * (DV // PER)]), q0.dtype), 0)
+            acc, acc_odd = outputs(p, v, acc, acc_odd, q0.dtype)
     else:
         k_head = k_cache + kv_head.to(tl.int64) * k_stride_h
         v_head = v_cache + kv_head.to(tl.int64) * v_stride_h
@@ -260,13 +272,13 @@ def attend(
             else:
                 page = tl.load(table + (n + BLOCK_N) // PAGE, mask=n + BLOCK_N < seq_len, other=0)
             k0 = tl.load(k_row[:, None] + d0[None, :], mask=valid[:, None], other=0.0)
-            k0 = _read(k0, q0.dtype)
-            s = _logits(q0, q0_odd, k0, None)
+            k0 = read(k0, q0.dtype)
+            s = logits(q0, q0_odd, k0, None)
             if D1 > 0:
                 k1 = tl.load(k_row[:, None] + d1[None, :], mask=valid[:, None] & (d1 < D // PER)[None, :], other=0.0)
-                s = _logits(q1, q1_odd, _read(k1, q0.dtype), s)
+                s = logits(q1, q1_odd, read(k1, q0.dtype), s)
             masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
-            p, m, l, shrink = _softmax_step(
+            p, m, l, shrink = _weights(
                 s, m, l, n, masked, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
             )
             acc = acc * shrink
@@ -275,6 +287,6 @@ def attend(
                 v = k0
             else:
                 v = tl.load(v_row[:, None] + dv[None, :], mask=valid[:, None] & (dv < DV // PER)[None, :], other=0.0)
-                v = _read(v, q0.dtype)
-            acc, acc_odd = _outputs(p, v, acc, acc_odd, q0.dtype)
+                v = read(v, q0.dtype)
+            acc, acc_odd = outputs(p, v, acc, acc_odd, q0.dtype)
     return m, l, tl.interleave(acc, acc_odd) if PAIRS else acc

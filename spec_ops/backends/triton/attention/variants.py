@@ -64,7 +64,9 @@ UNIFORM = [
 ]  # fmt: skip
 RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SIZES]
 PAGE_SIZES = (64, 16, 1)  # of Hopper's kernels: a block of keys in one piece, in four, row by row
-DETERMINISTIC = [(GQA_64, 16, True), (GQA_128, 4, False), (MLA_128, 1, False)]
+DETERMINISTIC = [
+    (GQA_64, 16, False), (GQA_64, 16, True), (GQA_128, 4, False), (GQA_128, 16, True), (MLA_128, 1, False), (MLA_16, 16, True),
+]  # fmt: skip
 
 
 def launches_of(call: Callable[[], Any]) -> list[Launch]:
@@ -134,7 +136,7 @@ def _by_config(choose: Any, shape: Shape, rows: int, *window: int) -> Iterator[t
 
 
 def _deterministic() -> Iterator[Variant]:
-    """One kernel of a shape serves every number of queries."""
+    """One kernel of a shape serves every number of queries: of chains, and of trees of one `mask_len`."""
 
     def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> tuning.Config:
         return deterministic_steps.choose(arch, shared_kv, head_dim, v_dim, kv_bytes)
@@ -145,8 +147,10 @@ def _deterministic() -> Iterator[Variant]:
         for config, archs, suffix in _by_config(choose, shape, 0):
             uniform = launches_of(functools.partial(deterministic_steps.attention, call, config))
             extend = launches_of(functools.partial(deterministic_steps.attention, ragged, config))
-            for launch, step in zip((*uniform, *extend), ("attention", "combine", "extend"), strict=True):
-                if step != "combine" or shape is GQA_64:  # it is the same for all but the width of a row
+            steps = "tree attention" if tree else "attention", "combine", "extend"
+            for launch, step in zip((*uniform, *extend), steps, strict=True):
+                # Merging is the same for all but the width of a row; neither it nor prompts have trees.
+                if step.endswith("attention") or (not tree and (step == "extend" or shape is GQA_64)):
                     # What is merged so far waits on the stack while the loop over a chunk's keys runs: only this one is `hot`.
                     hot = step == "combine"
                     # Early or not, a merge is too short to matter where it spreads unevenly.

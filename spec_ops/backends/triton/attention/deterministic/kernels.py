@@ -14,7 +14,7 @@ of a row does not, for these reasons:
 * Only a zero's sign can differ; `finish` takes it off.
 
 A request of many chunks is either walked by one program, which merges them in registers, or split: one program a chunk, and a
-second launch that merges their results. Both give the same bits, so that choice is free (`divide`).
+second launch that merges their results. Both give the same bits, so that choice is free (`divide`). Trees: `paths.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.attention.mask import query_rows, seen_of_request
+from spec_ops.backends.triton.attention.deterministic.paths import attend_paths, existing, turns
+from spec_ops.backends.triton.attention.mask import popcount
 from spec_ops.backends.triton.attention.schedule import kv_blocks, pick
 from spec_ops.backends.triton.attention.tile import attend, denominator, first_pages, times
 from spec_ops.backends.triton.runtime.launch import await_predecessors
@@ -47,29 +48,41 @@ def finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def attend_chunks(
-    q0, q1, k_cache, k_rest, v_cache, table, kv_head, first_chunk, last_chunk, first_key, last_key, seq_len, all_seen,
-    position, words, first_seen, slots, qk_scale, softcap,
+    q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, first_chunk, last_chunk, first_key, last_key, seq_len, all_seen,
+    position, first_seen, qk_scale, softcap,
     k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CLEAR: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
+    CLEAR: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """`attend` over the chunks `[first_chunk, last_chunk)`, merged. No row sees a key outside `[first_key, last_key)`."""
+    """Attention over the chunks `[first_chunk, last_chunk)`, merged. No row sees a key outside `[first_key, last_key)`.
+
+    `TREE`: from the block of the tree's first key on, keys are those of paths (`tree`: of `attend_paths`).
+    """
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
         begin = tl.maximum(chunk * CHUNK, first_key // BLOCK_N * BLOCK_N)
         end = tl.minimum(chunk * CHUNK + CHUNK, last_key)
-        page = first_pages(table, begin, end, seq_len, PAGE, BLOCK_N)
+        in_order = end
+        if TREE:
+            in_order = tl.maximum(tl.minimum(end, tree[2] // BLOCK_N * BLOCK_N), begin)
+        page = first_pages(table, begin, in_order, seq_len, PAGE, BLOCK_N)
         m_next, l_next, acc_next = attend(
-            q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, begin, end, seq_len, all_seen, position, words,
-            first_seen, slots, qk_scale, softcap,
+            q0, q1, k_cache, k_rest, v_cache, table, page, kv_head, begin, in_order, seq_len, all_seen, position, position,
+            first_seen, 0, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-            D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            HOLES, WIDE,
+            D, D0, D1, DV, BLOCK_DV, PAGE, 0, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
+            False, WIDE,
         )  # fmt: skip
+        if TREE:
+            m_next, l_next, acc_next = attend_paths(
+                q0, q1, tree, table, kv_head, in_order, end, first_seen, position, qk_scale, softcap, m_next, l_next, acc_next,
+                k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+                D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, BLOCK_M, BLOCK_N, STAGES,
+            )  # fmt: skip
         m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
     return m, l, acc
 
@@ -102,7 +115,7 @@ def first_slot(pieces, b, BS: tl.constexpr):
 # No argument that changes from call to call is specialized: one compiled kernel serves every number of queries.
 @triton.jit(do_not_specialize=["bs", "q_len", "row_blocks", "ranges", "capacity", "mask_stride"])
 def deterministic_attention_kernel(
-    q, k_cache, k_rest, v_cache, out, block_tables, seq_lens, tree_mask, sinks, partial_acc, partial_ml,
+    q, k_cache, k_rest, v_cache, k_rows, v_rows, out, block_tables, seq_lens, tree_mask, sinks, partial_acc, partial_ml,
     qk_scale, v_scale, softcap,
     bs, q_len, row_blocks, ranges, capacity,
     q_stride_b, q_stride_q, q_stride_h,
@@ -114,13 +127,14 @@ def deterministic_attention_kernel(
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
-    CHUNK: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, QUERIES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [bs, q_len, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
 
     The programs take (piece of a request, KV head, block of rows) in turns; neighbours read the same pages. A split request's
     partial results go to `partial_acc [slots, KV_HEADS, q_len * GROUP, BLOCK_DV]` and `partial_ml [slots, KV_HEADS, q_len *
-    GROUP, 2]`. Other arguments as `split_kv_attention_kernel`.
+    GROUP, 2]`. `k_rows`, `v_rows`: with a tree, the caches as pointers; `QUERIES`: the most that a tile holds rows of, as a
+    power of two. Other arguments as `split_kv_attention_kernel`.
     """
     await_predecessors(PDL)
     tiles = KV_HEADS * row_blocks
@@ -134,6 +148,7 @@ def deterministic_attention_kernel(
         piece = item // tiles
         tile = item % tiles
         kv_head = tile // row_blocks
+        query_0 = (tile % row_blocks) * BLOCK_M // GROUP
         row = (tile % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
         query = row // GROUP
         head = kv_head * GROUP + row % GROUP
@@ -154,21 +169,29 @@ def deterministic_attention_kernel(
         if D1 > 0:
             d1 = D0 + tl.arange(0, D1)
             q1 = tl.load(q_row[:, None] + d1[None, :], mask=in_use[:, None] & (d1 < D)[None, :], other=0.0)
-        words = query.to(tl.int64)
-        masks = tree_mask
+        tree = None
         if MASK_LEN > 0:
             masks = tree_mask + b.to(tl.int64) * mask_stride
-            words = tl.load(masks + query, mask=in_use, other=0)
-        all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else q_len - 1)  # keys before this are seen by every query
-        first_seen, slots = seen_of_request(seq_len, masks, q_len, MASK_LEN, WINDOW, HOLES)
-        position, words = query_rows(seq_len, query, q_len, words, MASK_LEN, WINDOW)
+            words = existing(tl.load(masks + query, mask=in_use, other=0), seq_len, MASK_LEN)
+            paths, turn, turns_taken, owner = turns(words, in_use, masks, query_0, q_len, seq_len, MASK_LEN, QUERIES)
+            all_seen = tl.maximum(seq_len - MASK_LEN, 0)
+            stop = all_seen + popcount(words)
+            position = tl.maximum(stop - 1, all_seen)
+            last_key = tl.minimum(tl.max(tl.where(in_use, stop, 0), 0), seq_len)
+            first_seen = tl.min(tl.where(in_use, position, seq_len), 0) - WINDOW
+            tree = (k_rows, v_rows, all_seen, paths, turn, turns_taken, owner, stop)
+        else:
+            all_seen = seq_len - (q_len - 1)  # keys before this are seen by every query
+            position = seq_len - q_len + query
+            last_key = seq_len
+            first_seen = seq_len - q_len - WINDOW
         first_key = tl.maximum(first_seen, 0) if WINDOW >= 0 else 0
         m, l, acc = attend_chunks(
-            q0, q1, k_cache, k_rest, v_cache, block_tables + b.to(tl.int64) * table_stride, kv_head, first_chunk, last_chunk,
-            first_key, seq_len, seq_len, all_seen, position, words, first_seen, slots, qk_scale, softcap,
+            q0, q1, k_cache, k_rest, v_cache, tree, block_tables + b.to(tl.int64) * table_stride, kv_head, first_chunk,
+            last_chunk, first_key, last_key, seq_len, all_seen, position, first_seen, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-            D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            HOLES, WIDE, CHUNK,
+            D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
+            WIDE, CHUNK, MASK_LEN > 0,
         )  # fmt: skip
 
         if count > 1:
@@ -264,12 +287,12 @@ def deterministic_extend_kernel(
         last_key = tl.maximum(seq_len - q_len + tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1) + 1, 0)
         first_key = tl.maximum(low - WINDOW, 0) if WINDOW >= 0 else 0
         m, l, acc = attend_chunks(
-            q0, q1, k_cache, k_rest, v_cache, block_tables + b.to(tl.int64) * table_stride, kv_head, first_key // CHUNK,
-            tl.cdiv(last_key, CHUNK), first_key, last_key, seq_len, low + 1, seq_len - q_len + query, query.to(tl.int64),
-            low - WINDOW, 0, qk_scale, softcap,
+            q0, q1, k_cache, k_rest, v_cache, None, block_tables + b.to(tl.int64) * table_stride, kv_head, first_key // CHUNK,
+            tl.cdiv(last_key, CHUNK), first_key, last_key, seq_len, low + 1, seq_len - q_len + query, low - WINDOW,
+            qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-            D, D0, D1, DV, BLOCK_DV, PAGE, 0, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            False, WIDE, CHUNK,
+            D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
+            WIDE, CHUNK, False,
         )  # fmt: skip
         result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)
         o = out + ((begin + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV

@@ -33,6 +33,14 @@ def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int)
     return config
 
 
+def _queries_of_a_tile(o: Operands) -> int:
+    """The most whose rows are in one tile, as a power of two; not by their number, which compiles nothing new."""
+    rows, group = o.config.block_m, o.group
+    aligned = rows % group == 0 or group % rows == 0
+    queries = max(rows // group, 1) if aligned else (rows - 2) // group + 2
+    return triton.next_power_of_2(max(min(queries, o.mask_len), 1))
+
+
 def _launch_chunks(o: Operands) -> None:
     config, keys = o.config, o.keys
     bs, q_len = o.q.shape[:2]
@@ -55,9 +63,10 @@ def _launch_chunks(o: Operands) -> None:
     }  # fmt: skip
     launch(
         deterministic_attention_kernel, (min(programs, bs * most * tiles),),
-        o.q, *keys.tensors, o.out, o.block_tables, o.seq_lens, o.tree_mask, o.sinks, *partials, *o.softmax,
+        o.q, *keys.tensors, *(keys.caches if o.mask_len else (None, None)), o.out, o.block_tables, o.seq_lens, o.tree_mask,
+        o.sinks, *partials, *o.softmax,
         bs, q_len, row_blocks, ranges, capacity, *o.q.stride()[:3], *keys.strides, o.block_tables.stride(0), o.mask_stride,
-        HAS_SOFTCAP=o.has_softcap, HOLES=o.mask_len > q_len, **keys.constants, num_warps=config.num_warps,
+        HAS_SOFTCAP=o.has_softcap, QUERIES=_queries_of_a_tile(o), **keys.constants, num_warps=config.num_warps,
         early=config.full and keys.tma, **common,
     )  # fmt: skip
     if capacity > 0:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 # Inductor otherwise starts a pool of compiling processes for each pytest worker, though all cores are busy already.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Before NumPy is imported, and for processes that tests start: threads of OpenBLAS and OpenMP spin while they wait for a core that
+# another worker has, and a product of microseconds takes milliseconds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

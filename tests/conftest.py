@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 # Inductor otherwise starts a pool of compiling processes for each pytest worker, though all cores are busy already.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Before NumPy is imported, and for processes that tests start: threads of OpenBLAS and OpenMP spin while they wait for a core that
-# another worker has, and a product of microseconds takes milliseconds.
+# Before NumPy is imported, and for processes that tests start: threads of OpenBLAS and OpenMP spin while they wait for a core
+# that another worker has, and a product of microseconds takes milliseconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -45,8 +45,15 @@ def seeds(request: pytest.FixtureRequest) -> Callable[[int], range]:
     return chosen
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # a million objects of torch and of pytest, which every collection would look through
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage is collected neither while tests are, nor later among the million objects of torch and of pytest."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,13 +6,16 @@ import io
 import json
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as benchmarks
 from benchmarks.kernels.measure import Note
+from benchmarks.round import runner
 from benchmarks.round import worker as round_worker
 from benchmarks.round.jobs import fitting, groups, run
 from benchmarks.round.measure import RoundCase
@@ -198,6 +201,23 @@ def test_the_command_in_real_processes(tmp_path):
     assert "tokens a second" in result.output  # plain beside speculative
 
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Cases without processes of their own, whose imports take most of the time."""
+
+    def run_here(cases: Sequence[RoundCase], **_: Any) -> Iterator[tuple[RoundCase, list[dict]]]:
+        for case in cases:
+            answers = io.StringIO()
+            round_worker.main(io.StringIO(case.to_json() + "\nmeasure\n"), answers)
+            compiled, *rows, done = map(json.loads, answers.getvalue().splitlines())
+            assert "compile_s" in compiled
+            assert done == {"done": True}
+            yield case, [row["row"] | {"compile_cold_s": None, "compile_warm_s": None} for row in rows]
+
+    monkeypatch.setattr(runner, "run", run_here)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_rounds_with_weights_of_fewer_bits_stand_beside_those_of_16(tmp_path):
     path = tmp_path / "round.json"
     small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--jobs", "3"]
@@ -210,6 +230,7 @@ def test_rounds_with_weights_of_fewer_bits_stand_beside_those_of_16(tmp_path):
     assert "speculative, float8" in result.output
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_sampled_rounds_stand_beside_greedy_ones(tmp_path):
     path = tmp_path / "round.json"
     small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--jobs", "2", "--sampled", "--temperature", "0.8"]

@@ -21,6 +21,7 @@ from spec_ops.backends.triton.runtime.ahead import Variant
 from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
+from spec_ops.backends.triton.runtime.sizes import next_power_of_2
 from spec_ops.backends.triton.sampling.phases import WARP, load_span, load_step, part_totals, step_ids
 from spec_ops.backends.triton.sampling.support import LANE, tile_size
 from spec_ops.backends.triton.sampling.weights import (
@@ -163,7 +164,7 @@ def _last_token(
     """
     PART: tl.constexpr = min(WARP, ROWS) * LANE
     PARTS: tl.constexpr = ROWS * LANE // PART
-    index = tl.arange(0, triton.next_power_of_2(CHUNKS) * PARTS)
+    index = tl.arange(0, next_power_of_2(CHUNKS) * PARTS)
     sums = tl.load(sums_at + index, mask=index < CHUNKS * PARTS, other=0, cache_modifier=".cg")
     # Nothing may be left although a draft was rejected; the target itself is then the distribution.
     if (tl.sum(sums, 0) == 0) & subtract:
@@ -322,7 +323,7 @@ def accept_logits_chain_kernel(
 
     if _is_last(counters + request, CHUNKS):
         if BLOCKS:
-            other = tl.arange(0, triton.next_power_of_2(CHUNKS) * PARTS)
+            other = tl.arange(0, next_power_of_2(CHUNKS) * PARTS)
             last = length * 0
             for count in range(1, length + 1):
                 chance = _pick(factors, count, NODE_BLOCK)

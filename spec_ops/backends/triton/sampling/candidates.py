@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spec_ops.backends.triton.runtime.sizes import next_power_of_2
 from spec_ops.backends.triton.sampling.phases import how_many, limit_of, load_step
 from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
@@ -92,7 +93,7 @@ def list_candidates(
 def load_candidates(list_at, counts, count, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr):
     """Places in the lists of all programs of a row, `NOTHING_CUT` where they have none; `counts`: how many each has, told by
     them, `count` if there is one."""
-    i = tl.arange(0, triton.next_power_of_2(CHUNKS) * CANDIDATES)
+    i = tl.arange(0, next_power_of_2(CHUNKS) * CANDIDATES)
     if CHUNKS > 1:
         count = tl.load(counts + i // CANDIDATES, mask=i < CHUNKS * CANDIDATES, other=0, cache_modifier=".cg")
     return tl.load(list_at + i, mask=i % CANDIDATES < count, other=NOTHING_CUT, cache_modifier=".cg")

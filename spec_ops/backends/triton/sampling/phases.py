@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.runtime.arrival import rendezvous
+from spec_ops.backends.triton.runtime.sizes import next_power_of_2
 from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
     KEY_OUTSIDE,
@@ -171,7 +172,7 @@ def share_tally(
     if CHUNKS == 1:
         before = tl.zeros([PIVOTS], tl.int32)
     else:
-        CHUNK_BLOCK: tl.constexpr = triton.next_power_of_2(CHUNKS)
+        CHUNK_BLOCK: tl.constexpr = next_power_of_2(CHUNKS)
         pivot = tl.arange(0, PIVOTS)
         other = tl.arange(0, CHUNK_BLOCK)
         mine = records + chunk * (2 * PIVOTS) + pivot

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.runtime.arrival import rendezvous
+from spec_ops.backends.triton.runtime.sizes import next_power_of_2
 from spec_ops.backends.triton.sampling.candidates import (
     common_bound,
     group_bound,
@@ -79,7 +80,7 @@ def search_support(
     """
     TOPS: tl.constexpr = (given_k is not None) or (given_p is not None)
     FILTERED: tl.constexpr = TOPS or (least_p is not None)
-    CHUNK_BLOCK: tl.constexpr = triton.next_power_of_2(CHUNKS)
+    CHUNK_BLOCK: tl.constexpr = next_power_of_2(CHUNKS)
     list_at, told, tallies = workspace, workspace, workspace
     if workspace is not None:
         list_at = workspace + row * workspace_stride

@@ -3,6 +3,7 @@
 from spec_ops.models.checkpoint import CheckpointError, CheckpointNotFoundError
 from spec_ops.models.config import MixtureConfig, ModelConfig, ModelSizes
 from spec_ops.models.drafts import Draft, Eagle3Draft, MTPDraft, StandaloneDraft
+from spec_ops.models.huggingface import export_pair
 from spec_ops.models.paged import PagedAttention, PagedKVCache
 from spec_ops.models.pretrained import load_pair, save_pair
 from spec_ops.models.quantized import quantize
@@ -24,6 +25,7 @@ __all__ = [
     "StandaloneDraft",
     "Target",
     "TargetOutput",
+    "export_pair",
     "load_pair",
     "quantize",
     "save_pair",

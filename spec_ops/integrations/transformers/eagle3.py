@@ -39,14 +39,9 @@ from spec_ops.models.checkpoint import (
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.drafts import Eagle3Draft, vocabulary_problem
 from spec_ops.models.fields import FieldError, Fields
+from spec_ops.models.huggingface import EAGLE3_LAYER
 
-_LAYER = {
-    "self_attn": "attention",
-    "mlp": "mlp",
-    "hidden_norm": "hidden_norm",
-    "input_layernorm": "embed_norm",
-    "post_attention_layernorm": "post_norm",
-}
+_LAYER = {theirs: ours for ours, theirs in EAGLE3_LAYER.items()}
 # vLLM's norm of a later layer's input, and SGLang's name for the same.
 _LATER_LAYER = {**_LAYER, "input_layernorm": "input_norm"}
 _ADDITIONAL_LAYER = {**_LAYER, "hidden_norm": "input_norm"}

@@ -8,7 +8,7 @@ import torch
 
 from spec_ops.backends.call import AttentionMeta
 from spec_ops.backends.registry import REFERENCE, BackendError, device_arch, missing_backends, select_backend
-from spec_ops.integrations.sglang.symbols import NAME, version
+from spec_ops.integrations.sglang.symbols import NAME, splits_hand_on, version
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 
 OTHER = "use another --attention-backend, triton for example"
@@ -41,6 +41,7 @@ def check_runner(runner: Any) -> None:
     if max(getattr(args, "attn_cp_size", 1) or 1, getattr(args, "dcp_size", 1) or 1) > 1:
         refuse("context parallelism is not supported", OTHER)
     _check_speculation(args, page_size)
+    _check_split(args)
     _check_kernels(runner)
 
 
@@ -60,6 +61,18 @@ def _check_speculation(args: Any, page_size: int) -> None:
         )
     if topk > 1 and page_size > 1:
         refuse(f"trees with pages of {page_size} tokens are not supported", "pass --page-size 1, or --speculative-eagle-topk 1")
+
+
+def _check_split(args: Any) -> None:
+    """SGLang's pair of backends (`HybridAttnBackend`) must hand verify's tables and masks on to ours."""
+    if args.speculative_algorithm is None or splits_hand_on():
+        return
+    prefill, decode = args.get_attention_backends()
+    if prefill != decode and NAME == (decode if args.speculative_attention_mode == "decode" else prefill):
+        refuse(
+            f"speculation whose verify runs here, with {prefill} for prefill and {decode} for decode, is not supported",
+            f"pass --attention-backend {NAME} alone, or use a newer SGLang",
+        )
 
 
 def _check_kernels(runner: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spec_ops.integrations.engine_symbols import Engine, Symbol
+from spec_ops.integrations.engine_symbols import Engine, Symbol, find
 
 NAME = "spec_ops"
 VERIFY_MASK_FILE = "layers/attention/verify_mask.py"  # since some release between the two: backends declare their mask's layout
@@ -69,13 +69,25 @@ WITH_VERIFY_MASK = (
     Symbol(VERIFY_MASK_FILE, "VerifyMask", ("buffer", "mode", "max_bs", "is_read")),
     Symbol("speculative/eagle_utils.py", "TreeMaskMode"),
 )
-
+# What SGLang's pair of different backends for prefill and decode hands on to the two; before some release nothing of it.
+_SPLIT = tuple(
+    Symbol("layers/attention/hybrid_attn_backend.py", f"HybridAttnBackend.{name}")
+    for name in ("init_forward_metadata_in_graph", "verify_mask")
+)
 
 root, version, in_range = ENGINE.root, ENGINE.version, ENGINE.in_range
 
 
 def has_verify_mask(folder: Path) -> bool:
     return (folder / VERIFY_MASK_FILE).is_file()
+
+
+def splits_hand_on() -> bool:
+    """Whether verify may run in one of two backends: a graph's metadata and the mask reach it."""
+    folder = root()
+    if folder is None or not (folder / _SPLIT[0].file).is_file():
+        return False
+    return all(find(folder, symbol) is not None for symbol in _SPLIT)
 
 
 def table(folder: Path) -> tuple[Symbol, ...]:

@@ -80,7 +80,8 @@ def runner(page_size: int = 4, *, mla: bool = False, pool: Any = None, requests:
         pool = (MLATokenToKVPool if mla else MHATokenToKVPool)(slots, page_size)
     speculation = {
         "speculative_algorithm": None, "speculative_num_draft_tokens": None, "speculative_eagle_topk": None,
-        "speculative_num_steps": None,
+        "speculative_num_steps": None, "speculative_attention_mode": "prefill",
+        "get_attention_backends": lambda: ("spec_ops", "spec_ops"),
     }  # fmt: skip
     config = SimpleNamespace(
         context_len=CONTEXT, is_encoder_decoder=False, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,

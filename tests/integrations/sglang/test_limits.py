@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spec_ops.integrations.engine_symbols import Symbol, read_module
+from spec_ops.integrations.sglang import symbols
 from spec_ops.integrations.sglang.limits import check_layer, check_runner
+from tests.helpers.engine_source import write_source
 from tests.integrations.sglang.stand_ins import layer, runner
 
 EAGLE = {
@@ -38,6 +41,8 @@ def test_supported(mla, arguments):
         (64, {"enable_multi_layer_eagle": True}, "multi-layer EAGLE"),
         (64, {"enable_deterministic_inference": True}, "deterministic inference"),
         (64, {"attn_cp_size": 2}, "context parallelism"),
+        (64, {"dcp_size": 2}, "context parallelism"),
+        (64, {"enable_pdmux": True}, "PD multiplexing.*--enable-pdmux"),
     ],
 )
 def test_refused_arguments(page_size, arguments, told):
@@ -52,6 +57,54 @@ def test_refused_pools_and_models():
     crossing.model_config.is_encoder_decoder = True
     with pytest.raises(ValueError, match="cross attention"):
         check_runner(crossing)
+
+
+SPLIT = "layers/attention/hybrid_attn_backend.py"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "mode", "refused"),
+    [
+        ("fa3", "spec_ops", "decode", True),
+        ("spec_ops", "fa3", "prefill", True),
+        ("fa3", "spec_ops", "prefill", False),  # fa3 verifies
+        ("spec_ops", "fa3", "decode", False),
+        ("spec_ops", "spec_ops", "decode", False),
+    ],
+)
+def test_two_backends_of_which_ours_verifies(prefill, decode, mode, refused, tmp_path, monkeypatch):
+    """Before some release SGLang hands neither the tables of a CUDA graph nor the tree's mask on: tokens would be wrong."""
+    split = {"get_attention_backends": lambda: (prefill, decode), "speculative_attention_mode": mode}
+    check_runner(runner(1, **split))  # without speculation all is handed on
+    folder = write_source(tmp_path, (Symbol(SPLIT, "HybridAttnBackend.init_forward_metadata_out_graph"),))
+    monkeypatch.setattr(symbols, "root", lambda: folder)
+    if refused:
+        told = rf"with {prefill} for prefill and {decode} for decode, .*pass --attention-backend spec_ops alone"
+        with pytest.raises(ValueError, match=told):
+            check_runner(runner(1, **EAGLE, **split))
+    else:
+        check_runner(runner(1, **EAGLE, **split))
+    read_module.cache_clear()
+    newer = ("HybridAttnBackend.init_forward_metadata_in_graph", "HybridAttnBackend.verify_mask")
+    write_source(tmp_path, tuple(Symbol(SPLIT, path) for path in newer))
+    check_runner(runner(1, **EAGLE, **split))
+
+
+@pytest.mark.parametrize("mla", [False, True])
+def test_caches_without_a_kernel_are_refused_on_every_device(mla):
+    made = runner(64, mla=mla)
+    made.token_to_kv_pool.dtype = torch.float8_e5m2
+    with pytest.raises(ValueError, match=r"float8_e5m2.*use another --attention-backend"):
+        check_runner(made)
+
+
+def test_heads_without_a_kernel_are_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("spec_ops.integrations.sglang.limits.device_arch", lambda device: 90)
+    on_gpu = runner(64)
+    on_gpu.device, on_gpu.dtype = "cuda", torch.bfloat16
+    on_gpu.token_to_kv_pool.dtype, on_gpu.token_to_kv_pool.head_dim = torch.bfloat16, 1024
+    with pytest.raises(ValueError, match=r"no kernel runs mha_draft_decode of this model: .*1024"):
+        check_runner(on_gpu)
 
 
 def test_a_model_without_kernels_is_refused_on_a_gpu(monkeypatch):

@@ -9,14 +9,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="make test-sglang installs SGLang")
+TIMEOUT = 1200  # seconds, of an engine on a busy machine
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="make test-sglang installs SGLang"),
+    pytest.mark.timeout(2 * TIMEOUT),
+]
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 NEWEST = os.environ.get("SGLANG_NEWEST")  # a folder with SGLang's newest tested release, unpacked
@@ -26,9 +32,15 @@ EAGLE3 = {
 }  # fmt: skip
 
 
-def run(*command: str, first: str | None = None, timeout: int = 300) -> subprocess.CompletedProcess:
+def run(*command: str, first: str | None = None, timeout: int = TIMEOUT) -> subprocess.CompletedProcess:
     path = os.pathsep.join(p for p in (first, str(ROOT), str(HERE / "stubs")) if p)
-    environment = {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -44,10 +56,13 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-def serve(models: Path, **options: Any) -> dict[str, Any]:
+def serve(models: Path, work: dict[str, Any] | None = None, *, timeout: int = TIMEOUT, **options: Any) -> dict[str, Any]:
     if "speculative_algorithm" in options:
         options["speculative_draft_model_path"] = str(models / "draft")
-    done = run("-m", "tests.sglang.serve", str(models), json.dumps(options))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(work or {}, file)
+        file.flush()
+        done = run("-m", "tests.sglang.serve", str(models), json.dumps(options), file.name, timeout=timeout)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert results, done.stderr[-3000:]
     return json.loads(results[0].removeprefix("RESULT "))
@@ -144,7 +159,103 @@ def test_a_tree_of_eagle3(models, plain):
     assert serve(models, attention_backend="spec_ops", page_size=1, **tree)["tokens"] == plain
 
 
-def test_what_is_not_supported_ends_the_start(models):
-    done = run("-m", "tests.sglang.serve", str(models), json.dumps({"attention_backend": "spec_ops", "page_size": 256}))
-    assert "pages of 256 tokens are not supported; pass --page-size 64" in done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory) -> Path:
+    """The pair that the package ships, as SGLang loads it."""
+    from spec_ops.models import export_pair, load_pair
+
+    folder = tmp_path_factory.mktemp("shipped")
+    export_pair(folder, *load_pair(), context=1024)
+    return folder
+
+
+def test_the_shipped_pair(shipped):
+    """Its head is accepted as often as in our own rounds, and the text is plain decoding's."""
+    from spec_ops.decoding import Generator, SpeculationConfig
+    from spec_ops.models import load_pair
+    from spec_ops.models.corpus import held_out_prompts
+
+    target, draft, tokenizer = load_pair()
+    prompts = held_out_prompts(tokenizer, 6, 64)
+    work = {"prompts": prompts, "new_tokens": 48, "alone": 0}
+    ours = Generator(target, draft, SpeculationConfig(3), max_batch_size=6, max_seq_len=128).generate(
+        prompts, max_new_tokens=48
+    )
+    found = serve(shipped, work, attention_backend="spec_ops", page_size=16, **EAGLE3)
+    assert found["tokens"] == serve(shipped, work, attention_backend="spec_ops", page_size=16)["tokens"]
+    assert found["tokens"] == ours.tokens
+    assert sum(found["rounds"]) == ours.stats.request_rounds
+    assert ours.stats.accept_length > 3
+
+
+REQUESTS = int(os.environ.get("SGLANG_REQUESTS", "60"))
+LONG = max(TIMEOUT, 20 * REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def requests() -> dict[str, Any]:
+    """Of random lengths, so that they join and leave one by one, some with the beginning of another."""
+    from spec_ops.models.corpus import ByteTokenizer, held_out_prompts
+
+    rng, texts = random.Random(0), held_out_prompts(ByteTokenizer(), 16, 80)
+    prompts = [rng.choice(texts)[: rng.randint(2, 80)] for _ in range(REQUESTS)]
+    return {"prompts": prompts, "new_tokens": [rng.randint(1, 32) for _ in prompts], "alone": 0}
+
+
+@pytest.fixture(scope="module")
+def stock(shipped, requests) -> list[list[int]]:
+    """What SGLang's own backend writes for them, plainly."""
+    return serve(shipped, requests, timeout=LONG, attention_backend="torch_native", page_size=1)["tokens"]
+
+
+@pytest.mark.timeout(2 * LONG)
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
+def test_requests_that_join_and_leave(shipped, requests, stock, overlap):
+    options: dict[str, Any] = EAGLE3 | {"attention_backend": "spec_ops", "page_size": 16}
+    found = serve(shipped, requests, timeout=LONG, disable_overlap_schedule=not overlap, **options)
+    assert [len(tokens) for tokens in found["tokens"]] == requests["new_tokens"]
+    assert found["tokens"] == stock
+
+
+WRONG = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+assert "spec_ops" not in ATTENTION_BACKEND_CHOICES
+print("REFUSED")
+"""
+
+
+def test_another_release_is_refused_in_words(tmp_path):
+    """And the name is none that an engine's user could choose."""
+    info = tmp_path / "sglang-0.5.24.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.24\n")
+    done = run("-c", WRONG, first=str(tmp_path))
+    assert "REFUSED" in done.stdout, done.stderr[-3000:]
+    told = "spec_ops does not offer --attention-backend spec_ops: SGLang 0.5.24 was not tested: 0.5.14 to 0.5.23 were"
+    assert told in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"page_size": 256}, "pages of 256 tokens are not supported; pass --page-size 64"),
+        (
+            EAGLE3 | {
+                "prefill_attention_backend": "torch_native", "decode_attention_backend": "spec_ops",
+                "speculative_attention_mode": "decode",
+            },
+            "with torch_native for prefill and spec_ops for decode, is not supported; pass --attention-backend spec_ops alone",
+        ),
+        ({"page_size": 16, "kv_cache_dtype": "fp8_e5m2"}, "float8_e5m2"),
+    ],
+    ids=["page size", "two backends", "cache"],
+)  # fmt: skip
+def test_what_is_not_supported_ends_the_start(models, options, told):
+    options = {"attention_backend": "spec_ops"} | options
+    if "speculative_algorithm" in options:
+        options["speculative_draft_model_path"] = str(models / "draft")
+    done = run("-m", "tests.sglang.serve", str(models), json.dumps(options))
+    assert told in done.stdout + done.stderr, done.stderr[-3000:]
     assert "RESULT" not in done.stdout

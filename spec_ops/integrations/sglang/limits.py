@@ -68,7 +68,7 @@ def _check_split(args: Any) -> None:
     if args.speculative_algorithm is None or splits_hand_on():
         return
     prefill, decode = args.get_attention_backends()
-    if prefill != decode and NAME == (decode if args.speculative_attention_mode == "decode" else prefill):
+    if prefill != decode and (decode if args.speculative_attention_mode == "decode" else prefill) == NAME:
         refuse(
             f"speculation whose verify runs here, with {prefill} for prefill and {decode} for decode, is not supported",
             f"pass --attention-backend {NAME} alone, or use a newer SGLang",

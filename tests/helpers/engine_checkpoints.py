@@ -74,8 +74,15 @@ def write_draft(folder: Path, dim: int = 16) -> None:
     _save(folder, config, shapes, seed=1)
 
 
-def write_latent_target(folder: Path, layers: int = 2) -> None:
-    """A DeepSeek-V3 without experts, and its MTP layer behind the others."""
+# SGLang's rotary embedding of DeepSeek on a CPU knows no other kind.
+YARN = {
+    "type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}  # fmt: skip
+
+
+def write_latent_target(folder: Path, layers: int = 2, **changes: object) -> None:
+    """A DeepSeek-V3 without experts, and its MTP layer after the others; `changes` to its configuration."""
     shapes, head = dict(_ENDS), f"model.layers.{layers}"
     for i in range(layers + 1):
         shapes |= _layer(f"model.layers.{i}", _LATENT)
@@ -89,6 +96,7 @@ def write_latent_target(folder: Path, layers: int = 2) -> None:
         num_nextn_predict_layers=1, num_key_value_heads=HEADS, q_lora_rank=None, kv_lora_rank=RANK, qk_nope_head_dim=NOPE,
         qk_rope_head_dim=ROPE, v_head_dim=NOPE, first_k_dense_replace=layers + 1, moe_layer_freq=1,
         n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=1, moe_intermediate_size=32, n_group=1, topk_group=1,
+        **changes,
     )  # fmt: skip
     config.pop("head_dim")
     _save(folder, config, shapes, seed=2)

@@ -160,6 +160,39 @@ def test_a_tree_of_eagle3(models, plain):
 
 
 @pytest.fixture(scope="module")
+def latent(tmp_path_factory) -> tuple[Path, list[list[int]]]:
+    """A target with MLA, its EAGLE-3 head, and what transformers writes: SGLang's own backend for a CPU has no MLA."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.helpers.engine_checkpoints import LAYERS, YARN, write_draft, write_latent_target
+    from tests.sglang.serve import PROMPTS
+
+    folder = tmp_path_factory.mktemp("latent")
+    write_latent_target(folder / "target", layers=LAYERS, rope_scaling=YARN)
+    write_draft(folder / "draft")
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    texts = [model.generate(p, attention_mask=torch.ones_like(p), **options)[0, p.shape[1] :].tolist() for p in prompts]
+    return folder, texts
+
+
+@pytest.mark.parametrize("speculation", [{}, EAGLE3], ids=["plain", "eagle3"])
+def test_latent_attention(latent, speculation):
+    """Prefill without a prefix too, over the cache."""
+    folder, texts = latent
+    assert serve(folder, {"alone": 0}, attention_backend="spec_ops", page_size=16, **speculation)["tokens"] == texts
+
+
+def test_a_cache_of_8_bits(models, plain):
+    """What a chain reads is what plain decoding reads; and it is rounded."""
+    options: dict[str, Any] = {"attention_backend": "spec_ops", "page_size": 16, "kv_cache_dtype": "fp8_e4m3"}
+    found = serve(models, **options)["tokens"]
+    assert serve(models, **options, **EAGLE3)["tokens"] == found != plain
+
+
+@pytest.fixture(scope="module")
 def shipped(tmp_path_factory) -> Path:
     """The pair that the package ships, as SGLang loads it."""
     from spec_ops.models import export_pair, load_pair

@@ -26,7 +26,8 @@ $(VENV)-sglang/.ready: tests/sglang/requirements.txt
 	test -x $(VENV)-sglang/bin/python || $(PYTHON) -m venv $(VENV)-sglang
 	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) torch==2.13.0 triton==3.7.1 -r tests/sglang/requirements.txt
 	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps sglang==0.5.14
-	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(VENV)-sglang/newest sglang==0.5.23
+	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(VENV)-sglang/newest sglang==0.5.23 \
+	  transformers==5.19.0 tokenizers==0.23.3 apache-tvm-ffi==0.1.15.post2 xgrammar==0.2.8
 	$(VENV)-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --editable .
 	touch $@
 

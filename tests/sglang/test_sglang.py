@@ -33,7 +33,8 @@ EAGLE3 = {
 
 
 def run(*command: str, first: str | None = None, timeout: int = TIMEOUT) -> subprocess.CompletedProcess:
-    path = os.pathsep.join(p for p in (first, str(ROOT), str(HERE / "stubs")) if p)
+    newest = str(HERE / "stubs_newest") if first is not None and first == NEWEST else None
+    path = os.pathsep.join(p for p in (first, newest, str(ROOT), str(HERE / "stubs")) if p)
     environment = {
         **os.environ,
         "PYTHONPATH": path,
@@ -56,13 +57,15 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-def serve(models: Path, work: dict[str, Any] | None = None, *, timeout: int = TIMEOUT, **options: Any) -> dict[str, Any]:
+def serve(
+    models: Path, work: dict[str, Any] | None = None, *, first: str | None = None, timeout: int = TIMEOUT, **options: Any
+) -> dict[str, Any]:
     if "speculative_algorithm" in options:
         options["speculative_draft_model_path"] = str(models / "draft")
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(work or {}, file)
         file.flush()
-        done = run("-m", "tests.sglang.serve", str(models), json.dumps(options), file.name, timeout=timeout)
+        done = run("-m", "tests.sglang.serve", str(models), json.dumps(options), file.name, first=first, timeout=timeout)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert results, done.stderr[-3000:]
     return json.loads(results[0].removeprefix("RESULT "))
@@ -146,6 +149,12 @@ def test_the_draft_factory_makes_ours_where_it_is_asked_for():
 
 def test_plain_decoding(models, plain):
     assert serve(models, attention_backend="spec_ops", page_size=16)["tokens"] == plain
+
+
+@pytest.mark.skipif(NEWEST is None, reason="SGLANG_NEWEST is not set")
+def test_plain_decoding_of_the_newest(models, plain):
+    """Its speculation on a CPU is in kernels that SGLang builds itself, and that no package index has."""
+    assert serve(models, first=NEWEST, attention_backend="spec_ops", page_size=16)["tokens"] == plain
 
 
 def test_a_chain_of_eagle3(models, plain):

@@ -65,6 +65,8 @@ def test_the_readme_names_every_command():
         for path in folder.rglob("*.py")
         if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
     }
-    # The command line itself, a process of `round`, a part of `sanitize`, the picture of `kernels`, the documents' numbers.
-    beside = {"benchmarks", "benchmarks.round.worker", "benchmarks.sanitize.kernels", "benchmarks.kernels.roofline"}
+    # The command line itself, processes of `round` and `sglang`, a part of `sanitize`, the picture of `kernels`, the documents'
+    # numbers.
+    beside = {"benchmarks", "benchmarks.round.worker", "benchmarks.engines.sglang_worker"}
+    beside |= {"benchmarks.sanitize.kernels", "benchmarks.kernels.roofline"}
     assert {name for name in named if " " not in name} == scripts - beside - {"benchmarks.published"}

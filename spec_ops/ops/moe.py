@@ -110,8 +110,10 @@ def route_experts(
     if not isinstance(renormalize, bool):
         check.fail("renormalize", "a bool", type(renormalize).__name__, TypeError)
     check.number("scale", scale, low=0.0)
+    if not isinstance(dtype, torch.dtype):
+        check.fail("dtype", "a torch.dtype", type(dtype).__name__, TypeError)
     if dtype not in FLOAT_DTYPES:
-        check.fail("dtype", "float32, bfloat16 or float16", dtype, TypeError)
+        check.fail("dtype", "float32, bfloat16 or float16", dtype)
     return route_experts_op(logits, bias, k, scoring, groups, top_groups, renormalize, float(scale), dtype)
 
 

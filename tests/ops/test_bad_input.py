@@ -302,7 +302,8 @@ bad_integer("route_experts", "k", 1, 4)
 wrong("route_experts", "k", "33", k=33, logits=torch.zeros(BS, 64), bias=None)
 wrong("route_experts", "renormalize", 1, TypeError)
 wrong("route_experts", "scale", "1", TypeError)
-wrong("route_experts", "dtype", torch.float64, TypeError)
+wrong("route_experts", "dtype", torch.float64)
+wrong("route_experts", "dtype", "float32", TypeError)
 for value in (0.0, -1.0, NAN, INF):
     wrong("route_experts", "scale", value)
 

@@ -15,7 +15,7 @@ import triton.language as tl  # noqa: E402
 from spec_ops.backends.triton.attention.deterministic.paths import nth_bit  # noqa: E402
 from tests.helpers.chains import as_chains  # noqa: E402
 from tests.interpreter.test_deterministic import CHUNK, OPTIONS, WAYS, alone, run, same_bits  # noqa: E402
-from tests.ops.test_attention import FP8, Case, check, make_case  # noqa: E402
+from tests.ops.test_attention import FP8, Case, check, make_case, poison_unseen  # noqa: E402
 
 # Where a tree begins: before, at and after the ends of a block (16 keys) and of a chunk; and before a request's first key.
 PREFIXES = (-2, 0, 1, 15, 16, 17, CHUNK - 5, CHUNK - 1, CHUNK, CHUNK + 1, 47, 2 * CHUNK + 3)
@@ -74,6 +74,21 @@ def test_masks_of_any_bits(products_by_rows, model):
         row[3], row[4], row[5] = 0, row[6] | 1 << 30, row[7] & -8 | 0b101  # a bit from `mask_len` on means nothing
     a = case.arguments
     paths_have_the_bits_of_chains(case.but(tree_mask=torch.tensor(words), q=torch.nan_to_num(a["q"])), 1)
+
+
+@pytest.mark.parametrize("model", ["GQA", "MLA"])
+def test_keys_between_windows(model):
+    """A window smaller than the tree, and of a path its first, its middle and its last node alone as queries: no window holds
+    the nodes between them."""
+    case = made(model, "verify 23", 0, {"window_left": 2})
+    case.trees[:] = [list(range(-1, 22))] * len(case.trees)
+    words = torch.tensor([[(1 << (i + 1)) - 1 for i in range(23)]] * len(case.q_lens))
+    some, q = [0, 9, 22], torch.nan_to_num(case.arguments["q"])
+    case = case.but(tree_mask=words[:, some], q=q[:, some])
+    case.q_lens[:], case.nodes[:] = [len(some)] * len(case.q_lens), some
+    assert poison_unseen(case) > 0
+    for way in ("whole", "split"):
+        check(case, run(case, way))
 
 
 def test_deep_trees(products_by_rows):

@@ -79,7 +79,7 @@ def attend_chunks(
         )  # fmt: skip
         if TREE:
             m_next, l_next, acc_next = attend_paths(
-                q0, q1, tree, table, kv_head, in_order, end, first_seen, position, qk_scale, softcap, m_next, l_next, acc_next,
+                q0, q1, tree, table, kv_head, in_order, end, position, qk_scale, softcap, m_next, l_next, acc_next,
                 k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
                 D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, BLOCK_M, BLOCK_N, STAGES,
             )  # fmt: skip

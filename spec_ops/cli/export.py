@@ -24,5 +24,8 @@ def export(
     weights: torch.dtype = parse_dtype(dtype)
     with refusing("--pair"):
         loaded = load_pair(pair, dtype=weights)
-        target, draft = export_pair(directory, *loaded, context=context)
+        try:
+            target, draft = export_pair(directory, *loaded, context=context)
+        except OSError as error:
+            raise typer.BadParameter(str(error), param_hint="DIRECTORY") from error
     console.print(f"target: {target}\ndraft:  {draft}", markup=False, soft_wrap=True)

@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors.torch import save
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.corpus import ByteTokenizer
 from spec_ops.models.drafts import Eagle3Draft
+from spec_ops.models.quantized import check_plain
 from spec_ops.models.target import CausalLM
 
 # Names of a decoder layer's parts there.
@@ -27,6 +30,8 @@ EAGLE3_LAYER = {
     "embed_norm": "input_layernorm", "hidden_norm": "hidden_norm", "attention": "self_attn",
     "post_norm": "post_attention_layernorm", "mlp": "mlp",
 }  # fmt: skip
+_WEIGHTS = "model.safetensors"
+_FILES = (_WEIGHTS, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _SPECIAL = {ByteTokenizer.BOS: "<|bos|>", ByteTokenizer.EOS: "<|eos|>"}
 
 
@@ -36,7 +41,8 @@ def export_pair(
     """Write a target and its EAGLE-3 head as checkpoints that transformers, SGLang and vLLM load.
 
     Args:
-        directory: gets the folders `target` and `draft`; earlier files are replaced.
+        directory: gets the folders `target` and `draft`. What an earlier export wrote there is replaced once all files are
+            written.
         target: with grouped-query attention and plain layers, as Llama has. Weights are written in its dtype.
         draft: its head, of one layer, with the norms of EAGLE-3.
         tokenizer: written beside the target, so that `AutoTokenizer` gives its ids; its first and last ids are the
@@ -47,21 +53,49 @@ def export_pair(
         The folders of target and draft.
 
     Raises:
-        ValueError: naming what a Llama, or the engines' layout of a head, does not have.
+        TypeError: a model or tokenizer of another class.
+        ValueError: naming what a Llama, or the engines' layout of a head, does not have; a quantized weight, the share of a
+            rank, a head or tokenizer of another vocabulary.
+        FileExistsError: a folder has other weights, which engines would read too.
     """
-    _check_layers(target.config, "target")
-    _check_layers(draft.config, "draft")
-    _check_head(draft)
+    wanted = {"target": (target, CausalLM), "draft": (draft, Eagle3Draft), "tokenizer": (tokenizer, ByteTokenizer)}
+    for name, (given, kind) in wanted.items():
+        if not isinstance(given, kind) and not (name == "tokenizer" and given is None):
+            raise TypeError(f"export_pair: `{name}` must be a spec_ops.models {kind.__name__}, got {type(given).__name__}")
+    if not isinstance(context, int) or context < 1:
+        raise ValueError(f"export_pair: `context` must be a positive number of tokens, got {context!r}")
+    _check_model(target, "target")
+    _check_model(draft, "draft")
+    _check_head(draft, target.config.vocab_size)
+    if tokenizer is not None and target.config.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"export_pair: `target.config.vocab_size` must be at least the tokenizer's {tokenizer.vocab_size}, got "
+            f"{target.config.vocab_size}"
+        )
     folders = Path(directory) / "target", Path(directory) / "draft"
     ends = {} if tokenizer is None else {"bos_token_id": tokenizer.BOS, "eos_token_id": tokenizer.EOS}
-    common = {"max_position_embeddings": context, "torch_dtype": str(target.embed.weight.dtype).removeprefix("torch."), **ends}
-    config = {"architectures": ["LlamaForCausalLM"], **_sizes(target.config), **common}
-    _write(folders[0], config, {_llama_name(name): value for name, value in target.state_dict().items()})
-    _write_json(folders[0] / "generation_config.json", {"do_sample": False, **ends})
+    common = {"max_position_embeddings": context, **ends}
+    config = {"architectures": ["LlamaForCausalLM"], **_sizes(target.config), **common, **_dtype(target)}
+    written = {"config.json": _json(config), "generation_config.json": _json({"do_sample": False, **ends})}
     if tokenizer is not None:
-        _write_tokenizer(folders[0], context)
-    _write(folders[1], _head_config(draft, target.config) | common, _head_tensors(draft))
+        written |= _tokenizer_files(context)
+    weights = {_llama_name(name): value for name, value in target.state_dict().items()}
+    with _replacing(folders) as write:
+        write(folders[0], {**written, _WEIGHTS: _safetensors(weights)})
+        head = _head_config(draft, target.config) | common | _dtype(draft)
+        write(folders[1], {"config.json": _json(head), _WEIGHTS: _safetensors(_head_tensors(draft, target.config.vocab_size))})
     return folders
+
+
+def _dtype(model: CausalLM | Eagle3Draft) -> dict[str, str]:
+    return {"torch_dtype": str(model.lm_head.weight.dtype).removeprefix("torch.")}
+
+
+def _check_model(model: CausalLM | Eagle3Draft, name: str) -> None:
+    _check_layers(model.config, name)
+    check_plain("export_pair", name, model)
+    if (ranks := model.ranks) is not None:
+        raise ValueError(f"export_pair: `{name}` must be whole, got the share of rank {ranks.rank} of {ranks.size}")
 
 
 def _check_layers(config: ModelConfig, name: str) -> None:
@@ -75,7 +109,9 @@ def _check_layers(config: ModelConfig, name: str) -> None:
             raise ValueError(f"export_pair: `{name}.config.{field}` must be {needed}, as of a Llama, got {got!r:.80}")
 
 
-def _check_head(draft: Eagle3Draft) -> None:
+def _check_head(draft: Eagle3Draft, vocab: int) -> None:
+    if draft.config.vocab_size != vocab:
+        raise ValueError(f"export_pair: `draft` must know the target's {vocab} tokens, got {draft.config.vocab_size}")
     if draft.config.num_layers != 1:
         # Engines differ: vLLM has `layers.1`, SGLang `additional_layers.0`.
         raise ValueError(f"export_pair: `draft` must have one layer, got {draft.config.num_layers}")
@@ -111,7 +147,7 @@ def _llama_name(name: str) -> str:
 def _head_config(draft: Eagle3Draft, target: ModelConfig) -> dict[str, Any]:
     inputs = list(target.aux_layers)
     return {
-        "architectures": ["LlamaForCausalLMEagle3"], **_sizes(draft.config), "vocab_size": target.vocab_size,
+        "architectures": ["LlamaForCausalLMEagle3"], **_sizes(draft.config),
         "draft_vocab_size": draft.draft_vocab_size, "target_hidden_size": target.hidden_size,
         # vLLM counts layers by their inputs, SGLang by their outputs, and each reads one of the two.
         "eagle_aux_hidden_state_layer_ids": inputs,
@@ -119,30 +155,58 @@ def _head_config(draft: Eagle3Draft, target: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _head_tensors(draft: Eagle3Draft) -> dict[str, torch.Tensor]:
+def _head_tensors(draft: Eagle3Draft, vocab: int) -> dict[str, torch.Tensor]:
     tensors, state = {}, draft.own_state_dict()
     to_target = state.pop("draft_to_target", None)
     for name, value in state.items():
         part, _, rest = name.partition(".")
         tensors[f"midlayer.{EAGLE3_LAYER[part]}.{rest}" if part in EAGLE3_LAYER else name] = value
     if to_target is not None:
-        known = torch.zeros(draft.config.vocab_size, dtype=torch.bool)
+        known = torch.zeros(vocab, dtype=torch.bool)
         known[to_target.cpu()] = True
         tensors |= {"d2t": to_target - torch.arange(len(to_target), device=to_target.device), "t2d": known}
     return tensors
 
 
-def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def _replacing(folders: tuple[Path, ...]) -> Iterator[Callable[[Path, dict[str, bytes]], None]]:
+    """A function that writes files of a folder beside those that are there. These are replaced in the end, or, if anything
+    fails, kept."""
+    for folder in folders:
+        weights = {path.name for path in folder.glob("*") if path.name.endswith((".safetensors", ".safetensors.index.json"))}
+        if others := sorted(weights - {_WEIGHTS}):
+            raise FileExistsError(f"export_pair: `directory` must have no other weights in {folder}, got {others[0]}")
+    new: dict[Path, Path] = {}
+
+    def write(folder: Path, files: dict[str, bytes]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            new[folder / name] = part = folder / f".{name}.part"
+            part.write_bytes(content)
+
+    try:
+        yield write
+    except BaseException:
+        for part in new.values():
+            part.unlink(missing_ok=True)
+        raise
+    for folder in folders:
+        for name in _FILES:
+            if folder / name not in new:
+                (folder / name).unlink(missing_ok=True)
+    for path, part in new.items():
+        part.replace(path)
+
+
+def _safetensors(tensors: dict[str, torch.Tensor]) -> bytes:
     # Copies: the parts of a packed weight share memory, which safetensors refuses.
     stored = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
     # Not `save_file`, which gives its files mode 600. transformers asks for the format.
-    (folder / "model.safetensors").write_bytes(save(stored, metadata={"format": "pt"}))
-    _write_json(folder / "config.json", config)
+    return save(stored, metadata={"format": "pt"})
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+def _json(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
 
 
 def _byte_characters() -> list[str]:
@@ -153,7 +217,7 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def _write_tokenizer(folder: Path, context: int) -> None:
+def _tokenizer_files(context: int) -> dict[str, bytes]:
     """`ByteTokenizer` as a `tokenizer.json`: byte-pair encoding without a pair."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -179,5 +243,4 @@ def _write_tokenizer(folder: Path, context: int) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": _SPECIAL[ByteTokenizer.EOS],
         "model_max_length": context, "clean_up_tokenization_spaces": False,
     }  # fmt: skip
-    _write_json(folder / "tokenizer.json", tokenizer)
-    _write_json(folder / "tokenizer_config.json", config)
+    return {"tokenizer.json": _json(tokenizer), "tokenizer_config.json": _json(config)}

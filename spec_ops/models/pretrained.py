@@ -21,6 +21,7 @@ from spec_ops.models.config import ModelConfig
 from spec_ops.models.corpus import ByteTokenizer
 from spec_ops.models.drafts import Eagle3Draft, vocabulary_problem
 from spec_ops.models.fields import FieldError, Fields
+from spec_ops.models.quantized import check_plain
 from spec_ops.models.target import CausalLM
 
 FORMAT_VERSION = 1
@@ -35,7 +36,12 @@ def save_pair(directory: str | Path, target: CausalLM, draft: Eagle3Draft, metad
         directory: created if it is missing; earlier files are replaced.
         target, draft: the pair.
         metadata: JSON values that say how it was trained.
+
+    Raises:
+        ValueError: naming a weight that is quantized.
     """
+    check_plain("save_pair", "target", target)
+    check_plain("save_pair", "draft", draft)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     config = {

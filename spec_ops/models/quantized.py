@@ -198,7 +198,18 @@ def is_quantized(module: nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and (type(weight.data) is not torch.Tensor or weight.element_size() < 2)
 
 
+def check_plain(op: str, argument: str, model: nn.Module) -> None:
+    """Raises a ValueError of `op` that names a weight of `argument` which is quantized: state dicts do not hold such."""
+    for name, module in model.named_modules():
+        if is_quantized(module):
+            weight: Any = module.weight.data
+            got = weight.dtype if type(weight) is torch.Tensor else type(weight).__name__
+            where = f"{name}.weight" if name else "weight"
+            wanted = "have the weights that it had before `quantize`"
+            raise ValueError(f"{op}: `{argument}` must {wanted}, got `{where}` as {got}")
+
+
 def _is_linear(name: str, module: nn.Module, lm_head: bool) -> bool:
-    if not isinstance(module, nn.Linear) or module.in_features % _COLUMNS:
+    if not isinstance(module, nn.Linear) or module.in_features % _COLUMNS or not module.weight.numel():
         return False
     return lm_head or name.rpartition(".")[2] != "lm_head"

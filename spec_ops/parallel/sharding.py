@@ -17,6 +17,7 @@ from torch import nn
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.drafts import Draft, Eagle3Draft, MTPDraft, StandaloneDraft
 from spec_ops.models.layers import GQA, MLA, MLP, Mixture
+from spec_ops.models.quantized import check_plain
 from spec_ops.models.target import CausalLM, Target
 from spec_ops.parallel.group import TensorParallel
 from spec_ops.parallel.layers import VocabParallelHead
@@ -76,7 +77,8 @@ def shard(
         gradients.
 
     Raises:
-        ValueError: another kind of model, a size that the ranks do not divide, or a tensor that is missing or of another shape.
+        ValueError: another kind of model, a size that the ranks do not divide, a quantized weight (`quantize` the shares
+            instead), or a tensor that is missing or of another shape.
     """
     if isinstance(model, StandaloneDraft):
         if not isinstance(model.model, CausalLM):
@@ -88,6 +90,7 @@ def shard(
     if not isinstance(model, (CausalLM, Eagle3Draft, MTPDraft)):
         raise ValueError(f"shard: `model` must be a CausalLM or a draft of spec_ops.models, got {type(model).__name__}")
     if tensors is None:
+        check_plain("shard", "model", model)
         tensors = model.state_dict() if isinstance(model, CausalLM) else model.own_state_dict()
     config = shard_config(model.config, ranks.size)
     with torch.device("meta"):

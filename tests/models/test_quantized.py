@@ -13,9 +13,11 @@ from torch._inductor import config as inductor_config
 import spec_ops
 from spec_ops.backends.weight_format import e8m0, packed_e2m1
 from spec_ops.decoding import Generator
-from spec_ops.models import CausalLM, ModelConfig, MTPDraft, load_pair, quantize
+from spec_ops.models import CausalLM, ModelConfig, MTPDraft, load_pair, quantize, save_pair
 from spec_ops.models.corpus import held_out_prompts
 from spec_ops.models.stored_tensor import StoredTensor
+from spec_ops.parallel import TensorParallel, shard
+from spec_ops.parallel.fake import fake_group
 from spec_ops.passes.analysis.counts import WEIGHTS
 from tests.helpers.command_line import refusal
 from tests.helpers.command_line import run_spec_ops as run
@@ -177,6 +179,29 @@ def test_layers_that_are_shared(torchao):
     assert isinstance(target.lm_head.weight.data, torchao.Float8Tensor)
     with pytest.raises(ValueError, match="got one that is quantized already"):
         quantize(draft)
+
+
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
+def test_what_needs_a_state_dict(kind, tmp_path):
+    """Refuses a quantized model by the name of a weight; the share of a rank can be quantized."""
+    target, draft, _ = load_pair()
+    share = shard(target, TensorParallel(fake_group(2, 0)))
+    assert type(quantize(share, kind).layers[0].attention.qkv_proj.weight.data) is StoredTensor
+    quantize(draft, kind)
+    got = "must have the weights that it had before `quantize`, got `fc.weight` as StoredTensor"
+    with pytest.raises(ValueError, match=f"save_pair: `draft` {got}"):
+        save_pair(tmp_path / "pair", target, draft, {})
+    assert not (tmp_path / "pair").exists()
+    with pytest.raises(ValueError, match=f"shard: `model` {got}"):
+        shard(draft, TensorParallel(fake_group(2, 0)), target=share)
+
+
+def test_layers_without_weights():
+    """Of no inputs or no outputs: they stay."""
+    layers = nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 64), nn.Linear(64, 8))
+    for kind in ("nvfp4", "mxfp4", "int4", "float8_block"):
+        quantized = quantize(copy.deepcopy(layers), kind)
+        assert [type(layer.weight.data) is StoredTensor for layer in quantized] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
@@ -13,7 +14,17 @@ from typer.testing import CliRunner
 from spec_ops.cli import app
 from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.integrations.transformers import TransformersGenerator, load_eagle3
-from spec_ops.models import CausalLM, Eagle3Draft, MixtureConfig, ModelConfig, export_pair, load_pair
+from spec_ops.models import (
+    CausalLM,
+    Eagle3Draft,
+    MixtureConfig,
+    ModelConfig,
+    MTPDraft,
+    export_pair,
+    huggingface,
+    load_pair,
+    quantize,
+)
 from spec_ops.models.corpus import ByteTokenizer, held_out_prompts
 from tests.decoding.test_generate import full_prefill
 
@@ -110,6 +121,55 @@ def test_norms_that_engines_read_differently(flag, tmp_path):
         export_pair(tmp_path, target, other, context=512)
 
 
+def everything(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_export_over_another_one(tmp_path, monkeypatch):
+    """It replaces all files, the tokenizer that it does not have among them; one that fails half-way changes none."""
+    first, second = pair(vocab_size=264, head={"vocab_size": 264}), pair()
+    export_pair(tmp_path / "a", *first, ByteTokenizer(), context=64)
+    export_pair(tmp_path / "b", *second, context=32)
+    before = everything(tmp_path / "a")
+    (tmp_path / "a" / "target" / "notes.txt").write_text("mine")
+
+    def no_room(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "_head_tensors", no_room)
+        with pytest.raises(OSError, match="No space left"):
+            export_pair(tmp_path / "a", *second, context=32)
+    assert everything(tmp_path / "a") == before | {"target/notes.txt": b"mine"}
+    export_pair(tmp_path / "a", *second, context=32)
+    assert everything(tmp_path / "a") == everything(tmp_path / "b") | {"target/notes.txt": b"mine"}
+    (tmp_path / "a" / "draft" / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(FileExistsError, match=r"`directory` must have no other weights in .*draft, got model-00001-of-00002"):
+        export_pair(tmp_path / "a", *first, context=64)
+
+
+def test_what_is_no_pair(tmp_path):
+    target, draft = pair()
+    mtp = MTPDraft(draft.config, target)
+    with pytest.raises(TypeError, match=r"export_pair: `draft` must be a spec_ops.models Eagle3Draft, got MTPDraft"):
+        export_pair(tmp_path, target, mtp, context=64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="export_pair: `context` must be a positive number of tokens, got 0"):
+        export_pair(tmp_path, target, draft, context=0)
+    with pytest.raises(ValueError, match=r"`target.config.vocab_size` must be at least the tokenizer's 264, got 64"):
+        export_pair(tmp_path, target, draft, ByteTokenizer(), context=64)
+    narrow = Eagle3Draft(dataclasses.replace(draft.config, vocab_size=40), target, draft.draft_to_target)
+    with pytest.raises(ValueError, match="`draft` must know the target's 64 tokens, got 40"):
+        export_pair(tmp_path, target, narrow, context=64)
+    wide, head = pair(hidden_size=64, head={"hidden_size": 64})
+    quantize(head, "nvfp4")
+    with pytest.raises(ValueError, match=r"must have the weights .* before `quantize`, got `fc.weight` as StoredTensor"):
+        export_pair(tmp_path, wide, head, context=64)
+    target.ranks = types.SimpleNamespace(rank=0, size=2)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="export_pair: `target` must be whole, got the share of rank 0 of 2"):
+        export_pair(tmp_path, target, draft, context=64)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_command(tmp_path):
     result = CliRunner().invoke(app, ["export", str(tmp_path / "served")])
     assert result.exit_code == 0, result.output
@@ -117,3 +177,6 @@ def test_the_command(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "served" / "target").dtype == torch.bfloat16
     (tmp_path / "file").touch()
     assert CliRunner().invoke(app, ["export", str(tmp_path / "file")]).exit_code == 2
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "target").touch()
+    assert CliRunner().invoke(app, ["export", str(tmp_path / "full")]).exit_code == 2

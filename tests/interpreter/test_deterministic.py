@@ -88,7 +88,7 @@ def test_keys_that_no_query_sees(kind, mode, window_left):
     check(case, run(case, rotated(kind, mode, window_left)))
 
 
-@pytest.mark.parametrize("mode", ["verify_chain", "extend"])
+@pytest.mark.parametrize("mode", ["verify_chain", "verify_tree", "extend"])
 def test_windows_that_hide_nothing(mode):
     case = made("mha", mode, lens=[0, 3, 30], q_lens=[0, 1, 3])
     check(case, run(case, window_left=2**31 - 1))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.attention.deterministic.paths import attend_paths, existing, turns
+from spec_ops.backends.triton.attention.deterministic.paths import attend_paths, existing, levels_seen, turns
 from spec_ops.backends.triton.attention.mask import popcount
 from spec_ops.backends.triton.attention.schedule import kv_blocks, pick
 from spec_ops.backends.triton.attention.tile import attend, denominator, first_pages, times
@@ -79,7 +79,7 @@ def attend_chunks(
         )  # fmt: skip
         if TREE:
             m_next, l_next, acc_next = attend_paths(
-                q0, q1, tree, table, kv_head, in_order, end, position, qk_scale, softcap, m_next, l_next, acc_next,
+                q0, q1, tree, table, kv_head, in_order, end, first_seen, position, qk_scale, softcap, m_next, l_next, acc_next,
                 k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
                 D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, BLOCK_M, BLOCK_N, STAGES,
             )  # fmt: skip
@@ -179,7 +179,10 @@ def deterministic_attention_kernel(
             position = tl.maximum(stop - 1, all_seen)
             last_key = tl.minimum(tl.max(tl.where(in_use, stop, 0), 0), seq_len)
             first_seen = tl.min(tl.where(in_use, position, seq_len), 0) - WINDOW
-            tree = (k_rows, v_rows, all_seen, paths, turn, turns_taken, owner, stop)
+            near = paths
+            if WINDOW >= 0:
+                near = levels_seen(turn, owner, all_seen, position, stop, WINDOW)
+            tree = (k_rows, v_rows, all_seen, paths, turn, turns_taken, owner, stop, near)
         else:
             all_seen = seq_len - (q_len - 1)  # keys before this are seen by every query
             position = seq_len - q_len + query

@@ -76,8 +76,25 @@ def turns(words, in_use, masks, first, q_len, seq_len, MASK_LEN: tl.constexpr, Q
 
 
 @triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def levels_seen(turn, owner, prefix, position, stop, WINDOW: tl.constexpr):
+    """Of each query's path, which levels of the tree its turn's rows see, as bits: between the windows of rows at different
+    depths lie keys that none of them sees, whose slots may hold anything."""
+    first = tl.maximum(position - prefix - WINDOW, 0).to(tl.uint64)  # at most 63, and no overflow
+    hidden = 64 - (stop - prefix)
+    every = tl.full(stop.shape, -1, tl.int64).to(tl.uint64)
+    levels = (every << first) & (every >> tl.minimum(hidden, 63).to(tl.uint64))
+    levels = tl.where(hidden < 64, levels.to(tl.int64), 0)
+    return tl.reduce(tl.where((turn >= 0)[None, :] & (owner[:, None] == turn[None, :]), levels[:, None], 0), 0, _or)
+
+
+@triton.jit
 def attend_paths(
-    q0, q1, tree, table, kv_head, first_key, last_key, position, qk_scale, softcap, m, l, acc,
+    q0, q1, tree, table, kv_head, first_key, last_key, first_seen, position, qk_scale, softcap, m, l, acc,
     k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -86,9 +103,10 @@ def attend_paths(
     """`tile.attend` goes on, over the positions `[first_key, last_key)`, in each of which a path has a key of its own.
 
     `tree`: the caches as pointers, the position of the tree's first key, the results of `turns`, and the position after each
-    row's last key. `m`, `l`, `acc`, and the results: as of `attend`.
+    row's last key; `levels_seen`. With a window, keys before `first_seen` are seen by no row. `m`, `l`, `acc`, and the
+    results: as of `attend`.
     """
-    k_rows, v_rows, prefix, paths, turn, count, owner, stop = tree
+    k_rows, v_rows, prefix, paths, turn, count, owner, stop, near = tree
     PAIRS: tl.constexpr = k_rows.dtype.element_ty == tl.int16
     PER: tl.constexpr = 2 if PAIRS else 1  # numbers in one of the cache's
     q0, q0_odd = columns(operand(q0, k_rows.dtype.element_ty), PAIRS)
@@ -106,13 +124,11 @@ def attend_paths(
         path = step // blocks
         n = first_key + (step % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
         word = tl.sum(tl.where(turn == path, paths, 0), 0)
-        seen = (owner == path)[:, None] & (n[None, :] < stop[:, None])
+        valid = n < prefix + popcount(word)
         if WINDOW >= 0:
-            seen = seen & (position[:, None] - n[None, :] <= WINDOW)
-            # Between the windows of rows at different depths lie keys that none of them sees, whose slots may hold anything.
-            valid = tl.max(seen.to(tl.int32), 0) > 0
-        else:
-            valid = n < prefix + popcount(word)
+            levels = tl.sum(tl.where(turn == path, near, 0), 0).to(tl.uint64)
+            at = tl.minimum(tl.maximum(n - prefix, 0), 63).to(tl.uint64)
+            valid = valid & tl.where(n < prefix, n >= first_seen, ((levels >> at) & 1) != 0)
         slot = tl.where(n < prefix, n, prefix + nth_bit(word, tl.maximum(n - prefix, 0)))
         page = tl.load(table + slot // PAGE, mask=valid, other=0).to(tl.int64)
         k_row = k_head + page * k_stride_page + (slot % PAGE).to(tl.int64) * k_stride_token
@@ -123,6 +139,9 @@ def attend_paths(
             k1 = tl.load(k_row[:, None] + d1[None, :], mask=valid[:, None] & (d1 < D // PER)[None, :], other=0.0)
             s = logits(q1, q1_odd, read(k1, q0.dtype), s)
         s, logit_scale = capped(s, qk_scale, softcap, HAS_SOFTCAP)
+        seen = (owner == path)[:, None] & (n[None, :] < stop[:, None])
+        if WINDOW >= 0:
+            seen = seen & (position[:, None] - n[None, :] <= WINDOW)
         p, m, l, shrink = softmax_step(tl.where(seen, s, float("-inf")), m, l, logit_scale)
         acc = acc * shrink
         acc_odd = acc_odd * shrink if PAIRS else acc_odd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 
@@ -19,7 +20,7 @@ class PagePool:
 
     def __init__(self, count: int, page_size: int, reserve: int) -> None:
         self.count, self.page_size, self.reserve = count, page_size, reserve
-        self._free = list(range(count))
+        self._free = deque(range(count))
 
     def needed(self, tokens: int) -> int:
         """Pages of a request of at most `tokens` tokens, prompt and new ones."""
@@ -33,8 +34,7 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """`count` of the free pages."""
         assert count <= len(self._free)
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
+        return [self._free.popleft() for _ in range(count)]
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Pages that are no longer held."""

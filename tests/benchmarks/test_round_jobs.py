@@ -179,42 +179,42 @@ def bench_round(*args: str):
     return CliRunner().invoke(benchmarks.app, ["round", "--device", "cpu", "--model", "tiny", *args])
 
 
-def test_the_command_in_real_processes(tmp_path):
-    path = tmp_path / "round.json"
-    small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--backend", "auto", "--backend", "triton"]
-    result = bench_round(*small, "--plain", "--accept-length", "2.5", "--json", str(path))
-    assert result.exit_code == 0, result.output
-    found = json.loads(path.read_text())
-    assert [(row["round"], row["backend"], row["accept_length"]) for row in found["rows"]] == [
-        ("speculative", "auto", 2.5),
-        ("plain", "auto", 1.0),
-    ]
-    assert {note["backend"] for note in found["notes"]} == {"triton"}  # float32 and CPU are not for it
-    assert found["bandwidth"] > 0
-    again = bench_round(*small[:-4], "--append", "--json", str(path), "--steps", "1")
-    assert again.exit_code == 0, again.output
-    both = json.loads(path.read_text())
-    assert [(row["round"], row["steps"]) for row in both["rows"]] == [("speculative", 3), ("plain", 0), ("speculative", 1)]
-    assert both["earlier_runs"] == [found["environment"]]
-    assert both["notes"] == found["notes"]
-    assert "accept length of 2.5" in result.output
-    assert "tokens a second" in result.output  # plain beside speculative
+def run_here(cases: Sequence[RoundCase], **_: Any) -> Iterator[tuple[RoundCase, list[dict]]]:
+    """Cases without processes of their own, whose imports take most of the time."""
+    for case in cases:
+        answers = io.StringIO()
+        round_worker.main(io.StringIO(case.to_json() + "\nmeasure\n"), answers)
+        compiled, *rows, done = map(json.loads, answers.getvalue().splitlines())
+        assert "compile_s" in compiled
+        assert done == {"done": True}
+        yield case, [row["row"] | {"compile_cold_s": None, "compile_warm_s": None} for row in rows]
 
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Cases without processes of their own, whose imports take most of the time."""
-
-    def run_here(cases: Sequence[RoundCase], **_: Any) -> Iterator[tuple[RoundCase, list[dict]]]:
-        for case in cases:
-            answers = io.StringIO()
-            round_worker.main(io.StringIO(case.to_json() + "\nmeasure\n"), answers)
-            compiled, *rows, done = map(json.loads, answers.getvalue().splitlines())
-            assert "compile_s" in compiled
-            assert done == {"done": True}
-            yield case, [row["row"] | {"compile_cold_s": None, "compile_warm_s": None} for row in rows]
-
     monkeypatch.setattr(runner, "run", run_here)
+
+
+def test_the_command_in_real_processes(tmp_path, monkeypatch):
+    path = tmp_path / "round.json"
+    small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--accept-length", "2.5", "--json", str(path)]
+    result = bench_round(*small, "--backend", "auto", "--backend", "triton")
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    assert [(row["round"], row["backend"], row["accept_length"]) for row in found["rows"]] == [("speculative", "auto", 2.5)]
+    assert {note["backend"] for note in found["notes"]} == {"triton"}  # float32 and CPU are not for it
+    assert found["bandwidth"] > 0
+    monkeypatch.setattr(runner, "run", run_here)
+    again = bench_round(*small, "--plain", "--append", "--steps", "2")
+    assert again.exit_code == 0, again.output
+    both = json.loads(path.read_text())
+    assert [(row["round"], row["steps"], row["accept_length"]) for row in both["rows"]] == [
+        ("speculative", 3, 2.5), ("speculative", 2, 2.5), ("plain", 0, 1.0),
+    ]  # fmt: skip
+    assert both["earlier_runs"] == [found["environment"]]
+    assert both["notes"] == found["notes"]
+    assert "accept length of 2.5" in again.output
+    assert "tokens a second" in again.output  # plain beside speculative
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -247,18 +247,24 @@ def test_sampled_rounds_stand_beside_greedy_ones(tmp_path):
     assert [row["ms"] for row in json.loads(path.read_text())["rows"]] == [greedy["ms"], 1.0]
 
 
-def test_rounds_of_ranks_stand_beside_those_of_one_process(tmp_path):
+def test_rounds_of_ranks_stand_beside_those_of_one_process(tmp_path, monkeypatch):
+    """The ranks have a process each."""
+
+    def ranks_alone(cases: Sequence[RoundCase], **options: Any) -> Iterator[tuple[RoundCase, list]]:
+        yield from run_here([case for case in cases if case.processes == 1])
+        yield from run([case for case in cases if case.processes > 1], **options)
+
+    monkeypatch.setattr(runner, "run", ranks_alone)
     path = tmp_path / "round.json"
-    small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--jobs", "2", "--tp", "1", "--tp", "2", "--plain"]
+    small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--jobs", "2", "--tp", "1", "--tp", "2"]
     result = bench_round(*small, "--bandwidth", "1e9", "--json", str(path))
     assert result.exit_code == 0, result.output
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["round"], row.get("tp"), row.get("gpus")) for row in rows] == [
-        ("speculative", None, None), ("speculative", 2, 2), ("plain", None, None), ("plain", 2, 2),
+    whole, share = json.loads(path.read_text())["rows"]
+    assert [(row["round"], row.get("tp"), row.get("gpus")) for row in (whole, share)] == [
+        ("speculative", None, None), ("speculative", 2, 2),
     ]  # fmt: skip
-    for whole, share in (rows[:2], rows[2:]):
-        assert 0.5 * whole["weights_floor_ms"] <= share["weights_floor_ms"] < 0.8 * whole["weights_floor_ms"]
-        assert 0.5 * whole["kv_floor_ms"] == pytest.approx(share["kv_floor_ms"], abs=0.002)
+    assert 0.5 * whole["weights_floor_ms"] <= share["weights_floor_ms"] < 0.8 * whole["weights_floor_ms"]
+    assert 0.5 * whole["kv_floor_ms"] == pytest.approx(share["kv_floor_ms"], abs=0.002)
     assert "speculative, one of 2 ranks, push" in result.output
 
 

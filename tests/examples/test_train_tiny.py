@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from types import ModuleType
 
@@ -17,6 +15,7 @@ from spec_ops.models.drafts import Eagle3Draft
 from spec_ops.models.paged import PagedAttention, PagedKVCache
 from spec_ops.models.pretrained import load_pair
 from spec_ops.models.target import CausalLM
+from tests.helpers.forked import run_script
 from tests.helpers.paths import EXAMPLES
 
 SCRIPT = EXAMPLES / "train_tiny.py"
@@ -161,18 +160,12 @@ def test_learning_rate_decays_to_zero_within_either_budget(example, monkeypatch,
         assert example.time.perf_counter() - start < seconds + 5
 
 
-def run_tiny(*arguments: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    command = [sys.executable, str(SCRIPT), "--tiny", "--device", "cpu", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_tiny_run(tmp_path):
+def test_tiny_run(example, tmp_path):
+    """As a script, then once more in this process, from the target that the first left."""
     out, plot = tmp_path / "pair", tmp_path / "plots" / "losses.png"
-    stdout = run_tiny("--out", str(out), "--plot", str(plot), "--seed", "1")
-    assert "tokens per round" in stdout
+    done = run_script(SCRIPT, "--tiny", "--device", "cpu", "--out", str(out), "--plot", str(plot), "--seed", "1")
+    assert done.returncode == 0, done.stderr
+    assert "tokens per round" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
     target, draft, tokenizer = load_pair(out)
     assert target.config.vocab_size == tokenizer.vocab_size
@@ -185,6 +178,6 @@ def test_tiny_run(tmp_path):
         assert curves["train_loss"][-1] < curves["train_loss"][0]
 
     again = tmp_path / "again"
-    run_tiny("--out", str(again), "--target", str(out), "--seed", "2")
+    example.main(tiny=True, device="cpu", out=again, target=out, seed=2)
     for name, value in load_pair(again)[0].state_dict().items():
         assert torch.equal(value, target.state_dict()[name])

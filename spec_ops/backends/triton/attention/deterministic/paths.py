@@ -84,7 +84,7 @@ def _or(a, b):
 def levels_seen(turn, owner, prefix, position, stop, WINDOW: tl.constexpr):
     """Of each query's path, which levels of the tree its turn's rows see, as bits: between the windows of rows at different
     depths lie keys that none of them sees, whose slots may hold anything."""
-    first = tl.maximum(position - prefix - WINDOW, 0).to(tl.uint64)  # at most 63, and no overflow
+    first = tl.maximum(position - prefix - WINDOW, 0).to(tl.uint64)  # at most 63
     hidden = 64 - (stop - prefix)
     every = tl.full(stop.shape, -1, tl.int64).to(tl.uint64)
     levels = (every << first) & (every >> tl.minimum(hidden, 63).to(tl.uint64))

@@ -186,9 +186,8 @@ def _compressed(tensors: Tensors, n: int, k: int, dtype: torch.dtype) -> StoredT
         if (zero := tensors.get("weight_zero_point")) is not None and bool(zero.float().any()):
             raise ValueError("`weight_zero_point` must be 0 with 8 bits")
         return StoredTensor(tensors["weight"], _regrouped(scale, k) if scale.shape[1] > 1 else scale, dtype=dtype)
-    words, given = tensors["weight_packed"], tensors.get("weight_shape")
-    if given is not None and given.tolist() != [n, k]:
-        raise ValueError(f"`weight_shape` must be {[n, k]}, got {given.tolist()}")
+    words = tensors["weight_packed"]
+    _check_weight_shape(tensors, n, k)
     bits = 32 * words.shape[-1] // k
     if bits not in (4, 8) or tuple(words.shape) != (n, k * bits // 32):
         raise ValueError(f"`weight_packed` must be [{n}, {k // 8}] or [{n}, {k // 4}], got {list(words.shape)}")
@@ -210,8 +209,16 @@ def _float4(tensors: Tensors, n: int, k: int, dtype: torch.dtype, formats: set[s
     if scale is None or kind is None or kind not in formats:
         wanted = " or ".join(f"{dtype}" for dtype, name in FLOAT4.items() if name in formats) or "beside another `format`"
         raise ValueError(f"`weight_scale` must be {wanted}, got {None if scale is None else scale.dtype}")
-    _check(tensors, weight_packed=(n, k // 2), weight_scale=(n, k // FLOAT4_GROUPS[kind]))
+    size = FLOAT4_GROUPS[kind]
+    _check(tensors, weight_packed=(n, k // 2), weight_scale=(n, k // size))
+    _check_weight_shape(tensors, n, k)
+    if (zero := tensors.get("weight_zero_point")) is not None and bool(zero.float().any()):
+        raise ValueError("`weight_zero_point` must be 0 with 4-bit floats")
+    if (index := tensors.get("weight_g_idx")) is not None and _order(index.long(), size, "weight_g_idx") is not None:
+        raise ValueError("`weight_g_idx` must have the columns of 4-bit floats in order")
     if kind == "mxfp4":
+        if "weight_global_scale" in tensors:
+            raise ValueError("`weight_global_scale` must not be given beside scales of e8m0")
         if bool((scale == 255).any()):
             raise ValueError("`weight_scale` must be of numbers, got 255, which is NaN")
         return StoredTensor(tensors["weight_packed"], scale, dtype=dtype)
@@ -221,12 +228,19 @@ def _float4(tensors: Tensors, n: int, k: int, dtype: torch.dtype, formats: set[s
     return StoredTensor(tensors["weight_packed"], scale, tensor_scale=whole, dtype=dtype)
 
 
+def _check_weight_shape(tensors: Tensors, n: int, k: int) -> None:
+    if (given := tensors.get("weight_shape")) is not None and given.tolist() != [n, k]:
+        raise ValueError(f"`weight_shape` must be {[n, k]}, got {given.tolist()}")
+
+
 def _global_scale(tensors: Tensors, name: str) -> torch.Tensor:
     """What scales of e4m3 are divided by, `[1]` float32."""
     scale = tensors.get(name)
     if scale is None or scale.numel() != 1 or not 0 < float(scale) < torch.inf:
         got = None if scale is None else scale.tolist()
         raise ValueError(f"`{name}` must be one positive number, got {got}")
+    if not scale.float().reciprocal().isfinite():
+        raise ValueError(f"`{name}` must have an inverse in float32, got {scale.tolist()}")
     return scale.float().reshape(1)
 
 

@@ -140,6 +140,31 @@ def damaged(make, change) -> tuple[dict, dict]:
         (float4, lambda t: t["weight_scale"].view(torch.uint8)[0].fill_(0x7F), "`weight_scale` must be of numbers, got NaN"),
         (float4, lambda t: t.pop("weight_global_scale"), "`weight_global_scale` must be one positive number, got None"),
         (float4, lambda t: t["weight_global_scale"].zero_(), r"`weight_global_scale` must be one positive number, got \[0.0\]"),
+        (
+            float4,
+            lambda t: t["weight_global_scale"].fill_(1e-39),
+            r"`weight_global_scale` must have an inverse in float32, got",
+        ),
+        (
+            float4,
+            lambda t: t.update(weight_shape=torch.tensor([N, 2 * K])),
+            r"`weight_shape` must be \[96, 256\], got \[96, 512\]",
+        ),
+        (
+            float4,
+            lambda t: t.update(weight_zero_point=torch.ones(N, K // 16)),
+            "`weight_zero_point` must be 0 with 4-bit floats",
+        ),
+        (
+            mxfp4,
+            lambda t: t.update(weight_g_idx=torch.arange(K).flip(0) // 32),
+            "`weight_g_idx` must have the columns of 4-bit floats in order",
+        ),
+        (
+            mxfp4,
+            lambda t: t.update(weight_global_scale=torch.tensor([2.0])),
+            "`weight_global_scale` must not be given beside scales of e8m0",
+        ),
         (mxfp4, lambda t: t["weight_scale"][0].fill_(255), "`weight_scale` must be of numbers, got 255, which is NaN"),
         (mxfp4, lambda t: t.update(float4(WEIGHT)[0]), "`weight_scale` must be torch.uint8, got torch.float8_e4m3fn"),
         (

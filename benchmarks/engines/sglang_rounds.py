@@ -152,16 +152,19 @@ def run(python: str, job: dict[str, Any], seconds: float, accept_length: float |
     """The rows of one engine, as they come.
 
     Raises:
-        RuntimeError: the engine ended before its last case, or took longer than `seconds`; with the end of its log.
+        RuntimeError: there is no such `python`; the engine ended before its last case, or took longer than `seconds`; with the end of its log.
     """
     environment = {**os.environ, "SGLANG_SIMULATE_ACC_LEN": str(accept_length)}
     if accept_length is None:
         del environment["SGLANG_SIMULATE_ACC_LEN"]
     command = [python, str(WORKER), json.dumps(job)]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace", start_new_session=True
-        )
+        try:
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace", start_new_session=True
+            )
+        except OSError as error:
+            raise RuntimeError(f"no engine starts with --python {python}: {error.strerror}") from error
         late = threading.Event()
         timer = threading.Timer(seconds, lambda: (late.set(), _end(process)))
         timer.start()
@@ -169,8 +172,7 @@ def run(python: str, job: dict[str, Any], seconds: float, accept_length: float |
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if line.startswith(MARK):
-                    row = json.loads(line.removeprefix(MARK))
+                if (row := _row(line)) is not None:
                     count += "bs" in row
                     yield row
             process.wait()
@@ -182,6 +184,18 @@ def run(python: str, job: dict[str, Any], seconds: float, accept_length: float |
             end = [line.strip() for line in log.read().splitlines() if line.strip()][-8:]
             why = f"took longer than {seconds:g} s (--seconds)" if late.is_set() else f"ended with {process.returncode}"
             raise RuntimeError("\n".join((f"{why} after {count} of {len(job['cases'])} cases", *end)))
+
+
+def _row(line: str) -> Row | None:
+    """What the worker says in `line`; None if it is of something else that prints there, or of two processes at once."""
+    if not line.startswith(MARK):
+        return None
+    try:
+        row = json.loads(line.removeprefix(MARK))
+    except ValueError:
+        return None
+    whole = isinstance(row, dict) and ("bs" not in row or {"context", "ms_per_round"} <= row.keys())
+    return row if whole else None
 
 
 def _end(process: subprocess.Popen) -> None:

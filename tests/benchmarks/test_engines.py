@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from benchmarks.engines import sglang_rounds
 from benchmarks.engines.checkpoints import MODELS, write_shape
 from benchmarks.engines.sglang_rounds import over_fastest
 from benchmarks.round.shapes import SHAPES
@@ -95,6 +96,37 @@ def test_an_engine_that_takes_too_long(sglang):
     result = run_benchmarks("sglang", *SHORT, "--backend", "slow", "--seconds", "3")
     assert result.exit_code == 1
     assert "took longer than 3 s (--seconds) after 0 of 1 cases" in result.output
+
+
+def test_no_such_interpreter(tmp_path):
+    result = run_benchmarks("sglang", *SHORT, "--backend", "fa3", "--python", str(tmp_path / "none"))
+    assert result.exit_code == 1
+    assert "no engine starts with --python" in result.output
+
+
+@pytest.mark.parametrize("garbage", ["{half", "3", '{"bs": 2}'])
+def test_lines_that_are_no_rows(sglang, tmp_path, garbage):
+    with (tmp_path / "sglang.py").open("a") as file:
+        file.write(f"\nprint('ROW ' + {garbage!r}, flush=True)\n")
+    result = run_benchmarks("sglang", *SHORT, "--backend", "fa3")
+    assert result.exit_code == 0, result.output
+
+
+def test_an_interrupt_ends_the_engine(sglang, monkeypatch):
+    """At once, not when Python ends."""
+    ended = []
+    monkeypatch.setattr(sglang_rounds, "_end", lambda process, end=sglang_rounds._end: (end(process), ended.append(process)))
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sglang_rounds.console, "print", interrupted)
+    with pytest.raises(KeyboardInterrupt) as error:
+        sglang_rounds.bench_sglang(
+            backend=["fa3"], case=["2x16"], layers=1, rounds=(2, 12), repeats=1, steps=0, engine_option=None, json=None
+        )
+    assert error.tb is not None
+    assert [process.returncode is not None for process in ended] == [True]
 
 
 @pytest.mark.parametrize(

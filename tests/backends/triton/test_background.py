@@ -164,3 +164,14 @@ def test_a_process_ends_without_what_nobody_waits_for(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert len(list((tmp_path / "other").rglob("*.cubin"))) < 8
+
+
+def test_no_thread_can_be_started(monkeypatch):
+    """A launch that waited for it would wait for good."""
+
+    def start_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start_thread)
+    start(scale_kernel, meta(), 4096, 5.0, BLOCK=256, num_warps=2)
+    assert (background.pending, background._jobs, background._threads) == ({}, {}, 0)

@@ -41,13 +41,17 @@ class _Job:
         except Exception as error:
             logger.debug("%s was not compiled in the background: %s", self.kernel.__name__, error, exc_info=True)
         finally:
-            with _lock:
-                _jobs.pop(self.key, None)
-                others = [job for job in pending.get(id(self.kernel), ()) if job is not self]
-                pending[id(self.kernel)] = others
-                if not others:
-                    del pending[id(self.kernel)]
-            self.done.set()
+            self.end()
+
+    def end(self) -> None:
+        """Nobody waits for it any longer."""
+        with _lock:
+            _jobs.pop(self.key, None)
+            others = [job for job in pending.get(id(self.kernel), ()) if job is not self]
+            pending[id(self.kernel)] = others
+            if not others:
+                del pending[id(self.kernel)]
+        self.done.set()
 
 
 pending: dict[int, list[_Job]] = {}  # by the kernel's id; empty whenever nothing is being compiled
@@ -104,7 +108,19 @@ def _start_thread() -> None:
             return
         _threads += 1
     # No daemon: when a process ends, a thread that Python stops inside of LLVM ends it with an error.
-    threading.Thread(target=_work, name="spec_ops compiles kernels").start()
+    try:
+        threading.Thread(target=_work, name="spec_ops compiles kernels").start()
+    except RuntimeError as error:  # too many threads, or the process ends: what no other thread takes is left to the launch
+        logger.debug("no thread compiles kernels: %s", error)
+        with _lock:
+            _threads -= 1
+            alone = not _threads
+        while alone:
+            try:
+                job = _queue.get_nowait()
+            except queue.Empty:
+                return
+            job.end()
 
 
 def _work() -> None:

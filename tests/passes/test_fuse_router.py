@@ -184,7 +184,7 @@ def given(x, router):
 @pytest.mark.parametrize(
     ("fn", "why"),
     [
-        (smallest, "gives other experts or other weights"),
+        (smallest, "takes the smallest"),
         (given, "no `topk` chooses the experts"),
     ],
 )
@@ -247,3 +247,95 @@ def test_sums_of_all_tokens_are_seen():
 
     forms, _ = fused(fn, X, ROUTER)
     assert forms == [(K, "softmax", 1, 1, False, 1.0)]
+
+
+def clamped(x, router):
+    weights, ids = F.softmax(F.linear(x, router).clamp(-50, 50), -1).topk(K, -1)
+    return (experts(x, ids, weights),)
+
+
+def without_nan(x, router):
+    logits = F.linear(x, router)
+    weights, ids = F.softmax(torch.where(logits.isnan(), 0.0, logits), -1).topk(K, -1)
+    return (experts(x, ids, weights),)
+
+
+def floored(x, router):
+    weights, ids = F.softmax(F.linear(x, router), -1).topk(K, -1)
+    return (experts(x, ids, torch.where(weights < 1e-12, 0.5, weights)),)
+
+
+@pytest.mark.parametrize(
+    ("fn", "kept"), [(clamped, aten.clamp_max.default), (without_nan, aten.isnan.default), (floored, aten.lt.Scalar)]
+)
+def test_what_acts_on_few_numbers_stays(fn, kept):
+    with torch.no_grad():
+        module, _ = capture(fn, X, ROUTER)
+        run_pass(FuseRouter(), module, arch=90)
+    assert route_experts_op in targets(module)
+    assert kept in targets(module)
+
+
+def test_a_router_that_does_not_run_with_drawn_numbers():
+    """A bias that is an index: drawn ones are none."""
+
+    def fn(x, router, bias):
+        scores = F.linear(x, router).sigmoid()
+        ids = (scores + bias).topk(K, -1).indices
+        other = scores.gather(1, (bias * 1e16).long().expand(TOKENS, EXPERTS))
+        return (experts(x, ids, other.gather(1, ids)),)
+
+    fused(fn, X, ROUTER, torch.arange(EXPERTS) * 1e-16)
+
+
+def test_all_experts_in_ascending_order():
+    def fn(x, router):
+        weights, ids = F.softmax(F.linear(x, router), -1).topk(EXPERTS, -1, largest=False)
+        return experts(x, ids, weights), ids
+
+    forms, result = fused(fn, X, ROUTER, left=1)
+    assert forms == []
+    assert "takes the smallest" in texts(result.refused)
+
+
+def test_a_factor_of_less_than_a_rounding():
+    def fn(x, router):
+        weights, ids = F.softmax(F.linear(x, router), -1).topk(K, -1)
+        return (experts(x, ids, weights * 1.006),)
+
+    with torch.no_grad():
+        module, _ = capture(fn, X.bfloat16(), ROUTER.bfloat16())
+        run_pass(FuseRouter(), module, arch=90)
+    (call,) = [node for node in module.graph.nodes if node.target is route_experts_op]
+    (weights,) = [user for user in call.users if user.args[1] == 1]
+    assert [user.target for user in weights.users] == [aten.mul.Tensor]
+
+
+@pytest.mark.parametrize("name", ["sum", "best two", "best two, others 0"])
+def test_groups_by_another_value(name):
+    """Scores of a softmax are small: a bias that is not would choose the groups alone."""
+
+    def fn(x, router, bias):
+        scores = F.softmax(F.linear(x, router), -1)
+        choice = scores + bias
+        grouped = choice.view(TOKENS, 4, 3)
+        values = grouped.sum(-1) if name == "sum" else grouped.topk(2, -1).values.sum(-1)
+        mask = torch.zeros_like(values).scatter_(1, values.topk(2, -1).indices, 1)
+        mask = mask.unsqueeze(-1).expand(TOKENS, 4, 3).reshape(TOKENS, EXPERTS).bool()
+        ids = choice.masked_fill(~mask, 0.0 if "0" in name else -torch.inf).topk(K, -1, sorted=False).indices
+        return (experts(x, ids, scores.gather(1, ids)),)
+
+    with torch.no_grad():
+        module, _ = capture(fn, X, ROUTER, BIAS * 0.05)
+        run_pass(FuseRouter(), module, arch=90)
+    (form,) = [tuple(node.args[2:5]) for node in module.graph.nodes if node.target is route_experts_op]
+    assert form == ((K, "none", 1) if name != "best two" else (K, "softmax", 4))
+
+
+def test_another_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        forms, _ = fused(softmax_first, X, ROUTER)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert forms == [(K, "softmax", 1, 1, True, 1.0)]

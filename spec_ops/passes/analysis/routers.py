@@ -29,8 +29,16 @@ _KNOWN = frozenset((
     aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.full_like.default, prims.convert_element_type.default,
     operator.getitem,
 ))  # fmt: skip
+# What is the identity, or the same, for most numbers: no draw need meet the others. So a router begins after it, or its weights
+# end before it; it is known of a sum alone, of which the draws meet small ones.
+_PIECEWISE = frozenset((
+    aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.clamp, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum,
+    aten.fmin, aten.fmax, aten.relu, aten.abs, aten.sign, aten.hardtanh, aten.isnan, aten.isinf, aten.nan_to_num, aten.floor,
+    aten.ceil, aten.round, aten.trunc, aten.remainder, aten.fmod,
+))  # fmt: skip
 _MOST_NODES = 64  # of a router; DeepSeek-V3's has 27
 _LEAST_ROWS = 64  # drawn of each kind
+_BELOW = (1.0, -8.0)  # scale and shift of a bias with which every choice is below what masks may fill in
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # a rounding more, or another order of a sum
 
 
@@ -102,6 +110,8 @@ class Routers:
                 self._known[key] = _form_of(region, chosen, weights)
             except NotARouterError as error:
                 self._known[key] = str(error)
+            except Exception as error:  # of what the graph computes, with numbers that it may never meet
+                self._known[key] = f"it does not run with drawn numbers: {error}"
         if isinstance(found := self._known[key], str):
             raise NotARouterError(found)
         return found
@@ -177,6 +187,8 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_known(node: fx.Node) -> bool:
+    if getattr(node.target, "overloadpacket", None) in _PIECEWISE:
+        return all(source.target is aten.sum.dim_IntList for source in node.all_input_nodes)
     return node.op == "call_function" and (node.target in _KNOWN or is_pointwise(node.target))
 
 
@@ -232,17 +244,20 @@ def _form_of(region: _Region, chosen: fx.Node, weights: fx.Node | None) -> Form:
         raise NotARouterError(f"{k} of {experts} experts: `route_experts` takes up to {MAX_TOP_K} of {MAX_EXPERTS}")
     if not rows:
         raise NotARouterError("it has no tokens")
+    if not arg(topk, "largest"):
+        raise NotARouterError("it takes the smallest")
     with torch.no_grad(), _disable_current_modes():
-        bias = _drawn_bias(region)
-        draws = list(_drawn_logits(region))
-        runs = [_run(region, one, bias, chosen, weights) for one in draws]
-        logits, ids = torch.cat(draws), torch.cat([ids for ids, _ in runs])
+        draws = [(torch.cat(logits), logits, bias) for logits, bias in _draws(region)]
+        runs = [_run(region, one, bias, chosen, weights) for _, logits, bias in draws for one in logits]
+        ids = torch.cat([ids for ids, _ in runs])
         theirs = None if weights is None else torch.cat([part for _, part in runs])  # type: ignore[misc]
         for scoring in SCORINGS if weights is not None else reversed(SCORINGS):  # alone, as little as possible
             for groups, top_groups in _groups(region, experts, k):
-                for renormalize in (True, False) if weights is not None else (False,):
+                # Sums of values that may be anything are not all small where one of the draws is.
+                for renormalize in (True, False) if weights is not None and scoring != "none" else (False,):
                     form = Form(k, scoring, groups, top_groups, renormalize, 1.0)
-                    our_ids, ours = route_experts_op(logits, bias, *form)
+                    results = [route_experts_op(logits, bias, *form) for logits, _, bias in draws]
+                    our_ids, ours = (torch.cat(parts) for parts in zip(*results, strict=True))
                     if not torch.equal(our_ids.sort(-1).values, ids.sort(-1).values):
                         break
                     if theirs is None:
@@ -266,28 +281,33 @@ def _groups(region: _Region, experts: int, k: int) -> Iterator[tuple[int, int]]:
                     yield groups, top_groups
 
 
-def _drawn_bias(region: _Region) -> torch.Tensor | None:
-    if region.bias is None:
-        return None
-    fake = value(region.bias)
-    return torch.randn(fake.numel(), generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(fake.dtype).float()
-
-
-def _drawn_logits(region: _Region) -> Iterator[torch.Tensor]:
-    """Logits without ties, of the dtype and the number of rows of the region's."""
+def _draws(region: _Region) -> Iterator[tuple[list[torch.Tensor], torch.Tensor | None]]:
+    """Logits without ties, of the dtype and the number of rows of the region's, with the bias for them: as large as their
+    scores, so that both count."""
     fake, generator = value(region.logits), torch.Generator("cpu").manual_seed(0)
     rows, experts = fake.shape
-    # All numbers of bfloat16 from 1/64 to 8 and their negatives, which float16 has too.
-    some = torch.arange(0x3C80, 0x4100, dtype=torch.int16, device="cpu").view(torch.bfloat16)
-    pool = torch.cat((some, -some))
-    for _ in range(-(-_LEAST_ROWS // rows)):
-        if fake.dtype != torch.float32:
-            order = torch.stack([torch.randperm(len(pool), generator=generator, device="cpu") for _ in range(rows)])
-            yield pool[order[:, :experts]].to(fake.dtype)
-            continue
-        normal = torch.randn(rows, experts, generator=generator, device="cpu")
-        # The last ones make sigmoids so small that a number added to their sum, or a least sum, shows.
-        yield from (normal * scale + shift for scale, shift in ((1.0, 0.0), (6.0, 0.0), (1.0, -30.0)))
+    times = range(-(-_LEAST_ROWS // rows))
+
+    def bias(scale: float, shift: float = 0.0) -> torch.Tensor | None:
+        if region.bias is None:
+            return None
+        drawn = torch.randn(experts, generator=generator, device="cpu", dtype=torch.float32) * scale + shift
+        return drawn.to(value(region.bias).dtype).float()
+
+    if fake.dtype != torch.float32:
+        # All numbers of bfloat16 from 1/64 to 8 and their negatives, which float16 has too.
+        some = torch.arange(0x3C80, 0x4100, dtype=torch.int16, device="cpu").view(torch.bfloat16)
+        pool = torch.cat((some, -some)).to(fake.dtype)
+        for below in (False, True):
+            orders = [[torch.randperm(len(pool), generator=generator, device="cpu") for _ in range(rows)] for _ in times]
+            yield [pool[torch.stack(order)[:, :experts]] for order in orders], bias(*_BELOW if below else (1 / experts,))
+        return
+    # The last ones make sigmoids so small that a number added to their sum, or a least sum, shows.
+    for factor, shift, scale in ((1.0, 0.0, 1 / experts), (6.0, 0.0, 1.0), (1.0, -30.0, 1e-13)):
+        normal = [torch.randn(rows, experts, generator=generator, device="cpu", dtype=torch.float32) for _ in times]
+        yield [one * factor + shift for one in normal], bias(scale)
+        if region.bias is not None and not shift and factor == 1.0:
+            yield normal, bias(*_BELOW)
 
 
 def _run(
@@ -307,9 +327,9 @@ def _run(
 
 def _factor(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """What our weights would have to be multiplied with, as short as a program writes such a number; 1 of 16 bits."""
-    if theirs.dtype != torch.float32:
-        return 1.0
     ratio = ((theirs.double() * ours).sum() / (ours.double() * ours).sum()).item()
+    if theirs.dtype != torch.float32:  # many roundings together are less than one
+        return 1.0 if abs(ratio - 1) < _TOLERANCE[theirs.dtype] / 4 else 0.0
     shorter = (float(f"{ratio:.{digits}g}") for digits in range(1, 7))
     return next((short for short in shorter if abs(short - ratio) < 1e-6 * abs(ratio)), ratio)
 

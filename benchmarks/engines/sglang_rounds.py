@@ -152,7 +152,8 @@ def run(python: str, job: dict[str, Any], seconds: float, accept_length: float |
     """The rows of one engine, as they come.
 
     Raises:
-        RuntimeError: there is no such `python`; the engine ended before its last case, or took longer than `seconds`; with the end of its log.
+        RuntimeError: there is no such `python`; the engine ended before its last case, or took longer than `seconds`; with the
+            end of its log.
     """
     environment = {**os.environ, "SGLANG_SIMULATE_ACC_LEN": str(accept_length)}
     if accept_length is None:
@@ -161,8 +162,9 @@ def run(python: str, job: dict[str, Any], seconds: float, accept_length: float |
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         try:
             process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace", start_new_session=True
-            )
+                command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
+                start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             raise RuntimeError(f"no engine starts with --python {python}: {error.strerror}") from error
         late = threading.Event()

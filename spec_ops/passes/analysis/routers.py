@@ -32,9 +32,9 @@ _KNOWN = frozenset((
 # What is the identity, or the same, for most numbers: no draw need meet the others. So a router begins after it, or its weights
 # end before it; it is known of a sum alone, of which the draws meet small ones.
 _PIECEWISE = frozenset((
-    aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.clamp, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum,
-    aten.fmin, aten.fmax, aten.relu, aten.abs, aten.sign, aten.hardtanh, aten.isnan, aten.isinf, aten.nan_to_num, aten.floor,
-    aten.ceil, aten.round, aten.trunc, aten.remainder, aten.fmod,
+    aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.clamp, aten.clamp_min, aten.clamp_max, aten.minimum,
+    aten.maximum, aten.fmin, aten.fmax, aten.relu, aten.abs, aten.sign, aten.hardtanh, aten.isnan, aten.isinf, aten.nan_to_num,
+    aten.floor, aten.ceil, aten.round, aten.trunc, aten.remainder, aten.fmod,
 ))  # fmt: skip
 _MOST_NODES = 64  # of a router; DeepSeek-V3's has 27
 _LEAST_ROWS = 64  # drawn of each kind

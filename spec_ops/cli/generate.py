@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -138,6 +139,9 @@ def generate(
         assert sampling.seed is not None
         return from_checkpoints(words, Path(model), drafting, overrides, sampling.seed, device=place, dtype=weights)
 
+    if model is None and pair is None and place.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        # The pair's products are small: threads wait for one another, and on a busy machine for processors.
+        torch.set_num_threads(1)
     text = read(weights)
     if compare and text.sampling.temperature > 0:
         raise typer.BadParameter(

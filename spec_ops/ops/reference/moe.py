@@ -27,6 +27,7 @@ def route_experts(
     if groups > top_groups:
         grouped = choice.unflatten(1, (groups, -1))
         value = grouped.amax(-1) if bias is None else grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        value = torch.where(value.isnan(), lowest, value)
         best = value.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
         kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, best, True)
         left_out = ~kept.repeat_interleave(grouped.shape[2], 1)

@@ -3,7 +3,8 @@
 Routers are written in many ways: a softmax before or after `topk`, groups by masks, sums that are clamped. So a router is known
 by what it computes and not by its form. The part of the graph between logits `[tokens, experts]` and what `moe_experts` takes
 is run on the CPU with drawn logits and biases, a hundred rows of them, and compared with what the op gives. Rows are drawn so
-that what could differ does: close to each other, far apart, and so small that a number added to their sum shows.
+that what could differ does: close to each other, far apart, and so small that a number added to their sum shows. What acts on
+rare values alone, such as a clamp, draws may not meet: a router begins after it, or its weights end before it.
 """
 
 from __future__ import annotations

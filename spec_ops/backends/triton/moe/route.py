@@ -32,7 +32,7 @@ def _group_value(choice, member, place, BIAS: tl.constexpr, SIZE: tl.constexpr):
     if BIAS:
         first = tl.min(tl.where(member & (choice == best), place, SIZE), 0)
         best += tl.max(tl.where(member & (place != first), choice, NEG_INF), 0)
-    return best
+    return tl.where(best == best, best, NEG_INF)  # inf - inf
 
 
 @triton.jit

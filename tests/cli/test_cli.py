@@ -84,6 +84,18 @@ def test_generate_streams_any_prompt(tmp_path):
         assert text in result.output
 
 
+@pytest.mark.parametrize(("wanted", "threads"), [(None, [1]), ("2", [])])
+def test_the_shipped_pair_takes_one_thread_unless_told_otherwise(wanted, threads, monkeypatch):
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+    result = run("generate", "--max-new-tokens", "2", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert given == threads
+
+
 def test_generate_with_penalties():
     """They arrive in both ways of decoding, and make another text."""
     texts, shown = [], "greedy, repetition penalty 1.5, presence penalty 0.5, frequency penalty 0.1"

@@ -47,7 +47,7 @@ from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten = torch.ops.aten
 BLOCK_K = 256  # values of a row of the weight that the kernel reads at a time
-QUANTIZED_ARCH, QUANTIZED_ROWS, QUANTIZED_K = 90, 64, 64  # least architecture, most rows, what k is a multiple of
+QUANTIZED_ARCH, QUANTIZED_ROWS, QUANTIZED_K = 90, 128, 64  # least architecture, most rows, what k is a multiple of
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from tests.helpers.stored_weights import KINDS, exact, stored
 
 EPS = 1e-5
 # Rows, n and k that no tile divides; 320 and 832 are no multiples of 128.
-SIZES = [(1, 16, 768), (4, 150, 1280), (9, 33, 768), (16, 20, 1024), (31, 130, 1280), (64, 100, 768)]
+SIZES = [(1, 16, 768), (4, 150, 1280), (9, 33, 768), (16, 20, 1024), (31, 130, 1280), (64, 100, 768), (97, 150, 768)]
+SIZES += [(128, 290, 1280)]
 
 SCALES_OF_E4M3 = torch.tensor([1, 7, 8, 21, 56, 77, 119, 126], dtype=torch.uint8).view(torch.float8_e4m3fn)  # to 448
 
@@ -46,7 +47,7 @@ def test_like_float64(kind, size, splits):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block", "group", "int8", "nvfp4", "mxfp4"])
-@pytest.mark.parametrize("m", [3, 20, 64])
+@pytest.mark.parametrize("m", [3, 20, 64, 100])
 def test_k_that_128_does_not_divide(m, kind):
     """2880 of gpt-oss: blocks of 128 whose last one is half."""
     x, bias, weight, *scales = tensors(m, 140, 832, kind)

@@ -273,7 +273,7 @@ def test_every_size_has_a_config_that_fits(kind, arch):
         if kind == "int4" and k % columns:
             continue
         stored_as = WeightFormat(stored_kind, rows or n, columns or k)
-        for m in (1, 8, 9, 16, 17, 33, 64):
+        for m in (1, 8, 9, 16, 17, 33, 64, 65, 128):
             for sms in (1, 132, 188):
                 config = linear.choose(m, n, k, sms, arch, stored_as)
                 blocks = -(-k // config.block_k)
@@ -281,9 +281,9 @@ def test_every_size_has_a_config_that_fits(kind, arch):
                 assert 1 <= config.splits <= blocks
                 assert k % config.chunk == 0
                 assert stored_as.float4 or config.chunk <= stored_as.columns
-                assert config.block_n < 64 or (config.block_k <= stored_as.columns and not stored_as.float4)
+                assert config.block_n < 64 or config.block_k <= stored_as.columns or (stored_as.float4 and m > 64)
                 # Of a batch of fewer products than warps, each would be computed by several.
-                assert not stored_as.float4 or config.block_k >= config.chunk * config.num_warps
+                assert not stored_as.float4 or config.block_n >= 64 or config.block_k >= config.chunk * config.num_warps
                 one = config.block_k * (config.block_n * stored_as.bits // 8 + 2 * config.block_m)
                 assert config.num_stages - 1 >= min(2, blocks)
                 assert config.programs * ((config.num_stages - 1) * one + 1024) <= ahead.SHARED_LIMIT[arch] + 1024

@@ -106,14 +106,14 @@ def scaled_numbers(block, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def rescaled(acc, scale, tensor_scale):
-    """`acc`, summed over all of k with weights as `scaled_numbers` has them, times what those lack."""
-    REST: tl.constexpr = 1.0 if scale.dtype.element_ty == tl.uint8 else NV_REST
+def rest_of(scale, tensor_scale):
+    """What a weight is multiplied by beyond what `scaled_numbers` gives; no constant, even where it is 1."""
+    rest = 1.0 if scale.dtype.element_ty == tl.uint8 else NV_REST
     if tensor_scale is not None:
-        acc = acc * (tl.load(tensor_scale) * REST)
-    elif REST != 1:
-        acc = acc * REST
-    return acc
+        rest = tl.load(tensor_scale) * rest
+    elif not INTERPRETED:
+        rest = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [rest], dtype=tl.float32, is_pure=True, pack=1)
+    return rest
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def float4_products(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, before `rescaled`. Tiles are narrower than `WARPGROUP`."""
+    """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, before `rest_of`. Tiles are narrower than `WARPGROUP`."""
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK
     chunks = K // CHUNK
     sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
@@ -134,3 +134,22 @@ def float4_products(
         sums = tl.dot(columns, rows, sums)
         s = load_float4_scales(scale, scale_row, scale_column, n, (block + 1) * CHUNKS, N, chunks, CHUNK, CHUNKS, COLUMNS)
     return tl.sum(sums, 0)
+
+
+@triton.jit
+def wide_float4_products(
+    x, weight, scale, rest, scale_row, scale_column, tile, first, end, n, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sums, times `rest`, in tiles that warpgroups compute. That is done in each block, since a product in place has ptxas
+    begin no instruction before the last one has ended. So `rest` must not be a constant that Triton sees through."""
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    blocks = tl.cdiv(K, BLOCK_K)
+    s = load_float4_scales(scale, scale_row, scale_column, n, first, N, blocks, BLOCK_K, 1, COLUMNS)
+    for block in tl.range(first, end, num_stages=STAGES):
+        stored = weight.load([tile * BLOCK_N, block * (BLOCK_K // 2)])
+        columns = tl.reshape(scaled_numbers(tl.expand_dims(stored, 0), s, x.dtype), [BLOCK_N, BLOCK_K])
+        rows = tl.permute(x.load([0, block * BLOCK_K]), (1, 0))
+        sums += tl.dot(columns, rows) * rest
+        s = load_float4_scales(scale, scale_row, scale_column, n, block + 1, N, blocks, BLOCK_K, 1, COLUMNS)
+    return sums

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 WARPGROUP = tl.constexpr(64)  # columns from which a tile is one product of 128 threads; below, warps have a chunk of k each
+FEW_ROWS = tl.constexpr(64)  # rows up to which a product with ones is the cheapest sum of a block of them
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by Triton's interpreter, which knows no assembly
 
 
@@ -92,7 +93,8 @@ def quantized_products(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, without the scales of rows (`COLUMNS` is 0)."""
+    """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k; without the scales of rows (`COLUMNS` is 0), unless rows are
+    many. Then each block's sum is scaled, since a product in place has ptxas begin no instruction before the last one ended."""
     dtype: tl.constexpr = x.dtype
     STORED: tl.constexpr = BLOCK_K * BITS // 8
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK if BLOCK_N < WARPGROUP else 1
@@ -106,6 +108,8 @@ def quantized_products(
         ones = tl.full([BLOCK_N, BLOCK_K], 1, dtype)
         row, chunk = n, 0
         chunks = tl.cdiv(K, BLOCK_K)
+    if COLUMNS == 0 and BLOCK_M > 64:
+        s = tl.load(scale + n * scale_row, mask=n < N, other=0.0).to(tl.float32)
     if COLUMNS > 0:
         # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
         SPAN: tl.constexpr = CHUNK if BLOCK_N < WARPGROUP else BLOCK_K
@@ -122,12 +126,16 @@ def quantized_products(
         columns = numbers(columns, dtype, BITS)
         if COLUMNS > 0:
             sums += tl.dot(columns, rows) * tl.expand_dims(s, -1)
-            if zero is not None:
+            if zero is not None and BLOCK_M > FEW_ROWS:
+                sums += tl.expand_dims(tl.sum(rows.to(tl.float32), 0), 0) * tl.expand_dims(z, -1)
+            elif zero is not None:
                 sums += tl.dot(ones, rows) * tl.expand_dims(z, -1)
             chunk_ahead = (block + 1) * CHUNKS + chunk
             s = load_scales(scale, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)
             if zero is not None:
                 z = load_scales(zero, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)
+        elif BLOCK_M > 64:
+            sums += tl.dot(columns, rows) * tl.expand_dims(s, -1)
         else:
             sums = tl.dot(columns, rows, sums)
     if BLOCK_N < WARPGROUP:

@@ -1,4 +1,4 @@
-"""Products of at most 64 rows with a weight that is read once: `x [m, k] @ weight [n, k]^T` in one launch.
+"""Products of at most 64 rows with a weight that is read once (128, if it has few bits): `x [m, k] @ weight [n, k]^T`.
 
 Such a product takes as long as its weight takes to come from memory, so all multiprocessors have to ask for weights all the
 time. A program computes `BLOCK_N` columns for all rows, over a share of k where there are fewer tiles than programs fit
@@ -9,7 +9,8 @@ Every program reads all rows over its share of k, from L2: `BLOCK_M / BLOCK_N` b
 16 rows that is at most one, and narrow tiles, of which each warp takes a chunk of k, need the fewest partial sums. With more
 rows a tile has the 64 columns of a warpgroup's instruction (`wgmma`), which reads both operands from shared memory.
 
-A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide in registers (`quantized.py`, `float4.py`).
+A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide in registers (`quantized.py`, `float4.py`),
+from which a warpgroup's instructions take them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton.attention.tuning import SHARED
-from spec_ops.backends.triton.linear.float4 import float4_products, rescaled
+from spec_ops.backends.triton.linear.float4 import float4_products, rest_of, wide_float4_products
 from spec_ops.backends.triton.linear.quantized import WARPGROUP, quantized_products, scaled
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
 from spec_ops.backends.triton.runtime.arrival import arrive
@@ -51,7 +52,7 @@ class Tile(NamedTuple):
 
 # The first that holds the rows; figures in `docs/notebook/products.md`.
 TILES: tuple[Tile, ...] = (Tile(8, 16, 256, 4, 3), Tile(16, 16, 256, 4, 3), Tile(32, 64, 128, 4, 1), Tile(64, 64, 128, 4, 1))
-MAX_ROWS = TILES[-1].block_m
+MAX_ROWS = TILES[-1].block_m  # of 16 bits
 # Of weights of fewer bits. A warp's chunk of bytes is what `mma.sync` takes; for `wgmma` 4 bits would be read byte by byte.
 QUANTIZED_TILES = {
     8: (Tile(8, 16, 512, 4, 3), Tile(16, 16, 512, 4, 3), Tile(32, 64, 256, 4, 2), Tile(64, 64, 128, 4, 2)),
@@ -61,6 +62,12 @@ QUANTIZED_TILES = {
 FLOAT4_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 32, 256, 4, 2))
 # Where columns are enough for as many programs as fit, which then share no sums.
 MANY_COLUMNS = {8: (Tile(8, 16, 512, 4, 4), Tile(16, 64, 256, 4, 2)), 4: ()}
+# Of more rows, for which a weight of 16 bits is left to cuBLAS: all of them in one tile, so that the weight is read once.
+MANY_ROWS = {
+    8: (Tile(128, 128, 64, 8, 1),),
+    4: (Tile(128, 128, 64, 8, 1),),
+}
+MAX_STORED_ROWS = MANY_ROWS[8][-1].block_m
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,8 @@ def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | N
     tiles = TILES
     if stored is not None and stored.bits < 16:
         many = (tile for tile in MANY_COLUMNS[stored.bits] if n >= tile.block_n * tile.programs * sms)
-        tiles = (*many, *(FLOAT4_TILES if stored.float4 else QUANTIZED_TILES[stored.bits]))
+        few = FLOAT4_TILES if stored.float4 else QUANTIZED_TILES[stored.bits]
+        tiles = (*many, *few, *MANY_ROWS[stored.bits])
     return fitted(next(tile for tile in tiles if m <= tile.block_m), n, k, sms, arch, stored)
 
 
@@ -99,11 +107,13 @@ def fitted(
         # A row of shared memory holds 128 numbers of 8 bits, but a chunk has one scale, unless numbers are scaled.
         chunk, bits = 128 if k % 128 == 0 else 64, stored.bits
         chunk = min(chunk, block_k // num_warps if stored.float4 else stored.columns)
-        block_k = block_k if block_n < WARPGROUP.value else min(block_k, stored.columns)
+        block_k = block_k if block_n < WARPGROUP.value or stored.float4 else min(block_k, stored.columns)
     blocks = triton.cdiv(k, block_k)
     buffer = block_k * (block_n * bits // 8 + 2 * block_m)
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
-    if bits < 16 and block_n >= WARPGROUP.value:
+    if block_m > MAX_ROWS:
+        rest += 2 * block_k * block_m  # Triton's buffer more of what an asynchronous product reads
+    elif bits < 16 and block_n >= WARPGROUP.value:
         # A tile's sums on their way to memory, and what tcgen05 does not take from registers: numbers of 4 bits, and ones.
         rest += 4 * block_n * block_m + 2 * block_n * block_k * (bits == 4 and 100 <= arch < 120)
     if stored is not None and stored.float4:
@@ -192,7 +202,12 @@ def products(
     end = (split + 1) * blocks // SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     FLOAT4: tl.constexpr = scale.dtype.element_ty == tl.uint8 or scale.dtype.element_ty == tl.float8e4nv if BITS == 4 else False
-    if FLOAT4:
+    if FLOAT4 and BLOCK_N >= WARPGROUP:
+        acc = wide_float4_products(
+            x, weight, scale, rest_of(scale, tensor_scale), scale_row, scale_column, tile, first, end, n, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, COLUMNS,
+        )  # fmt: skip
+    elif FLOAT4:
         acc = float4_products(
             x, weight, scale, scale_row, scale_column, tile, first, end, n, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
@@ -220,10 +235,10 @@ def products(
     BLOCK: tl.constexpr = BLOCK_K * (BLOCK_N * BITS // 8 + 2 * BLOCK_M)
     ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK) // (4 * BLOCK_N * BLOCK_M))
     acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, BLOCK_N < WARPGROUP, ROOM)
-    if BITS < 16 and COLUMNS == 0:
+    if BITS < 16 and COLUMNS == 0 and BLOCK_M <= 64:
         acc = scaled(acc, scale, scale_row, n, N)
-    if FLOAT4:
-        acc = rescaled(acc, scale, tensor_scale)
+    if FLOAT4 and BLOCK_N < WARPGROUP:
+        acc *= rest_of(scale, tensor_scale)
     return acc, complete
 
 
@@ -302,7 +317,7 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
     (m, k), (data, *scales) = x.shape, weights
     weight = for_columns(data, k)
     stored, n = weight_format(name, weight, *scales), weight.shape[0]
-    most = MAX_ROWS if config is None else config.block_m
+    most = (MAX_STORED_ROWS if stored.bits < 16 else MAX_ROWS) if config is None else config.block_m
     if m > most:
         raise ValueError(f"{name}: `x` must have at most {most} rows, got {m}")
     if m * n >= 2**31:  # kernels address the output in 32 bits
@@ -383,7 +398,7 @@ def ahead() -> Iterator[Variant]:
     for shape in shapes:
         yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None})
     for name, stored in stored_ahead():
-        for m, n in ((4, 4096), (4, 28672), (16, 4096), (16, 28672), (32, 4096), (64, 4096)):
+        for m, n in ((4, 4096), (4, 28672), (16, 4096), (16, 28672), (32, 4096), (64, 4096), (128, 28672)):
             shape = (m, n, 4096)
             yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None}, name, stored)
 

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -71,6 +72,10 @@ def bench_sglang(
     rounds: Annotated[tuple[int, int], typer.Option(min=1, help="Of a short and of a long call.")] = (24, 88),
     repeats: Annotated[int, typer.Option(min=1, help="Of both calls.")] = 3,
     seconds: Annotated[float, typer.Option(min=1, help="For an engine, its start included.")] = 240,
+    total_seconds: Annotated[
+        float | None, typer.Option(min=1, help="For all engines: each may take an equal share of what is left.")
+    ] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder to keep each engine's log in.")] = None,
     python: Annotated[str, typer.Option(help="Interpreter of the environment that has SGLang.")] = sys.executable,
     engine_option: Annotated[
         list[str] | None, typer.Option(help="NAME=JSON: another argument of sglang.Engine; may be repeated.")
@@ -92,9 +97,11 @@ def bench_sglang(
     options = dict(parse_option(text) for text in engine_option or [])
     rows: list[Row] = []
     failed = False
+    end = math.inf if total_seconds is None else time.monotonic() + total_seconds
     with tempfile.TemporaryDirectory() as folder:
         target, draft = write_shape(model, Path(folder), layers)
-        for name, page_size in backends:
+        for number, (name, page_size) in enumerate(backends):
+            share = min(seconds, max(0.0, end - time.monotonic()) / (len(backends) - number))
             engine = engine_arguments(target, draft, name, page_size, cases, steps, tp) | options
             job = {
                 "engine": engine, "cases": cases, "rounds": rounds, "repeats": repeats, "vocab_size": _vocab_size(target),
@@ -106,7 +113,8 @@ def bench_sglang(
             }  # fmt: skip
             with console.status(f"{name}, pages of {page_size}: starting"):
                 try:
-                    for row in run(python, job, seconds, accept_length if steps else None):
+                    log = None if logs is None else logs / f"{name}-{page_size}.log"
+                    for row in run(python, job, share, accept_length if steps else None, log):
                         if "bs" not in row:
                             common |= row
                             continue
@@ -136,6 +144,7 @@ def engine_arguments(
         "model_path": str(target), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "attention_backend": backend, "page_size": page_size, "sampling_backend": "pytorch", "grammar_backend": "none",
         "context_length": longest + 4096, "max_running_requests": batch_sizes[-1], "cuda_graph_bs_decode": batch_sizes,
+        "cuda_graph_backend_prefill": "disabled", "disable_flashinfer_autotune": True,  # no part of a round, and long to start
         "chunked_prefill_size": 8192, "skip_server_warmup": True, "random_seed": 1, "log_level": "info", "tp_size": tp,
     }  # fmt: skip
     if steps:
@@ -148,8 +157,10 @@ def engine_arguments(
     return arguments
 
 
-def run(python: str, job: dict[str, Any], seconds: float, accept_length: float | None) -> Iterator[Row]:
-    """The rows of one engine, as they come.
+def run(
+    python: str, job: dict[str, Any], seconds: float, accept_length: float | None, log_file: Path | None = None
+) -> Iterator[Row]:
+    """The rows of one engine, as they come; what it says besides goes to `log_file`.
 
     Raises:
         RuntimeError: there is no such `python`; the engine ended before its last case, or took longer than `seconds`; with the
@@ -159,7 +170,7 @@ def run(python: str, job: dict[str, Any], seconds: float, accept_length: float |
     if accept_length is None:
         del environment["SGLANG_SIMULATE_ACC_LEN"]
     command = [python, str(WORKER), json.dumps(job)]
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+    with _text_file(log_file) as log:
         try:
             process = subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
@@ -184,8 +195,17 @@ def run(python: str, job: dict[str, Any], seconds: float, accept_length: float |
         if count < len(job["cases"]):
             log.seek(0)
             end = [line.strip() for line in log.read().splitlines() if line.strip()][-8:]
-            why = f"took longer than {seconds:g} s (--seconds)" if late.is_set() else f"ended with {process.returncode}"
+            limit = f"took longer than {round(seconds, 1):g} s (--seconds, --total-seconds)"
+            why = limit if late.is_set() else f"ended with {process.returncode}"
             raise RuntimeError("\n".join((f"{why} after {count} of {len(job['cases'])} cases", *end)))
+
+
+def _text_file(path: Path | None) -> IO[str]:
+    """A new one to write and read, which is gone with its end where no `path` is given."""
+    if path is None:
+        return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("w+", encoding="utf-8", errors="replace")
 
 
 def _row(line: str) -> Row | None:

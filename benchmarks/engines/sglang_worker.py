@@ -1,8 +1,9 @@
 """One SGLang engine whose rounds are timed: `python sglang_worker.py JSON`, a line of JSON for each case.
 
-It runs in SGLang's environment and needs nothing of this repository. A round's time is the time of a long call less that of a
-short one, over the rounds between them: so prefill, which the engine's prefix cache has after the first call, and the beginning
-and end of a call cancel out.
+It runs in SGLang's environment and needs nothing of this repository. A round's time is the time of the fastest long call less
+that of the fastest short one, over the rounds between them: so prefill, which the engine's prefix cache has after the first
+call, and the beginning and end of a call cancel out. Differences of two calls that follow each other are given besides; their
+least would be of a short call that something held up.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import time
 from typing import Any
 
 MARK = "ROW "
+Call = tuple[float, int, dict[str, Any]]
 
 
-def generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> tuple[float, int, dict[str, Any]]:
+def generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> Call:
     """Seconds, rounds, and what the engine says of the first request."""
     sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
     start = time.perf_counter()
@@ -34,17 +36,20 @@ def measure(engine: Any, job: dict[str, Any], batch_size: int, context: int) -> 
     short, long = (1 + int(rounds * job["tokens_per_round"]) for rounds in job["rounds"])
     for _ in range(2):  # fills the prefix cache; then what the timed calls do is compiled
         generate(engine, prompts, short)
-    differences, whole = [], []
-    for _ in range(job["repeats"]):
-        (begin, few, _), (end, many, about) = generate(engine, prompts, short), generate(engine, prompts, long)
-        differences.append((end - begin) / max(many - few, 1) * 1e3)
-        whole.append(end / many * 1e3)
-    accepted = about.get("spec_accept_length")
+    calls = [(generate(engine, prompts, short), generate(engine, prompts, long)) for _ in range(job["repeats"])]
+    fastest = [min(of_one_length, key=lambda call: call[0]) for of_one_length in zip(*calls, strict=True)]
+    about = calls[-1][1][2]
     return {
-        "bs": batch_size, "context": context, "ms_per_round": round(min(differences), 4),
-        "ms_per_round_all": [round(ms, 4) for ms in differences], "ms_of_a_call_per_round": [round(ms, 4) for ms in whole],
-        "cached_tokens": about.get("cached_tokens"), "accept_length": accepted,
+        "bs": batch_size, "context": context, "ms_per_round": _ms_between(*fastest),
+        "ms_per_round_all": [_ms_between(*pair) for pair in calls],
+        "ms_of_a_call_per_round": [round(seconds / rounds * 1e3, 4) for _, (seconds, rounds, _) in calls],
+        "cached_tokens": about.get("cached_tokens"), "accept_length": about.get("spec_accept_length"),
     }  # fmt: skip
+
+
+def _ms_between(short: Call, long: Call) -> float:
+    """Milliseconds of each round by which the calls differ."""
+    return round((long[0] - short[0]) / max(long[1] - short[1], 1) * 1e3, 4)
 
 
 def main() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.engines import sglang_rounds
+from benchmarks.engines import sglang_rounds, sglang_worker
 from benchmarks.engines.checkpoints import MODELS, write_shape
 from benchmarks.engines.sglang_rounds import over_fastest
 from benchmarks.round.shapes import SHAPES
@@ -95,7 +97,45 @@ def test_an_engine_that_does_not_start_leaves_the_others(sglang, tmp_path):
 def test_an_engine_that_takes_too_long(sglang):
     result = run_benchmarks("sglang", *SHORT, "--backend", "slow", "--seconds", "3")
     assert result.exit_code == 1
-    assert "took longer than 3 s (--seconds) after 0 of 1 cases" in result.output
+    assert "took longer than 3 s (--seconds, --total-seconds) after 0 of 1 cases" in result.output
+
+
+def test_engines_share_the_time_that_there_is(sglang):
+    """What one leaves, the next have."""
+    slow = ("--backend", "fa3", "--backend", "slow", "--backend", "slow")
+    result = run_benchmarks("sglang", *SHORT, *slow, "--total-seconds", "9")
+    assert result.exit_code == 1
+    limits = [float(limit) for limit in re.findall(r"took longer than ([\d.]+) s", result.output)]
+    assert len(limits) == 2
+    assert 3 < limits[0] <= limits[1] + 0.2 < 4.7, limits
+
+
+def test_logs_are_kept(sglang, tmp_path):
+    folder = tmp_path / "logs"
+    way = ("--backend", "broken", "--backend", "fa3", "--backend", "triton:16")
+    result = run_benchmarks("sglang", *SHORT, *way, "--logs", str(folder))
+    assert sorted(path.name for path in folder.iterdir()) == ["broken-1.log", "fa3-1.log", "triton-16.log"]
+    assert "no kernel image [sm_90]" in (folder / "broken-1.log").read_text()
+    assert "no kernel image [sm_90]" in result.output
+
+
+def test_a_short_call_that_was_held_up_makes_no_round_faster():
+    """It would, by 20 ms here, if each short call counted beside the long one after it."""
+
+    class Engine:
+        seconds = iter([0, 0, 0.3, 0.6, 0.1, 0.6, 0.1, 0.7])
+
+        def flush_cache(self):
+            pass
+
+        def generate(self, input_ids, sampling_params):
+            time.sleep(next(self.seconds))
+            return [{"meta_info": {"completion_tokens": sampling_params["max_new_tokens"]}}]
+
+    job = {"vocab_size": 99, "rounds": [1, 11], "repeats": 3, "tokens_per_round": 1.0}
+    row = sglang_worker.measure(Engine(), job, 1, 4)
+    assert row["ms_per_round"] == pytest.approx(50, abs=4)
+    assert row["ms_per_round_all"] == pytest.approx([30, 50, 60], abs=4)
 
 
 def test_no_such_interpreter(tmp_path):
@@ -123,8 +163,9 @@ def test_an_interrupt_ends_the_engine(sglang, monkeypatch):
     monkeypatch.setattr(sglang_rounds.console, "print", interrupted)
     with pytest.raises(KeyboardInterrupt) as error:
         sglang_rounds.bench_sglang(
-            backend=["fa3"], case=["2x16"], layers=1, rounds=(2, 12), repeats=1, steps=0, engine_option=None, json=None
-        )
+            backend=["fa3"], case=["2x16"], layers=1, rounds=(2, 12), repeats=1, steps=0, total_seconds=None, logs=None,
+            engine_option=None, json=None,
+        )  # fmt: skip
     assert error.tb is not None
     assert [process.returncode is not None for process in ended] == [True]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from spec_ops.backends.expert_format import expert_format
+from spec_ops.backends.squares import sums_of
 from spec_ops.ops._library import define_op
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.reference import moe as reference
@@ -35,14 +36,47 @@ route_experts_op = define_op(
     cuda="spec_ops.backends.triton.moe.route:route_experts",
     invariant=True,
 )
+_EXPERTS = (
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, "
+    "str activation, bool gated, bool interleaved, bool transposed, float? limit, float alpha, float beta"
+)
 moe_experts_op = define_op(
-    "moe_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
-    "Tensor? down_bias, str activation, bool gated, bool interleaved, bool transposed, float? limit, float alpha, float beta, "
-    "Tensor? gate_up_scale=None, Tensor? down_scale=None, bool invariant=False) -> Tensor",
+    f"moe_experts({_EXPERTS}, Tensor? gate_up_scale=None, Tensor? down_scale=None, bool invariant=False) -> Tensor",
     reference.moe_experts,
     lambda x, *_rest, **_scales: x.new_empty(x.shape),
     cuda="spec_ops.backends.triton.moe.experts:moe_experts",
     invariant="invariant",  # a token at a time: otherwise which experts others go to decides how sums are divided
+)
+
+# A mixture between the two parts of an RMS norm, and before one (`linear.py`). They have no public wrappers: `fuse_norm_linear`
+# puts them in place of `moe_experts`.
+
+
+def _scaled_moe_experts_fake(x, *_rest):
+    return x.new_empty(x.shape)
+
+
+# `moe_experts` of the rows `x * rsqrt(sum(squares) / H + eps)`, which are not rounded: the first product is scaled.
+scaled_moe_experts_op = define_op(
+    f"scaled_moe_experts({_EXPERTS}, Tensor? gate_up_scale, Tensor? down_scale, Tensor squares, float eps) -> Tensor",
+    reference.scaled_moe_experts,
+    _scaled_moe_experts_fake,
+    cuda="spec_ops.backends.triton.moe.experts:scaled_moe_experts",
+)
+
+
+def _add_moe_experts_fake(x, *_rest):
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty(x.shape[0], sums_of(x.shape[1]), dtype=torch.float32)
+
+
+# `y = moe_experts(...) + residual [T, H]`, rounded as the mixture and as the sum, `z` and `squares` as `add_skinny_mm` gives
+# them. With `squares` the mixture is that of `scaled_moe_experts`. Residual and norm's weight `[H]` have the dtype of x.
+add_moe_experts_op = define_op(
+    f"add_moe_experts({_EXPERTS}, Tensor? gate_up_scale, Tensor? down_scale, Tensor? squares, float eps, Tensor residual, "
+    "Tensor norm_weight) -> (Tensor y, Tensor z, Tensor sums)",
+    reference.add_moe_experts,
+    _add_moe_experts_fake,
+    cuda="spec_ops.backends.triton.moe.experts:add_moe_experts",
 )
 
 

@@ -15,11 +15,16 @@ Where ranks share the product before the norm, the kernel that adds up their par
 
     y = residual + all_reduce(part, "sum", group)        y, z, squares = all_reduce_add(part, residual, g, group)
 
-The product before the norm must be a `skinny_mm` whose result only the residual sum reads. All readers of the normalized value
-must be products that can scale: `skinny_mm`, products that it computes as fast as cuBLAS (`AFTER_NORM`), or products of cuBLAS
-that only `silu(gate) * up` reads, packed in one product or apart. Only bfloat16 is fused, since `z = y * g` is not normalized
-and may be too large for float16. Nothing is fused where results must be batch-invariant: a fused norm rounds elsewhere, and who
-reads it, hence whether it is fused, differs between a plain and a speculative round.
+A mixture of experts does what both products do (`backends/triton/moe/few.py`). Its norm is also read by its router:
+
+    ids, weights = route_experts(mm(h, router), k)       logits = scaled_skinny_mm(z, router, None, squares, eps)
+    y2 = y + moe_experts(h, ids, weights, ...)     ->    y2, z2, squares2 = add_moe_experts(z, ..., squares, eps, y, g2)
+
+The product before the norm must be a `skinny_mm` or a mixture whose result only the residual sum reads. All readers of the
+normalized value must be products that can scale: `skinny_mm`, products that it computes as fast as cuBLAS (`AFTER_NORM`),
+mixtures, or products of cuBLAS that only `silu(gate) * up` reads, packed in one product or apart. Only bfloat16 is fused, since
+`z = y * g` is not normalized and may be too large for float16. Nothing is fused where results must be batch-invariant: a fused
+norm rounds elsewhere, and who reads it, hence whether it is fused, differs between a plain and a speculative round.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from spec_ops.backends.registry import device_arch
 from spec_ops.backends.squares import SUM_COLUMNS
 from spec_ops.ops.collectives import all_reduce_add_op, all_reduce_op
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_silu_mul_op, scaled_skinny_mm_op, skinny_mm_op
+from spec_ops.ops.moe import add_moe_experts_op, moe_experts_op, scaled_moe_experts_op
 from spec_ops.passes.analysis.graph import arg, calls, insert, value
 from spec_ops.passes.analysis.norms import RMSNorm, find_norms, is_convert, only_user, other_operand
 from spec_ops.passes.analysis.rows import RESHAPES
@@ -49,11 +55,22 @@ DTYPE = torch.bfloat16
 MAX_ROWS = {90: 32}
 # Products after a norm where `skinny_mm` is as fast as cuBLAS, so that saving the norm is the gain: 6144 x 4096 and 6144 x 8192
 # at 32 rows. Alone, the first is 4% slower since it is launched early. A chain of layers gains (`docs/notebook/passes.md`).
-AFTER_NORM: Rules = {90: (Rule(max_m=32, max_n=48 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),)}
+# Up to 16 rows also qkv and router of Qwen3-30B-A3B, 5120 x 2048 and 128 x 2048 (`docs/notebook/products.md`).
+AFTER_NORM: Rules = {
+    90: (
+        Rule(max_m=16, max_n=48 * 132, min_k=2048, min_bytes=512 << 10, max_bytes=112 << 20),
+        Rule(max_m=32, max_n=48 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),
+    )
+}
 
 
 # What comes before a norm, and what computes both.
-FRONTS: dict[Any, Any] = {skinny_mm_op: add_skinny_mm_op, all_reduce_op: all_reduce_add_op}
+FRONTS: dict[Any, Any] = {
+    skinny_mm_op: add_skinny_mm_op,
+    all_reduce_op: all_reduce_add_op,
+    moe_experts_op: add_moe_experts_op,
+    scaled_moe_experts_op: add_moe_experts_op,
+}
 
 
 class _NotFusedError(Exception):
@@ -66,6 +83,18 @@ class _Front(NamedTuple):
     product: fx.Node
     residual: fx.Node
     total: fx.Node
+
+
+class _After(NamedTuple):
+    """The products that read a normalized value: those that `scaled_skinny_mm` computes, those of cuBLAS, and mixtures."""
+
+    skinny: list[fx.Node]
+    others: list[fx.Node]
+    mixtures: list[fx.Node]
+
+    def __str__(self) -> str:
+        skinny = [f"{len(self.skinny)} scaled_skinny_mm"] * bool(self.skinny)
+        return " and ".join(skinny + ["SiLU"] * bool(self.others) + ["mixture"] * bool(self.mixtures))
 
 
 class _Columns(NamedTuple):
@@ -86,7 +115,7 @@ class FuseNormLinear(GraphPass):
     name = "fuse_norm_linear"
 
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
-        if context.invariant or not list(calls(graph, skinny_mm_op, all_reduce_op)):
+        if context.invariant or not list(calls(graph, skinny_mm_op, all_reduce_op, moe_experts_op)):
             return
         for norm in find_norms(graph):
             if value(norm.x).dtype == torch.float32:  # no product before it is `skinny_mm`
@@ -96,17 +125,16 @@ class FuseNormLinear(GraphPass):
             arch = context.arch if context.arch is not None else device_arch(value(norm.x).device)
             try:
                 front = _front(norm, arch)
-                skinny, others = _products_after(norm.out, arch)
-                silu = _silu_mul(others) if others else None
+                after = _products_after(norm.out, arch)
+                silu = _silu_mul(after.others) if after.others else None
             except _NotFusedError as reason:
                 result.refuse(norm.out, f"{what}: {reason}")
                 continue
-            _fuse(graph, norm, front, skinny, silu)
-            before = "sum of ranks"
+            before = "sum of ranks" if front.product.target is all_reduce_op else "mixture"
             if front.product.target is skinny_mm_op:
                 before = f"product of {n} x {value(front.product.args[0]).shape[1]}"
-            after = [f"{len(skinny)} scaled_skinny_mm"] * bool(skinny) + ["SiLU"] * bool(others)
-            result.did(norm.out, f"{what} in the {before} before it and {' and '.join(after)} after it")
+            _fuse(graph, norm, front, after, silu)
+            result.did(norm.out, f"{what} in the {before} before it and {after} after it")
 
 
 def _unshaped(node: Any) -> Any:
@@ -130,7 +158,9 @@ def _front(norm: RMSNorm, arch: int | None) -> _Front:
         if isinstance(product, fx.Node) and product.target in FRONTS and residual is not term:
             break
     else:
-        raise _NotFusedError("no term of the sum before it is a product that skinny_mm computes, or a sum of ranks of ours")
+        raise _NotFusedError(
+            "no term of the sum before it is a product that skinny_mm computes, a mixture, or a sum of ranks of ours"
+        )
     n = _width(product)
     m = value(product).numel() // n
     if value(product).dtype != DTYPE:
@@ -171,25 +201,39 @@ def _writes_between(first: fx.Node, last: fx.Node) -> bool:
     return False
 
 
-def _products_after(out: fx.Node, arch: Any) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The products that read the normalized value: first those that `scaled_skinny_mm` computes, then those of cuBLAS."""
-    skinny: list[fx.Node] = []
-    others: list[fx.Node] = []
+def _products_after(out: fx.Node, arch: Any) -> _After:
+    """The products that read the normalized value."""
+    after = _After([], [], [])
     for node, user in _readers(out):
+        if user.target is moe_experts_op and [i for i, given in enumerate(user.args) if given is node] == [0]:
+            if any(size % 8 for size in value(arg(user, "down")).shape[1:]):
+                raise _NotFusedError(
+                    "an expert's sizes are no multiples of 8, and the kernel for few tokens does not take them"
+                )
+            after.mixtures.append(user)
+            continue
         if user.target not in (skinny_mm_op, aten.mm.default, aten.addmm.default):
             raise _NotFusedError(f"{user.target} reads its value too")
         x, weight, bias, *_ = _parts(user)
         if x is not node or node in (weight, bias):
             raise _NotFusedError(f"{user.target} reads its value, but not as rows")
         if user.target is skinny_mm_op or product_refusal(user, arch, AFTER_NORM) is None:
-            skinny.append(user)
+            after.skinny.append(user)
         elif bias is None:
-            others.append(user)
+            after.others.append(user)
         else:
             raise _NotFusedError("cuBLAS adds a bias to a product after it")
-    if not skinny and not others:
+    if not any(after):
         raise _NotFusedError("no product reads its value")
-    return skinny, others
+    return after
+
+
+def _mixture(node: fx.Node) -> tuple[Any, ...]:
+    """What `scaled_moe_experts` takes, of a mixture; without squares those are None."""
+    names = [argument.name for argument in scaled_moe_experts_op._schema.arguments]
+    if node.target is moe_experts_op:
+        return *(arg(node, name) for name in names[:-2]), None, 0.0
+    return tuple(arg(node, name) for name in names)
 
 
 def _parts(product: fx.Node) -> tuple[Any, Any, Any, Any, Any]:
@@ -269,7 +313,7 @@ def _silu(x: fx.Node) -> fx.Node | None:
     return quotient if right and all(len(node.users) == 1 and not node.kwargs for node in chain[1:-1]) else None
 
 
-def _fuse(graph: fx.Graph, norm: RMSNorm, front: _Front, skinny: list[fx.Node], silu: _SiluMul | None) -> None:
+def _fuse(graph: fx.Graph, norm: RMSNorm, front: _Front, after: _After, silu: _SiluMul | None) -> None:
     product, residual, total = front
     n = _width(product)
     rows = (value(product).numel() // n, n)
@@ -277,18 +321,23 @@ def _fuse(graph: fx.Graph, norm: RMSNorm, front: _Front, skinny: list[fx.Node], 
     if product.target is all_reduce_op:
         part, _, group = product.args
         args: tuple[Any, ...] = (_shaped(graph, total, part, rows), *added, group)  # type: ignore[arg-type]
-    else:
+    elif product.target is skinny_mm_op:
         x, weight, _, *stored = _parts(product)
         args = (x, weight, *added, *stored)
+    else:
+        args = (*_mixture(product), *added)
     call = insert(graph, total, FRONTS[product.target], args, source=norm.out)
     y, z, squares = (insert(graph, total, operator.getitem, (call, i), source=norm.out) for i in range(3))
     total.replace_all_uses_with(_shaped(graph, total, y, value(total).shape))
-    for node in skinny:
+    for node in after.skinny:
         _, weight, bias, *stored = _parts(node)
         if node.target is not skinny_mm_op:
             weight = stored_weight(graph, node, weight)
         args = (z, weight, bias, squares, norm.eps, *stored)
         node.replace_all_uses_with(insert(graph, node, scaled_skinny_mm_op, args))
+    for node in after.mixtures:
+        _, *rest = _mixture(node)[:-2]
+        node.replace_all_uses_with(insert(graph, node, scaled_moe_experts_op, (z, *rest, squares, norm.eps)))
     if silu is None:
         return
     for node in {silu.gate.product, silu.up.product}:

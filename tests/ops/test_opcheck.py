@@ -371,6 +371,22 @@ def moe_experts_sample(s: Source) -> tuple[Any, ...]:
     return x, ids, weights, *stacks, *biases, activation, gated, gated and s.pick(False, True), transposed, *numbers, None, None
 
 
+def any_experts_sample(s: Source) -> tuple[Any, ...]:
+    return (stored_experts_sample if s.fp8 else s.pick(moe_experts_sample, stored_experts_sample))(s)
+
+
+def scaled_moe_experts_sample(s: Source) -> tuple[Any, ...]:
+    args = any_experts_sample(s)
+    return *args, squares(s, *args[0].shape), 1e-5
+
+
+def add_moe_experts_sample(s: Source) -> tuple[Any, ...]:
+    *args, sums, eps = scaled_moe_experts_sample(s)
+    (tokens, hidden), dtype = args[0].shape, args[0].dtype
+    residual, weight = s.any_layout(s.normal(tokens, hidden, dtype=dtype)), s.any_layout(s.normal(hidden, dtype=dtype))
+    return *args, s.pick(sums, None), eps, residual, weight
+
+
 def stored_experts_sample(s: Source) -> tuple[Any, ...]:
     """In 8 and 4 bits, with gate and up projection beside or between each other."""
     tokens, k, experts, parts = s.integer(0, 4), s.integer(0, 3), s.integer(1, 4), s.pick(1, 2)
@@ -453,7 +469,9 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "rope_append_kv": rope_append_kv_sample,
     "move_kv": move_kv_sample,
     "route_experts": route_experts_sample,
-    "moe_experts": lambda s: (stored_experts_sample if s.fp8 else s.pick(moe_experts_sample, stored_experts_sample))(s),
+    "moe_experts": any_experts_sample,
+    "scaled_moe_experts": scaled_moe_experts_sample,
+    "add_moe_experts": add_moe_experts_sample,
     "skinny_mm": skinny_mm_sample,
     "batched_mm": batched_mm_sample,
     "row_sum": row_sum_sample,

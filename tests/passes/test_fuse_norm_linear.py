@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import spec_ops
 from spec_ops.ops.collectives import all_reduce_add_op, all_reduce_op
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_silu_mul_op, scaled_skinny_mm_op, skinny_mm_op
+from spec_ops.ops.moe import add_moe_experts_op, moe_experts_op, scaled_moe_experts_op
 from spec_ops.passes import fuse_norm_linear, lower_skinny_mm, pass_names
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm, Rule
@@ -24,12 +25,12 @@ from tests.helpers.pass_harness import capture, run_pass, switched_off, targets,
 from tests.helpers.paths import RESULTS
 
 aten = torch.ops.aten
-M, E, WIDE = 4, 256, 768  # rows, hidden size, intermediate size
+M, E, WIDE, EXPERTS = 4, 256, 768, 8  # rows, hidden size, intermediate size, experts of a mixture
 # Of the products below, cuBLAS keeps those of more than 400 columns and those with weights of less than E x E.
 RULE = Rule(max_m=64, max_n=400, min_k=E, min_bytes=2 * E * E, max_bytes=1 << 30)
 
 
-(AFTER_NORM,) = fuse_norm_linear.AFTER_NORM[90]
+*_, AFTER_NORM = fuse_norm_linear.AFTER_NORM[90]
 SKINNY_MM = RESULTS / "h200-skinny-mm.json"
 
 
@@ -90,19 +91,20 @@ def errors(got, exact) -> list[float]:
     return [(a.double() - b).square().mean().sqrt().item() for a, b in zip(got, exact, strict=True)]
 
 
-def fused(fn: Callable, args: list[torch.Tensor], matches: int, of_ranks: int = 0) -> list:
+def fused(fn: Callable, args: list[torch.Tensor], matches: int, of_ranks: int = 0, of_mixtures: int = 0) -> list:
     """The targets after the pass. The sums before the norms equal the unfused ones bit for bit, what follows is as exact."""
     module, inputs = lowered(fn, args)
     unfused = copy.deepcopy(module)
     result = run_pass(FuseNormLinear(), module, 90)
     assert result.matches == matches, texts(result.refused)
-    assert targets(module).count(add_skinny_mm_op) == matches - of_ranks
+    assert targets(module).count(add_skinny_mm_op) == matches - of_ranks - of_mixtures
+    assert targets(module).count(add_moe_experts_op) == of_mixtures
     assert targets(module).count(all_reduce_add_op) == of_ranks
     assert not {aten.rsqrt.default, aten.mean.dim} & set(targets(module))
     got, want = module(*inputs), unfused(*inputs)
     assert torch.equal(got[0], want[0])
     assert [(a.shape, a.dtype, a.stride()) for a in got] == [(a.shape, a.dtype, a.stride()) for a in want]
-    exact = fn(*[a.double() for a in args])
+    exact = fn(*[a.double() if len(args) < 9 else a.float() for a in args])  # mixtures: experts are chosen in float32
     for ours, theirs in zip(errors(got, exact), errors(want, exact), strict=True):
         assert ours <= 1.1 * theirs  # as many roundings; how large each is depends on where a value lies between powers of two
     return targets(module)
@@ -130,6 +132,101 @@ def test_layers_that_ranks_share():
     found = fused(shared, tensors(), 2, of_ranks=2)
     assert found.count(scaled_silu_mul_op) == found.count(scaled_skinny_mm_op) == 1
     assert all_reduce_op not in found
+
+
+def experts_tensors(m: int = M, inner: int = 64) -> list[torch.Tensor]:
+    """And the weights of a router, and of experts."""
+    g = torch.Generator().manual_seed(1)
+    shapes = ((EXPERTS, E), (EXPERTS, 2 * inner, E), (EXPERTS, E, inner))
+    made = [torch.randn(shape, generator=g) * scale for shape, scale in zip(shapes, (0.02, 0.1, 0.2), strict=True)]
+    return [*tensors(m), *(t.bfloat16() for t in made)]
+
+
+def mixtures(att, r, o, g, gate_up, down, g2, qkv, router, stack, down_stack, layers=2):
+    """A mixture for an MLP; rows in another shape outside of it. All experts, so that no rounding chooses others."""
+    sums, rows = [], (2, att.shape[0] // 2, E)
+    for _ in range(layers):
+        r = r + F.linear(att, o).view(rows)
+        h = rms_norm(r, g).view(-1, E)
+        ids, weights = spec_ops.route_experts(F.linear(h, router), EXPERTS)
+        sums.append(r)
+        r = r + spec_ops.moe_experts(h, ids, weights, stack, down_stack).view(rows)
+        sums.append(r)
+        att = F.linear(rms_norm(r, g2), qkv[:E]).view(-1, E)
+    return *sums, att
+
+
+@pytest.mark.parametrize("m", [M, 32])
+def test_mixtures(m, monkeypatch):
+    """Norms on both sides of one, whose router reads the first; the sums before the first mixture are the same bits."""
+    monkeypatch.setattr(fuse_norm_linear, "AFTER_NORM", {90: (replace(RULE, min_bytes=0),)})
+    att, r, *weights = experts_tensors(m)
+    args = [att, r.view(2, m // 2, E), *weights]
+    found = fused(mixtures, args, 4, of_mixtures=2)
+    assert found.count(scaled_skinny_mm_op) == 4  # two routers, two products behind
+    assert not {aten.mm.default, moe_experts_op, scaled_moe_experts_op} & set(found)
+    module, _ = lowered(mixtures, args)
+    assert texts(run_pass(FuseNormLinear(), module, 90).done).splitlines()[:2] == [
+        f"RMSNorm of {m} x 256 in the product of 256 x 256 before it and 1 scaled_skinny_mm and mixture after it",
+        f"RMSNorm of {m} x 256 in the mixture before it and 1 scaled_skinny_mm after it",
+    ]
+
+
+def mixture_alone(att, r, o, g, gate_up, down, g2, qkv, router, stack, down_stack):
+    """Two results of its own: it is not fused with what is behind."""
+    y = r + F.linear(att, o)
+    h = rms_norm(y, g)
+    ids, weights = spec_ops.route_experts(F.linear(h, router), EXPERTS)
+    return y, spec_ops.moe_experts(h, ids, weights, stack, down_stack)
+
+
+def test_a_mixture_that_no_norm_follows(monkeypatch):
+    monkeypatch.setattr(fuse_norm_linear, "AFTER_NORM", {90: (replace(RULE, min_bytes=0),)})
+    found = fused(mixture_alone, experts_tensors(), 1)
+    assert found.count(scaled_moe_experts_op) == 1
+
+
+def mixture_of_inputs(att, r, o, g, gate_up, down, g2, qkv, router, stack, down_stack):
+    """No norm before it."""
+    ids, weights = spec_ops.route_experts(F.linear(att, router), EXPERTS)
+    made = spec_ops.moe_experts(att, ids, weights, stack, down_stack)
+    y = r + made
+    return y, F.linear(rms_norm(y, g), o), made
+
+
+def test_a_mixture_that_no_norm_precedes():
+    def fn(*args):
+        return mixture_of_inputs(*args)[:2]
+
+    fused(fn, experts_tensors(), 1, of_mixtures=1)
+
+
+def mixture_read(*args):
+    _, behind, made = mixture_of_inputs(*args)
+    return behind, made * 2
+
+
+def rows_are_shares(att, r, *rest):
+    """The normalized value is what tokens go by, too."""
+    *weights, _, stack, down_stack = rest
+    h = rms_norm(r + F.linear(att, weights[0]), weights[1])
+    return (spec_ops.moe_experts(h, torch.arange(M * E).view(M, E) % EXPERTS, h, stack, down_stack),)
+
+
+@pytest.mark.parametrize(
+    ("fn", "inner", "reason"),
+    [
+        (mixture_read, 64, "the product before it is read by more than the residual sum"),
+        (rows_are_shares, 64, "spec_ops.moe_experts.default reads its value too"),
+        (mixture_alone, 60, "an expert's sizes are no multiples of 8"),
+    ],
+)
+def test_mixtures_that_stay(fn, inner, reason, monkeypatch):
+    monkeypatch.setattr(fuse_norm_linear, "AFTER_NORM", {90: (replace(RULE, min_bytes=0),)})
+    module, _ = lowered(fn, experts_tensors(inner=inner))
+    result = run_pass(FuseNormLinear(), module, 90)
+    assert result.matches == 0
+    assert [reason in note.text for note in result.refused] == [True], texts(result.refused)
 
 
 @pytest.mark.parametrize(("columns", "reason"), [(248, "its columns are no multiple of 16"), (E, "")])

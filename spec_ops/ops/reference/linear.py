@@ -54,7 +54,7 @@ def add_skinny_mm(
     return y, z, padded.view(m, sums, SUM_COLUMNS).square().sum(-1)
 
 
-def _rstd(squares: torch.Tensor, columns: int, eps: float) -> torch.Tensor:
+def rstd(squares: torch.Tensor, columns: int, eps: float) -> torch.Tensor:
     """`[m, 1]`, float32."""
     return torch.rsqrt(row_sum(squares)[:, None] / columns + eps)
 
@@ -69,12 +69,12 @@ def scaled_skinny_mm(
     zero: torch.Tensor | None = None,
     tensor_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = (x.float() @ _dequantized(x, weight, scale, zero, tensor_scale).t()) * _rstd(squares, x.shape[1], eps)
+    out = (x.float() @ _dequantized(x, weight, scale, zero, tensor_scale).t()) * rstd(squares, x.shape[1], eps)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
 
 
 def scaled_silu_mul(gate: torch.Tensor, up: torch.Tensor, squares: torch.Tensor, columns: int, eps: float) -> torch.Tensor:
-    rstd = _rstd(squares, columns, eps)
-    return (in_pieces(F.silu, gate.float() * rstd) * (up.float() * rstd)).to(gate.dtype).contiguous()
+    scale = rstd(squares, columns, eps)
+    return (in_pieces(F.silu, gate.float() * scale) * (up.float() * scale)).to(gate.dtype).contiguous()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from spec_ops.backends.expert_format import ExpertFormat, dequantized_expert, expert_format
 from spec_ops.ops._pieces import in_pieces
+from spec_ops.ops.reference.collectives import add_to
 from spec_ops.ops.reference.invariant import row_sum
+from spec_ops.ops.reference.linear import rstd
 
 
 def route_experts(
@@ -57,8 +61,9 @@ def moe_experts(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
     transposed: bool, limit: float | None, alpha: float, beta: float, gate_up_scale: torch.Tensor | None = None,
-    down_scale: torch.Tensor | None = None, invariant: bool = False,
+    down_scale: torch.Tensor | None = None, invariant: bool = False, *, rstd: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    """`rstd [T, 1]`: what the rows' first products are multiplied with."""
     if invariant:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for i in range(x.shape[0]):
@@ -82,7 +87,11 @@ def moe_experts(
         token, slot = (topk_ids == expert).nonzero(as_tuple=True)
         first = weight(expert, gate_up, gate_up_scale, gate_up_format)
         second = weight(expert, down, down_scale, down_format)
-        rows = F.linear(x[token].to(dtype), first, None if gate_up_bias is None else gate_up_bias[expert].to(dtype))
+        rows = F.linear(x[token].to(dtype), first)
+        if rstd is not None:
+            rows = rows * rstd[token].to(dtype)
+        if gate_up_bias is not None:
+            rows = rows + gate_up_bias[expert].to(dtype)
         if gated:
             gate, up = (rows[:, ::2], rows[:, 1::2]) if interleaved else rows.chunk(2, -1)
             if limit is not None:
@@ -93,3 +102,14 @@ def moe_experts(
         made[token, slot] = F.linear(rows, second, None if down_bias is None else down_bias[expert].to(dtype))
     weights = torch.where(topk_ids >= 0, topk_weights.to(dtype), 0.0)
     return (made * weights[..., None]).sum(1).to(x.dtype)
+
+
+def scaled_moe_experts(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    *rest, squares, eps = args
+    return moe_experts(x, *rest, rstd=rstd(squares, x.shape[1], eps))
+
+
+def add_moe_experts(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *rest, squares, eps, residual, norm_weight = args
+    made = moe_experts(x, *rest) if squares is None else scaled_moe_experts(x, *rest, squares, eps)
+    return add_to(made, residual, norm_weight)

@@ -31,6 +31,27 @@ from spec_ops.backends.triton.runtime.launch import await_predecessors, device_g
 SILU_BLOCK = 1024
 
 
+@triton.jit
+def store_sum(
+    y, z, squares, acc, r, g, tile, n, m, N, M, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM_COLUMNS: tl.constexpr
+):  # fmt: skip
+    """`y`, `z` and `squares` of tile number `tile`, whose columns are `n` and rows `m`, by product `acc [BLOCK_N, BLOCK_M]`,
+    residual `r` and norm's weight `g`, all 0 beyond `N`."""
+    dtype: tl.constexpr = y.dtype.element_ty
+    # Rounded as the product, then as the sum, as two kernels would.
+    total = (acc.to(dtype).to(tl.float32) + r.to(tl.float32)).to(dtype)
+    store_transposed(y, total, n, m, N, M)
+    exact = total.to(tl.float32)  # 0 beyond N
+    store_transposed(z, exact * g.to(tl.float32)[:, None], n, m, N, M)
+    # `abs` changes no value: it keeps the product from fusing with the sum's first step between threads, after which copies
+    # of a result would differ in the last bit (triton-lang/triton#7264).
+    SUMS: tl.constexpr = BLOCK_N // SUM_COLUMNS
+    sums = tl.sum(tl.reshape(tl.abs(exact * exact), [SUMS, SUM_COLUMNS, BLOCK_M]), 1)
+    width = tl.cdiv(N, SUM_COLUMNS)
+    place = tile * SUMS + tl.arange(0, SUMS)
+    tl.store(squares + m[None, :] * width + place[:, None], sums, mask=(m < M)[None, :] & (place < width)[:, None])
+
+
 @triton.jit(do_not_specialize=["M"])
 def add_skinny_mm_kernel(
     x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
@@ -55,19 +76,7 @@ def add_skinny_mm_kernel(
         BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES, BITS, ROWS, COLUMNS,
     )  # fmt: skip
     if complete:
-        dtype: tl.constexpr = y.dtype.element_ty
-        # Rounded as the product, then as the sum, as two kernels would.
-        total = (acc.to(dtype).to(tl.float32) + r.to(tl.float32)).to(dtype)
-        store_transposed(y, total, n, m, N, M)
-        exact = total.to(tl.float32)  # 0 beyond N: so are the weight's rows there, and r
-        store_transposed(z, exact * g.to(tl.float32)[:, None], n, m, N, M)
-        # `abs` changes no value: it keeps the product from fusing with the sum's first step between threads, after which copies
-        # of a result would differ in the last bit (triton-lang/triton#7264).
-        SUMS: tl.constexpr = BLOCK_N // SUM_COLUMNS
-        sums = tl.sum(tl.reshape(tl.abs(exact * exact), [SUMS, SUM_COLUMNS, BLOCK_M]), 1)
-        width = tl.cdiv(N, SUM_COLUMNS)
-        place = tile * SUMS + tl.arange(0, SUMS)
-        tl.store(squares + m[None, :] * width + place[:, None], sums, mask=(m < M)[None, :] & (place < width)[:, None])
+        store_sum(y, z, squares, acc, r, g, tile, n, m, N, M, BLOCK_M, BLOCK_N, SUM_COLUMNS)
 
 
 @triton.jit(do_not_specialize=["M"])

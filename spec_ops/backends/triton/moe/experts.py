@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from spec_ops.backends.expert_format import inner_of
-from spec_ops.backends.triton.moe.few import few_experts, supports
+from spec_ops.backends.squares import SUM_COLUMNS, sums_of
+from spec_ops.backends.triton.moe.few import Norms, few_between_norms, few_experts, supports
 from spec_ops.backends.triton.moe.grouped import grouped_experts
 from spec_ops.backends.triton.runtime.launch import arch_of
 
@@ -32,9 +35,40 @@ def moe_experts(
                 activation, gated, interleaved, transposed, limit, alpha, beta, gate_up_scale, down_scale,
             )  # fmt: skip
         return out
-    inner = down.shape[1] if transposed else inner_of(down)
-    run = few_experts if supports(x, topk_ids, gate_up, down, inner) else grouped_experts
-    return run(
+    args = (
         x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias, activation, gated, interleaved, transposed, limit,
         alpha, beta, gate_up_scale, down_scale,
     )  # fmt: skip
+    return few_experts(*args) if _few(*args) else grouped_experts(*args)
+
+
+def _few(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *form: Any
+) -> bool:
+    transposed = form[5]
+    return supports(x, ids, gate_up, down, down.shape[1] if transposed else inner_of(down))
+
+
+def scaled_moe_experts(*args: Any) -> torch.Tensor:
+    """See `spec_ops.ops.moe`; raises as `moe_experts` does."""
+    *call, squares, eps = args
+    if _few(*call):
+        return few_between_norms(*call, norms=Norms(squares, eps))[0]
+    return moe_experts(_normalized(call[0], squares, eps), *call[1:])
+
+
+def add_moe_experts(*args: Any) -> tuple[torch.Tensor, ...]:
+    """See `spec_ops.ops.moe`; raises as `moe_experts` does."""
+    *call, squares, eps, residual, norm_weight = args
+    if _few(*call):
+        return few_between_norms(*call, norms=Norms(squares, eps, residual, norm_weight))
+    x = call[0] if squares is None else _normalized(call[0], squares, eps)
+    y = (moe_experts(x, *call[1:]).float() + residual.float()).to(x.dtype)
+    padded = torch.nn.functional.pad(y.float(), (0, -y.shape[1] % SUM_COLUMNS))
+    z = (y.float() * norm_weight.float()).to(x.dtype)
+    return y, z, padded.view(-1, sums_of(y.shape[1]), SUM_COLUMNS).square().sum(-1)
+
+
+def _normalized(x: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
+    """For kernels that do not scale: rounded once more."""
+    return (x.float() * torch.rsqrt(squares.sum(1, keepdim=True) / x.shape[1] + eps)).to(x.dtype)

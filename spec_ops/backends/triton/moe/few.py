@@ -19,7 +19,6 @@ Weights of 8 and 4 bits are read as they lie, and become 16 bits wide in registe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,126 +27,37 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.expert_format import inner_of
-from spec_ops.backends.triton.attention.tuning import SHARED
-from spec_ops.backends.triton.linear.skinny_mm import CHUNK, combined, store_transposed
+from spec_ops.backends.squares import SUM_COLUMNS, sums_of
+from spec_ops.backends.triton.linear.norm import store_sum
+from spec_ops.backends.triton.linear.skinny_mm import combined, store_transposed
 from spec_ops.backends.triton.moe.activation import activated, gated
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, MXFP4, meta_call
 from spec_ops.backends.triton.moe.stored import added, block_scales, formats, scale_arguments, scale_constants
+from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, PAIRS, Config, Sizes, choose
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import Launch, arch_of, await_predecessors, device_guard, launch, num_sms, recorded
 
-MAX_TOKENS = 64
 ALIGNED = 8  # elements: TMA reads rows that start at multiples of 16 bytes
 
 
-@dataclass(frozen=True)
-class Config:
-    """What a program of one of the two kernels works on.
-
-    Attributes:
-        block_m: tokens. block_n: columns of the result. rows: of the weight, in one load; twice as many as columns where a
-            gate's and one of the up projection are neighbours. block_k: of the inner dimension, in each iteration.
-        chunked: each warp has a chunk of k (`skinny_mm.py`).
-        splits: programs that share the inner dimension.
-        num_stages: Triton's. programs: that a multiprocessor holds at once.
-        full: it has no room for more of them, so that a launch may be early.
-        chunk: of k, what a warp has.
-    """
-
-    block_m: int
-    block_n: int
-    rows: int
-    block_k: int
-    chunked: bool
-    splits: int
-    num_stages: int
-    programs: int
-    full: bool
-    chunk: int = CHUNK
-
-
-class Sizes(NamedTuple):
-    """Of a call of `moe_experts`, and its layout."""
-
-    tokens: int
-    k: int
-    experts: int
-    hidden: int
-    inner: int
-    gated: bool
-    interleaved: bool
-    transposed: bool
-    bits: int = 16
-
-    @property
-    def tiles(self) -> int:
-        """Experts that may be touched."""
-        return min(self.experts, self.tokens * self.k)
-
-
-def choose(sizes: Sizes, sms: int, arch: int) -> tuple[Config, Config]:
-    """For both kernels."""
-    tokens, k, experts, hidden, inner, gated, interleaved, transposed, bits = sizes
-    # With fewer bits the rows are more of what a program reads: it takes more columns sooner.
-    few = tokens <= (16 if bits == 16 else 8) and not transposed
-    chunked = few and hidden % CHUNK == 0
-    neighbours = gated and interleaved
-    halves = neighbours and not chunked  # 64 rows of the weight are 32 columns of the result
-    loads = 1 + (gated and not halves)
-    first = _fitted(tokens, inner * (1 + halves), hidden, 1, sizes.tiles, chunked, sms, arch, bits, loads)
-    block_n = first.block_n // (1 + halves)
-    first = replace(first, block_n=block_n, rows=block_n * (1 + neighbours))
-    return first, _fitted(tokens, hidden, inner, min(k, experts), 1, few and inner % CHUNK == 0, sms, arch, bits)
-
-
-def _fitted(
-    tokens: int, columns: int, inner: int, products: int, tiles: int, chunked: bool, sms: int, arch: int, bits: int,
-    loads: int = 1,
-) -> Config:  # fmt: skip
-    """For a product of `columns` columns over `inner`, of which a program adds up `products` at least.
-
-    Args:
-        tiles: that share the grid: 1, or the experts.
-        loads: of the weight, of as many rows as there are columns, in each iteration.
-    """
-    block_m = next(m for m in (8, 16, 32, MAX_TOKENS) if tokens <= m)
-    block_n, block_k, most = (16, 256, 3) if chunked else (64, 128 // loads, 2)
-    chunk = CHUNK
-    rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
-    if bits < 16:
-        # A row of shared memory holds 128 numbers of 8 bits, and no product has two scales.
-        chunk = 128 if inner % 128 == 0 else CHUNK
-        block_k = 512 if chunked else 128
-        most = 2 if bits == 4 else most  # by registers
-        block_n *= 1 + (chunked and bits == 4 and loads == 1)
-        if not chunked:
-            # Sums on their way to memory, and numbers that tcgen05 does not take from registers.
-            rest += 4 * loads * block_n * block_m + 2 * loads * block_n * block_k * (100 <= arch < (120 if bits == 8 else 121))
-    buffer = block_k * (loads * block_n * bits // 8 + 2 * block_m)
-    shared = SHARED.get(arch, 99) * 1024
-    programs = max(1, min(most, shared // (2 * buffer + rest)))
-    blocks, grid = products * triton.cdiv(inner, block_k), tiles * triton.cdiv(columns, block_n)
-    splits = 1
-    if tiles == 1:  # at least two blocks for each, and partial sums of at most a quarter of the weight's bytes
-        splits = max(1, min(sms * programs // grid, blocks // 2, products * inner * bits // (128 * block_m)))
-    programs = min(programs, triton.cdiv(grid * splits, sms))
-    buffers = max(2, min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits)))
-    asynchronous = not chunked and 90 <= arch < 120 and bits == 16
-    full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
-    return Config(block_m, block_n, block_n, block_k, chunked, splits, buffers + (not asynchronous), programs, full, chunk)
-
-
 @triton.jit
-def _touched(ids, tile, pairs, experts, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr):
+def _touched(ids, tile, pairs, experts, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, COMPARE: tl.constexpr):
     """The `tile`-th expert that a pair goes to, in the order of their ids, and how many there are."""
     place = tl.arange(0, PAIRS_PAD)
     expert = tl.load(ids + place, mask=place < pairs, other=-1).to(tl.int32)
-    counts = tl.histogram(tl.maximum(expert, 0), EXPERTS_PAD, mask=(expert >= 0) & (expert < experts))
-    touched = (counts > 0).to(tl.int32)
-    rank = tl.cumsum(touched, 0)
-    mine = (touched > 0) & (rank == tile + 1)
-    return tl.sum(tl.where(mine, tl.arange(0, EXPERTS_PAD), 0), 0), tl.sum(touched, 0)
+    if COMPARE:
+        there = (expert >= 0) & (expert < experts)
+        earlier = (place[:, None] < place[None, :]) & (expert[:, None] == expert[None, :])
+        first = there & (tl.sum(earlier.to(tl.int32), 0) == 0)  # of the pairs that go to an expert
+        rank = tl.sum((first[None, :] & (expert[None, :] < expert[:, None])).to(tl.int32), 1)
+        return tl.max(tl.where(there & (rank == tile), expert, 0), 0), tl.sum(first.to(tl.int32), 0)
+    else:
+        counts = tl.histogram(tl.maximum(expert, 0), EXPERTS_PAD, mask=(expert >= 0) & (expert < experts))
+        touched = (counts > 0).to(tl.int32)
+        rank = tl.cumsum(touched, 0)
+        mine = (touched > 0) & (rank == tile + 1)
+        return tl.sum(tl.where(mine, tl.arange(0, EXPERTS_PAD), 0), 0), tl.sum(touched, 0)
 
 
 @triton.jit
@@ -185,21 +95,22 @@ def _zeros(ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHU
 
 @triton.jit(do_not_specialize=["tokens"])
 def few_gate_up_kernel(
-    x, weight, scale, scale_expert, scale_row, scale_column, scale_up, ids, weights, bias, h, table, tokens, experts, hidden,
-    inner, limit, alpha, beta,
+    x, weight, scale, scale_expert, scale_row, scale_column, scale_up, ids, weights, bias, squares, eps, h, table, tokens,
+    experts, hidden, inner, limit, alpha, beta,
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
-    BITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, COMPARE: tl.constexpr, SUMS: tl.constexpr,
+    SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `tile * blocks of columns + block`. `x`, `weight`: tensor descriptors; `scale` to `scale_up`: of
-    `scale_arguments`; `ids`, `weights [tokens, TOP_K]` contiguous; `h [tiles, BLOCK_M, inner]`; `table [2 + tiles]`: how many
-    experts are touched, and which."""
+    `scale_arguments`; `ids`, `weights [tokens, TOP_K]` contiguous; `squares [tokens, SUMS]`, as in `scaled_skinny_mm_kernel`,
+    or None; `h [tiles, BLOCK_M, inner]`; `table [2 + tiles]`: how many experts are touched, and which."""
     await_predecessors(PDL)
     blocks_n = tl.cdiv(inner, BLOCK_N)
     tile = tl.program_id(0) // blocks_n
     block_n = tl.program_id(0) % blocks_n
-    expert, count = _touched(ids, tile, tokens * TOP_K, experts, PAIRS_PAD, EXPERTS_PAD)
+    expert, count = _touched(ids, tile, tokens * TOP_K, experts, PAIRS_PAD, EXPERTS_PAD, COMPARE)
     if block_n == 0:
         if tile == 0:
             tl.store(table, count)
@@ -213,6 +124,13 @@ def few_gate_up_kernel(
         there = (m < tokens)[:, None] & (slot < TOP_K)[None, :]
         mine = there & (tl.load(ids + at, mask=there, other=-1) == expert)
         share = tl.load(weights + at, mask=there, other=0.0).to(tl.float32)
+        HELD: tl.constexpr = BLOCK_M * SUMS_PAD <= 4096  # by registers
+        if squares is not None:
+            place = tl.arange(0, SUMS_PAD)
+            at_sums = squares + m[:, None] * SUMS + place[None, :]
+            all_sums = (m < tokens)[:, None] & (place < SUMS)[None, :]
+            if HELD:
+                sums = tl.load(at_sums, mask=all_sums, other=0.0)
         # A gate and an up projection side by side come as one block.
         PAIR: tl.constexpr = GATED and not INTERLEAVED
         ROWS: tl.constexpr = 2 * BLOCK_N if GATED and INTERLEAVED else BLOCK_N
@@ -256,6 +174,12 @@ def few_gate_up_kernel(
         if CHUNKED:
             acc = tl.sum(acc, 0)
             other = tl.sum(other, 0)
+        if squares is not None:
+            if not HELD:
+                sums = tl.load(at_sums, mask=all_sums, other=0.0)
+            rstd = tl.rsqrt(tl.sum(sums, 1) / hidden + eps)[None, :]
+            acc *= rstd
+            other *= rstd
         n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         wanted = n < inner
         if GATED and INTERLEAVED:
@@ -277,18 +201,24 @@ def few_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def few_down_kernel(
-    h, weight, scale, scale_expert, scale_row, scale_column, ids, weights, bias, table, partial, counters, out, tokens, experts,
-    hidden, inner,
+    h, weight, scale, scale_expert, scale_row, scale_column, ids, weights, bias, table, partial, counters, residual,
+    norm_weight, out, z, squares, tokens, experts, hidden, inner,
     TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    BITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `block of columns * SPLITS + split`. `h`, `weight`: tensor descriptors; `scale` to `scale_column`: of
     `scale_arguments`; `table`: the first kernel's; `BLOCKS` of an expert's inner dimension; `partial`, `counters`: as in
-    `skinny_mm_kernel`; `out [tokens, hidden]`."""
+    `skinny_mm_kernel`; `residual` to `squares`: as in `add_skinny_mm_kernel`, or None; `out [tokens, hidden]`."""
     await_predecessors(PDL)
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    if residual is not None:
+        # In flight while the weights stream.
+        r = tl.load(residual + m[None, :] * hidden + n[:, None], mask=(m < tokens)[None, :] & (n < hidden)[:, None], other=0.0)
+        g = tl.load(norm_weight + n, mask=n < hidden, other=0.0)
     total = tl.load(table) * BLOCKS
     begin = split * total // SPLITS
     acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, 32 if BITS == 4 else CHUNK, CHUNKED)
@@ -296,9 +226,8 @@ def few_down_kernel(
     s = 0
     if BITS < 16:
         PARTS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
-        row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         s = block_scales(
-            scale, expert, scale_expert, scale_row, scale_column, row, hidden, begin % BLOCKS, inner, begin < total,
+            scale, expert, scale_expert, scale_row, scale_column, n, hidden, begin % BLOCKS, inner, begin < total,
             PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
         )  # fmt: skip
     for i in tl.range(begin, (split + 1) * total // SPLITS, num_stages=STAGES):
@@ -309,7 +238,7 @@ def few_down_kernel(
         expert = tl.load(table + 1 + (i + 1) // BLOCKS)
         if BITS < 16:
             s = block_scales(
-                scale, expert, scale_expert, scale_row, scale_column, row, hidden, (i + 1) % BLOCKS, inner, i + 1 < total,
+                scale, expert, scale_expert, scale_row, scale_column, n, hidden, (i + 1) % BLOCKS, inner, i + 1 < total,
                 PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
             )  # fmt: skip
     if CHUNKED:
@@ -317,8 +246,6 @@ def few_down_kernel(
     ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK_K * (BLOCK_N * BITS // 8 + 2 * BLOCK_M)) // (4 * BLOCK_N * BLOCK_M))
     acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, CHUNKED, ROOM)
     if complete:
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        m = tl.arange(0, BLOCK_M)
         if bias is not None:
             for slot in tl.static_range(TOP_K):
                 chosen = tl.load(ids + m * TOP_K + slot, mask=m < tokens, other=-1)
@@ -326,7 +253,10 @@ def few_down_kernel(
                 share = tl.load(weights + m * TOP_K + slot, mask=goes, other=0.0).to(tl.float32)
                 at = bias + chosen.to(tl.int64)[None, :] * hidden + n[:, None]
                 acc += share[None, :] * tl.load(at, mask=goes[None, :] & (n < hidden)[:, None], other=0.0).to(tl.float32)
-        store_transposed(out, acc, n, m, hidden, tokens)
+        if residual is not None:
+            store_sum(out, z, squares, acc, r, g, tile, n, m, hidden, tokens, BLOCK_M, BLOCK_N, SUM_COLUMNS)
+        else:
+            store_transposed(out, acc, n, m, hidden, tokens)
 
 
 def _tma_reads(weight: torch.Tensor) -> bool:
@@ -375,25 +305,53 @@ def _stack(weight: torch.Tensor, config: Config, transposed: bool) -> TensorDesc
     return TensorDescriptor(weight, [experts, n, k], [expert, row, 1], block)
 
 
-def few_experts(
+class Norms(NamedTuple):
+    """Of the RMS norms around a mixture (`linear/norm.py`), what is computed in its kernels.
+
+    Attributes:
+        squares: of the norm before it, whose rows are `x` then; None for none. eps: its.
+        residual, norm_weight: of the norm after it; None for none.
+    """
+
+    squares: torch.Tensor | None = None
+    eps: float = 0.0
+    residual: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None
+
+
+def few_experts(*args: Any, configs: tuple[Config, Config] | None = None) -> torch.Tensor:
+    """See `spec_ops.ops.moe.moe_experts`; for calls that `supports` takes."""
+    return few_between_norms(*args, configs=configs)[0]
+
+
+def few_between_norms(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
     transposed: bool, limit: float | None, alpha: float, beta: float, gate_up_scale: torch.Tensor | None = None,
-    down_scale: torch.Tensor | None = None, configs: tuple[Config, Config] | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """See `spec_ops.ops.moe.moe_experts`; for calls that `supports` takes."""
+    down_scale: torch.Tensor | None = None, *, norms: Norms | None = None, configs: tuple[Config, Config] | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """As `few_experts`.
+
+    Returns:
+        The result; with `norms.residual` y, z and squares of `add_moe_experts`.
+    """
+    norms = norms or Norms()
     (tokens, k), (experts, hidden) = ids.shape, (gate_up.shape[0], x.shape[1])
     inner = down.shape[1] if transposed else inner_of(down)
     stored = formats(gate_up, gate_up_scale, down, down_scale, gated, interleaved)
     sizes = Sizes(tokens, k, experts, hidden, inner, gated, interleaved, transposed, stored[0].bits)
     first, second = configs or choose(sizes, num_sms(x.device), arch_of(x.device))
-    block_m = first.block_m
+    block_m, compare = first.block_m, first.compare and tokens * k <= PAIRS
     if x.stride(1) != 1 or x.stride(0) % ALIGNED or x.stride(0) < hidden or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     ids, weights = ids.contiguous(), weights.contiguous()
     h = x.new_empty(sizes.tiles * block_m, inner)
     table = ids.new_empty(2 + sizes.tiles, dtype=torch.int32)  # the last entry is read, and not used
     out = x.new_empty(tokens, hidden)
+    z = squares = residual = norm_weight = None
+    if norms.residual is not None and norms.norm_weight is not None:
+        residual, norm_weight, z = norms.residual.contiguous(), norms.norm_weight.contiguous(), torch.empty_like(out)
+        squares = x.new_empty(tokens, sums_of(hidden), dtype=torch.float32)
     partial = counters = None
     columns = triton.cdiv(hidden, second.block_n)
     if second.splits > 1:
@@ -403,30 +361,32 @@ def few_experts(
         launch(
             few_gate_up_kernel, (sizes.tiles * triton.cdiv(inner, first.block_n),),
             _matrix(x, first), _stack(gate_up, first, transposed), *scale_arguments(gate_up_scale, stored[0]), ids, weights,
-            _contiguous(gate_up_bias), h, table, tokens, experts, hidden, inner, limit, alpha, beta, TOP_K=k,
+            _contiguous(gate_up_bias), _contiguous(norms.squares), norms.eps, h, table, tokens, experts, hidden, inner, limit,
+            alpha, beta, TOP_K=k,
             TOP_K_PAD=triton.next_power_of_2(k), GATED=gated, INTERLEAVED=interleaved, TRANSPOSED=transposed,
-            ACTIVATION=activation,
-            PAIRS_PAD=triton.next_power_of_2(block_m * k), EXPERTS_PAD=triton.next_power_of_2(experts),
-            **_constants(first), **scale_constants(stored[0]), num_warps=4, early=first.full,
+            ACTIVATION=activation, PAIRS_PAD=triton.next_power_of_2((tokens if compare else block_m) * k),
+            EXPERTS_PAD=triton.next_power_of_2(experts), COMPARE=compare, SUMS=sums_of(hidden),
+            SUMS_PAD=triton.next_power_of_2(sums_of(hidden)), **_constants(first), **scale_constants(stored[0]),
+            early=first.full,
         )  # fmt: skip
         launch(
             few_down_kernel, (columns * second.splits,),
             _matrix(h, second), _stack(down, second, transposed), *scale_arguments(down_scale, stored[1])[:4], ids, weights,
-            _contiguous(down_bias), table, partial, counters, out, tokens, experts, hidden, inner, TOP_K=k,
-            TRANSPOSED=transposed, BLOCKS=triton.cdiv(inner, second.block_k), SPLITS=second.splits, **_constants(second),
-            **scale_constants(stored[1]), num_warps=4, early=second.full,
+            _contiguous(down_bias), table, partial, counters, residual, norm_weight, out, z, squares, tokens, experts, hidden,
+            inner, TOP_K=k, TRANSPOSED=transposed, BLOCKS=triton.cdiv(inner, second.block_k), SPLITS=second.splits,
+            SUM_COLUMNS=SUM_COLUMNS, **_constants(second), **scale_constants(stored[1]), early=second.full,
         )  # fmt: skip
-    return out
+    return (out,) if z is None or squares is None else (out, z, squares)
 
 
-def _contiguous(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.contiguous()
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _constants(config: Config) -> dict[str, Any]:
     return {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": config.chunk,
-        "CHUNKED": config.chunked, "STAGES": config.num_stages,
+        "CHUNKED": config.chunked, "STAGES": config.num_stages, "num_warps": config.num_warps,
     }  # fmt: skip
 
 
@@ -439,29 +399,41 @@ MODELS: tuple[tuple[str, tuple[int, ...], tuple[int, int, int, int], dict[str, A
     ("DeepSeek-V3 in float8", (8, 64), (256, 8, 7168, 2048), FLOAT8),
     ("gpt-oss in MXFP4", (4, 16, 64), (32, 4, 2880, 2880), MXFP4),
 )
+BETWEEN_NORMS = (*MODELS[:1], ("DeepSeek-V3", (8, 32), (256, 8, 7168, 2048), {}))
 
 
 def ahead() -> Iterator[Variant]:
     for name, all_tokens, sizes, form in MODELS:
-        for tokens in all_tokens:
-            found: dict[tuple[str, Config], list[tuple[Launch, int]]] = {}
-            for arch in (a for a in ARCHS if a >= 90):
-                call = meta_call(tokens, *sizes, **form)
-                interleaved, transposed = (bool(form.get(flag)) for flag in ("interleaved", "transposed"))
-                experts, k, hidden, inner = sizes
-                bits = int(form.get("bits", 16))
-                sizes_of = Sizes(tokens, k, experts, hidden, inner, True, interleaved, transposed, bits)
-                configs = choose(sizes_of, 132, arch)
-                with recorded() as launches:
-                    few_experts(*call, configs=configs)  # type: ignore[misc]
-                for made, config in zip(launches, configs, strict=True):
-                    found.setdefault((made.kernel.__name__, config), []).append((made, arch))
-            for (kernel, config), same in found.items():
-                made, arch = same[0]
-                yield variant_of(
-                    f"{kernel}, {name}, {tokens} tokens on sm_{arch}",
-                    made,
-                    archs=tuple(arch for _, arch in same),
-                    num_stages=config.num_stages,
-                    programs=config.programs,
-                )
+        yield from _variants(name, all_tokens, sizes, form, False)
+    for name, all_tokens, sizes, form in BETWEEN_NORMS:
+        yield from _variants(f"{name} between norms", tuple(t for t in all_tokens if t <= 32), sizes, form, True)
+
+
+def _variants(
+    name: str, all_tokens: tuple[int, ...], sizes: tuple[int, int, int, int], form: dict[str, Any], normed: bool
+) -> Iterator[Variant]:
+    for tokens in all_tokens:
+        found: dict[tuple[str, Config], list[tuple[Launch, int]]] = {}
+        for arch in (a for a in ARCHS if a >= 90):
+            call = meta_call(tokens, *sizes, **form)
+            interleaved, transposed = (bool(form.get(flag)) for flag in ("interleaved", "transposed"))
+            experts, k, hidden, inner = sizes
+            bits = int(form.get("bits", 16))
+            sizes_of = Sizes(tokens, k, experts, hidden, inner, True, interleaved, transposed, bits)
+            configs = choose(sizes_of, 132, arch)
+            x = call[0]
+            squares = x.new_empty(tokens, sums_of(hidden), dtype=torch.float32)
+            norms = Norms(squares, 1e-6, x, x[0]) if normed else Norms()
+            with recorded() as launches:
+                few_between_norms(*call, norms=norms, configs=configs)  # type: ignore[misc]
+            for made, config in zip(launches, configs, strict=True):
+                found.setdefault((made.kernel.__name__, config), []).append((made, arch))
+        for (kernel, config), same in found.items():
+            made, arch = same[0]
+            yield variant_of(
+                f"{kernel}, {name}, {tokens} tokens on sm_{arch}",
+                made,
+                archs=tuple(arch for _, arch in same),
+                num_stages=config.num_stages,
+                programs=config.programs,
+            )

@@ -42,7 +42,15 @@ def test_routers(seed):
 
 def test_routers_with_ties_and_nan():
     nan, inf = float("nan"), float("inf")
-    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0, 0.0], [nan, -1.0, nan, -inf, 0.0, nan], [0.0] * 6])
+    logits = torch.tensor(
+        [
+            [1.0, 2.0, 2.0, 1.0, 2.0, 0.0],
+            [nan, -1.0, nan, -inf, 0.0, nan],
+            [0.0] * 6,
+            [-1.0, -0.0, 0.0, -0.0, 0.0, -1.5],
+            [-inf, -3e38, nan, inf, -inf, inf],
+        ]
+    )
     for args in (("softmax", 1, 1), ("sigmoid", 3, 2), ("softmax", 2, 1), ("none", 3, 2)):
         for bias in (None, torch.zeros(6), torch.tensor([inf, -inf, 0.0, inf, -inf, -inf])):
             got = route.route_experts(logits, bias, 3, *args, True, 1.0)

@@ -1,6 +1,7 @@
 """The router in one launch: scores, groups, top-k and weights of a token in one program.
 
-A program is one warp, so that `k` rounds of a maximum need no barrier.
+A program is one warp, so that `k` rounds of a maximum need no barrier. Maxima are those of integers, which a warp has an
+instruction for (`redux.sync`); a float's takes five shuffles, one after the other.
 """
 
 from __future__ import annotations
@@ -16,23 +17,54 @@ from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, recorded
 
 NEG_INF = tl.constexpr(float("-inf"))
+NO_KEY = tl.constexpr(-(2**31))  # of a place that is taken, or is none
 
 
 @triton.jit
-def _best(choice, place, available, SIZE: tl.constexpr):
-    """The first of the `available` places with the largest `choice`."""
-    top = tl.max(tl.where(available, choice, NEG_INF), 0)
-    return tl.min(tl.where(available & (choice == top), place, SIZE), 0)
+def _key(value):
+    """An integer for each number, in the same order; -0 is 0. More than `NO_KEY`."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _group_value(choice, member, place, BIAS: tl.constexpr, SIZE: tl.constexpr):
+def _number(key):
+    """The number that `key` stands for."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _best(key, place, SIZE: tl.constexpr):
+    """The first of the places with the largest `key`."""
+    return tl.min(tl.where(key == tl.max(key, 0), place, SIZE), 0)
+
+
+@triton.jit
+def _group_value(key, member, place, BIAS: tl.constexpr, SIZE: tl.constexpr):
     """How good the group of the places `member` is: its best two with a bias, its best one without."""
-    best = tl.max(tl.where(member, choice, NEG_INF), 0)
+    members = tl.where(member, key, NO_KEY)
+    value = _number(tl.max(members, 0))
     if BIAS:
-        first = tl.min(tl.where(member & (choice == best), place, SIZE), 0)
-        best += tl.max(tl.where(member & (place != first), choice, NEG_INF), 0)
-    return tl.where(best == best, best, NEG_INF)  # inf - inf
+        others = tl.where(place == _best(members, place, SIZE), NO_KEY, members)
+        value += _number(tl.max(others, 0))
+    return tl.where(value == value, value, NEG_INF)  # inf - inf
+
+
+@triton.jit
+def _scores(value, live, top, total, SIGMOID: tl.constexpr, PLAIN: tl.constexpr):
+    """Of logits `value`, whose maximum is `top`; `total`: of all their powers."""
+    if PLAIN:
+        return value
+    elif SIGMOID:
+        return tl.math.div_rn(1.0, 1.0 + tl.exp(-value))
+    else:
+        return tl.math.div_rn(tl.where(live, tl.exp(value - top), 0.0), total)
+
+
+@triton.jit
+def _logits(logits, at, live):
+    value = tl.load(logits + at, mask=live, other=NEG_INF).to(tl.float32)
+    return tl.where(value == value, value, NEG_INF)
 
 
 @triton.jit
@@ -46,40 +78,42 @@ def route_experts_kernel(
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
     live = place < experts
-    value = tl.load(logits + token * row_stride + place.to(tl.int64) * stride, mask=live, other=NEG_INF).to(tl.float32)
-    value = tl.where(value == value, value, NEG_INF)
-    if PLAIN:
-        scores = value
-    elif SIGMOID:
-        scores = tl.math.div_rn(1.0, 1.0 + tl.exp(-value))
-    else:
-        powers = tl.where(live, tl.exp(value - tl.max(value, 0)), 0.0)
-        scores = tl.math.div_rn(powers, tl.sum(powers, 0))
+    logits += token * row_stride
+    value = _logits(logits, place.to(tl.int64) * stride, live)
+    top = 0.0
+    total = 1.0
+    if not PLAIN and not SIGMOID:
+        top = tl.max(value, 0)
+        total = tl.sum(tl.where(live, tl.exp(value - top), 0.0), 0)
     choice = value
     if bias is not None:
-        choice = scores + tl.load(bias + place * bias_stride, mask=live, other=0.0)
+        choice = _scores(value, live, top, total, SIGMOID, PLAIN)
+        choice += tl.load(bias + place * bias_stride, mask=live, other=0.0)
         choice = tl.where(choice == choice, choice, NEG_INF)
-    available = live
+    key = tl.where(live, _key(choice), NO_KEY)
     if GROUPS > TOP_GROUPS:
         group = tl.arange(0, GROUPS_PAD)
-        values = tl.full([GROUPS_PAD], NEG_INF, tl.float32)
+        values = tl.full([GROUPS_PAD], NO_KEY, tl.int32)
         width = experts // GROUPS
         for g in tl.static_range(GROUPS):
-            values = tl.where(group == g, _group_value(choice, place // width == g, place, bias is not None, SIZE), values)
-        left = group < GROUPS
+            value_of_g = _group_value(key, place // width == g, place, bias is not None, SIZE)
+            values = tl.where(group == g, _key(value_of_g), values)
         available = place < 0
         for _ in tl.static_range(TOP_GROUPS):
-            g = _best(values, group, left, GROUPS_PAD)
-            left = left & (group != g)
-            available = available | ((place // width == g) & live)
+            g = _best(values, group, GROUPS_PAD)
+            values = tl.where(group == g, NO_KEY, values)
+            available = available | (place // width == g)
+        key = tl.where(available, key, NO_KEY)
     slot = tl.arange(0, K_PAD)
     chosen = tl.zeros([K_PAD], tl.int32)
-    weight = tl.zeros([K_PAD], tl.float32)
     for i in tl.static_range(K):
-        expert = _best(choice, place, available, SIZE)
-        available = available & (place != expert)
+        expert = _best(key, place, SIZE)
+        key = tl.where(place == expert, NO_KEY, key)
         chosen = tl.where(slot == i, expert, chosen)
-        weight = tl.where(slot == i, tl.sum(tl.where(place == expert, scores, 0.0), 0), weight)
+    # Read again: their scores would be as many sums of a warp.
+    there = slot < K
+    value = _logits(logits, chosen.to(tl.int64) * stride, there)
+    weight = tl.where(there, _scores(value, there, top, total, SIGMOID, PLAIN), 0.0)
     if RENORMALIZE:
         weight = tl.math.div_rn(weight, tl.sum(weight, 0) + 1e-20)
     tl.store(ids + token * K + slot, chosen.to(tl.int64), mask=slot < K)

@@ -14,7 +14,12 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
 ]
 
-from spec_ops.ops.moe import moe_experts_op, route_experts_op  # noqa: E402
+from spec_ops.ops.moe import (  # noqa: E402
+    add_moe_experts_op,
+    moe_experts_op,
+    route_experts_op,
+    scaled_moe_experts_op,
+)
 from spec_ops.ops.reference import moe as reference  # noqa: E402
 from tests.helpers.mixtures import FORMS, PUBLISHED, STORED, call, dequantized_call, exact, stored_call  # noqa: E402
 from tests.ops.test_opcheck import Source, route_experts_sample  # noqa: E402
@@ -132,6 +137,28 @@ def test_no_sync_and_no_copy_of_weights(tokens):
         torch.cuda.set_sync_debug_mode("default")
     # Rows between the products, in float32, and what sorts them; one expert's weights a token would be tokens * 25 MB.
     assert torch.cuda.max_memory_allocated() - before < tokens * 8 * (1024 + 512) * 16 + 2**22
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "gpt-oss"])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 32, 65])
+def test_norms_around_a_mixture(tokens, name):
+    """The error is that of norms apart; the sum and what is made of it are those of its kernels, at every call."""
+    args = call(FORMS[name], tokens, 4, 24, 2048, 192, BF16, dropped=0.1)
+    x, g = args[0], torch.Generator().manual_seed(tokens)
+    squares = x.float().unflatten(1, (-1, 16)).square().sum(2) * 4.0
+    residual, weight = torch.randn(x.shape, generator=g).to(BF16), (torch.rand(2048, generator=g) + 0.5).to(BF16)
+    exact_x = x.double() * torch.rsqrt(squares.double().sum(1, keepdim=True) / 2048 + 1e-6)
+    wanted = exact((exact_x, *args[1:]))
+    given = on_gpu((*args, None, None, squares, 1e-6))
+    fused, apart = scaled_moe_experts_op(*given), moe_experts_op(*on_gpu((exact_x.to(BF16), *args[1:])))
+    assert error(fused, wanted) <= 1.05 * error(apart, wanted)
+    residual, weight = residual.cuda(), weight.cuda()
+    y, z, sums = add_moe_experts_op(*given, residual, weight)
+    assert torch.equal(y, fused + residual)
+    assert torch.equal(z, (y.float() * weight.float()).to(BF16))
+    torch.testing.assert_close(sums, y.float().unflatten(1, (-1, 16)).square().sum(2), rtol=1e-5, atol=0)
+    for _ in range(20):
+        assert all(torch.equal(*pair) for pair in zip(add_moe_experts_op(*given, residual, weight), (y, z, sums), strict=True))
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -551,6 +551,15 @@ def test_a_graph_without_our_products(monkeypatch):
     assert (result.matches, result.refused) == (0, [])
 
 
+def test_code_for_cuda_of_mixtures(monkeypatch):
+    """No norm has a kernel, and nothing is copied."""
+    monkeypatch.setattr(fuse_norm_linear, "AFTER_NORM", {90: (replace(RULE, min_bytes=0),)})
+    att, r, *weights = experts_tensors()
+    found = launches(generate(mixtures, att, r.view(2, M // 2, E), *weights, passes={}).code)
+    layer_of = ["add_skinny_mm", "scaled_skinny_mm", "route_experts", "add_moe_experts", "scaled_skinny_mm"]
+    assert found == 2 * layer_of
+
+
 @pytest.mark.parametrize("on", [True, False])
 def test_code_for_cuda(on):
     """No kernel is left between the products; slices of gate_up are not copied."""

@@ -13,7 +13,7 @@ from typing import Any
 PROMPTS = [[5, 17, 99, 3], list(range(20, 61)), [7] * 16, [int(x) for x in range(3, 120, 7)]]
 # Requests of one call: token ids, and how many tokens each gets (one number for all). `alone`: how many follow, one by one.
 WORK = {"prompts": PROMPTS, "new_tokens": 24, "alone": 1}
-SIZES = {"max_total_tokens": 2048, "max_running_requests": 8}
+SIZES = {"max_total_tokens": 2048, "max_running_requests": 8, "disable_cuda_graph": True, "log_level": "warning"}
 
 
 def main() -> None:
@@ -22,8 +22,8 @@ def main() -> None:
     import sglang
 
     engine = sglang.Engine(
-        model_path=f"{models}/target", device="cpu", dtype="float32", skip_tokenizer_init=True, disable_cuda_graph=True,
-        random_seed=0, log_level="warning", grammar_backend="none", **SIZES | options,
+        model_path=f"{models}/target", device="cpu", dtype="float32", skip_tokenizer_init=True,
+        random_seed=0, grammar_backend="none", **SIZES | options,
     )  # fmt: skip
     prompts, counts = work["prompts"], work["new_tokens"]
     if isinstance(counts, int):

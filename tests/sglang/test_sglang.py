@@ -1,7 +1,8 @@
 """Real SGLang engines on a CPU, in an environment of their own: `make test-sglang`. Skipped where SGLang is not installed.
 
 Engines are processes (`serve.py`); their own Triton kernels run in the interpreter, kernels that SGLang has for GPUs alone in
-the plug-in `stubs/cpu_engine.py`.
+the plug-in `stubs/cpu_engine.py`. With `GRAPHS`, SGLang's runners of CUDA graphs capture and replay too, by
+`stubs/cpu_graphs.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ EAGLE3 = {
 }  # fmt: skip
 
 
-def run(*command: str, first: str | None = None, timeout: int = TIMEOUT) -> subprocess.CompletedProcess:
+TREE = EAGLE3 | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+# Batches of 1 to 8 requests run as 3 or 8, so that rows of padding are replayed too.
+GRAPHS = {"disable_cuda_graph": False, "cuda_graph_backend_prefill": "disabled", "cuda_graph_bs_decode": [3, 8]}
+
+
+def run(*command: str, first: str | None = None, timeout: int = TIMEOUT, graphs: bool = False) -> subprocess.CompletedProcess:
     newest = str(HERE / "stubs_newest") if first is not None and first == NEWEST else None
     path = os.pathsep.join(p for p in (first, newest, str(ROOT), str(HERE / "stubs")) if p)
     environment = {
@@ -41,6 +47,7 @@ def run(*command: str, first: str | None = None, timeout: int = TIMEOUT) -> subp
         "SGLANG_USE_CPU_ENGINE": "1",
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
+        "SGLANG_CPU_GRAPHS": "1" if graphs else "",
     }
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
@@ -62,13 +69,16 @@ def serve(
 ) -> dict[str, Any]:
     if "speculative_algorithm" in options:
         options["speculative_draft_model_path"] = str(models / "draft")
+    graphs = not options.get("disable_cuda_graph", True)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(work or {}, file)
         file.flush()
-        done = run("-m", "tests.sglang.serve", str(models), json.dumps(options), file.name, first=first, timeout=timeout)
+        command = ("-m", "tests.sglang.serve", str(models), json.dumps(options), file.name)
+        done = run(*command, first=first, timeout=timeout, graphs=graphs)
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert results, done.stderr[-3000:]
-    return json.loads(results[0].removeprefix("RESULT "))
+    found = json.loads(results[0].removeprefix("RESULT "))
+    return found | {"graphs": done.stdout.count("CPU graph of")}
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +161,18 @@ def test_plain_decoding(models, plain):
     assert serve(models, attention_backend="spec_ops", page_size=16)["tokens"] == plain
 
 
+@pytest.mark.parametrize(
+    ("page_size", "speculation", "graphs"),
+    [(16, {}, 2), (16, EAGLE3, 6), (1, TREE, 6)],
+    ids=["plain", "chain", "tree"],
+)
+def test_graphs(models, plain, page_size, speculation, graphs):
+    """Of decode; of verify, draft steps and draft extend."""
+    found = serve(models, attention_backend="spec_ops", page_size=page_size, **speculation, **GRAPHS)
+    assert found["tokens"] == plain
+    assert found["graphs"] == graphs
+
+
 @pytest.mark.skipif(NEWEST is None, reason="SGLANG_NEWEST is not set")
 def test_plain_decoding_of_the_newest(models, plain):
     """Its speculation on a CPU is in kernels that SGLang builds itself, and that no package index has."""
@@ -164,8 +186,7 @@ def test_a_chain_of_eagle3(models, plain):
 
 
 def test_a_tree_of_eagle3(models, plain):
-    tree = EAGLE3 | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-    assert serve(models, attention_backend="spec_ops", page_size=1, **tree)["tokens"] == plain
+    assert serve(models, attention_backend="spec_ops", page_size=1, **TREE)["tokens"] == plain
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +208,7 @@ def latent(tmp_path_factory) -> tuple[Path, list[list[int]]]:
     return folder, texts
 
 
-@pytest.mark.parametrize("speculation", [{}, EAGLE3], ids=["plain", "eagle3"])
+@pytest.mark.parametrize("speculation", [{}, EAGLE3, EAGLE3 | GRAPHS], ids=["plain", "eagle3", "graphs"])
 def test_latent_attention(latent, speculation):
     """Prefill without a prefix too, over the cache."""
     folder, texts = latent
@@ -251,12 +272,14 @@ def stock(shipped, requests) -> list[list[int]]:
 
 
 @pytest.mark.timeout(2 * LONG)
+@pytest.mark.parametrize("graphs", [{}, GRAPHS], ids=["eager", "graphs"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-def test_requests_that_join_and_leave(shipped, requests, stock, overlap):
-    options: dict[str, Any] = EAGLE3 | {"attention_backend": "spec_ops", "page_size": 16}
+def test_requests_that_join_and_leave(shipped, requests, stock, overlap, graphs):
+    options: dict[str, Any] = EAGLE3 | {"attention_backend": "spec_ops", "page_size": 16} | graphs
     found = serve(shipped, requests, timeout=LONG, disable_overlap_schedule=not overlap, **options)
     assert [len(tokens) for tokens in found["tokens"]] == requests["new_tokens"]
     assert found["tokens"] == stock
+    assert sum(found["rounds"]) < 0.4 * sum(requests["new_tokens"])  # drafts are good
 
 
 WRONG = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 
@@ -65,3 +66,7 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.speculative.triton_ops.cache_locs.assign_extend_cache_locs_func", extend_cache_locs, HookType.REPLACE
     )
+    if os.environ.get("SGLANG_CPU_GRAPHS"):
+        import cpu_graphs
+
+        cpu_graphs.install()

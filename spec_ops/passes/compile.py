@@ -13,6 +13,7 @@ from torch._dynamo import OptimizedModule
 from torch._inductor import config as inductor_config
 
 from spec_ops.passes.manager import SLOT, enabled
+from spec_ops.passes.subclass_inputs import with_plain_inputs
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -124,8 +125,11 @@ class _InductorWithPasses(torch._TorchCompileInductorWrapper):
         self.slot = {SLOT: self.config.pop(SLOT)} if SLOT in self.config else {}
 
     def __call__(self, model_: torch.fx.GraphModule, inputs_: list, **patches: Any) -> Any:  # torch 2.13 has `config_patches`
+        def compiled(model: torch.fx.GraphModule, inputs: list) -> Callable:
+            return super(_InductorWithPasses, self).__call__(model, inputs, **patches)
+
         with inductor_config.patch(self.slot), enabled(self.passes, invariant=self.invariant):
-            return super().__call__(model_, inputs_, **patches)
+            return with_plain_inputs(model_, inputs_, compiled)
 
 
 def _is_setting(name: str) -> bool:

@@ -33,6 +33,7 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from spec_ops.backends.registry import device_arch
+from spec_ops.backends.weight_format import SCALE_DTYPES
 from spec_ops.ops.linear import invariant_weight, skinny_mm_op
 from spec_ops.passes.analysis.graph import calls, insert, value
 from spec_ops.passes.analysis.stored_weights import (
@@ -47,7 +48,8 @@ from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten = torch.ops.aten
 BLOCK_K = 256  # values of a row of the weight that the kernel reads at a time
-QUANTIZED_ARCH, QUANTIZED_ROWS, QUANTIZED_K = 90, 128, 64  # least architecture, most rows, what k is a multiple of
+QUANTIZED_ARCH, QUANTIZED_K = 90, 64  # least architecture, what k is a multiple of
+QUANTIZED_ROWS, INT4_ROWS = 128, 64  # most rows
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,9 @@ def _stored_refusal(node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: Sto
         return "its sizes are not known while compiling"
     if arch < QUANTIZED_ARCH:
         return f"sm_{arch} has no tensor memory access, with which the kernel reads a weight of 8 or 4 bits"
-    if m > QUANTIZED_ROWS:
-        return f"more than {QUANTIZED_ROWS} rows, for which the weight is dequantized"
+    int4 = 2 * data.numel() == n * k and value(stored.scale).dtype in SCALE_DTYPES
+    if m > (most := INT4_ROWS if int4 else QUANTIZED_ROWS):
+        return f"more than {most} rows, for which the weight is dequantized"
     if k % QUANTIZED_K:
         return f"k is no multiple of {QUANTIZED_K}"
     row, column = data.stride()[::-1] if stored.flipped else data.stride()

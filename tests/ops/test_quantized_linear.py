@@ -106,12 +106,16 @@ def test_assembly_of_4_bit_floats(dtype, unit):
     source = float4._PAIRS[kind, unit].value
     scales = [2.0**-9, 7 * 2.0**-9, 0.8125, 448.0] if not unit else [2.0**-13, 1.0, 2.0**13]
     scales += [2.0**-120, 2.0**125] if unit and kind == "bf16" else []
-    for scale in scales:
-        given = torch.tensor([scale if unit else scale * float4._NV_UNIT[kind]]).to(dtype)
-        word = (given.view(torch.int16).item() & 0xFFFF) * 0x10001
-        for stored_word in WORDS if scale < 1 else WORDS[:2]:
-            got = run_assembly(source, dtype, {"$4": stored_word, "$5": word}) * (1 if unit else float4.NV_REST.value)
-            assert got.tolist() == (e2m1(bytes_of(stored_word)) * scale)[0].tolist()
+    rest = 1.0 if unit else float4.NV_REST.value
+    given = torch.tensor([scale if unit else scale * float4._NV_UNIT[kind] for scale in scales]).to(dtype)
+    words = [(bits & 0xFFFF) * 0x10001 for bits in given.view(torch.int16).tolist()]
+    for first in range(len(scales)):
+        four = [(first + i) % len(scales) for i in range(4)]  # each byte has its own
+        pairs = {f"${5 + i}": words[index] for i, index in enumerate(four)}
+        factors = torch.tensor([scales[index] for index in four]).repeat_interleave(2)
+        for stored_word in WORDS[:: 1 if first == 0 else 8]:
+            got = run_assembly(source, dtype, {"$4": stored_word, **pairs}) * rest
+            assert got.tolist() == (e2m1(bytes_of(stored_word))[0] * factors).tolist()
 
 
 def test_dequantized():
@@ -274,7 +278,7 @@ def test_every_size_has_a_config_that_fits(kind, arch):
             continue
         stored_as = WeightFormat(stored_kind, rows or n, columns or k)
         for m in (1, 8, 9, 16, 17, 33, 64, 65, 128):
-            for sms in (1, 132, 188):
+            for sms in (1, 132, 188) if m <= linear.most_rows(stored_as) else ():
                 config = linear.choose(m, n, k, sms, arch, stored_as)
                 blocks = -(-k // config.block_k)
                 assert config.block_m >= m

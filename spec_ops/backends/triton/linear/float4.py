@@ -24,7 +24,8 @@ NV_REST = tl.constexpr(2.0**8)
 
 
 def _scaled_pairs(kind: str, unit: bool) -> str:
-    """PTX: the numbers of each of four bytes `$4` times the pair `$5`, as pairs of 16 bits `$0` to `$3`.
+    """PTX: the numbers of each of four bytes `$4` times its pair, `$5` to `$8`, as pairs of 16 bits `$0` to `$3`. Whether four
+    bytes have one scale is a matter of the layout: where warpgroups take them from registers, they have not.
 
     A number is in the lower half of each 16 bits of `p`. In bfloat16 one multiplication puts copies of it where the sign is
     and where the rest is, 6 bits apart, so that they do not overlap.
@@ -40,7 +41,7 @@ def _scaled_pairs(kind: str, unit: bool) -> str:
             steps += ["shl.b32 rest, p, 9", "and.b32 rest, rest, 0x0E000E00", "shl.b32 p, p, 12"]
             steps += ["lop3.b32 p, p, 0x80008000, rest, 0xEA"]  # (a & b) | c
         steps += [f"mul.rn.{kind}x2 p, p, unit"] * unit
-        steps += [f"mul.rn.{kind}x2 ${i}, p, $5"]
+        steps += [f"mul.rn.{kind}x2 ${i}, p, ${5 + i}"]
     return f"{{ .reg .b32 low, high, p, rest, unit; {'; '.join(steps)}; }}"
 
 
@@ -96,7 +97,6 @@ def scaled_numbers(block, scale, dtype: tl.constexpr):
         CODE: tl.constexpr = (
             (_MX_BF16 if MX else _NV_BF16) if dtype == tl.bfloat16 else (_MX_FP16 if MX else _NV_FP16)
         )  # fmt: skip
-        # Of the four pairs that belong to four bytes the first is read: all are the same.
         pairs = tl.inline_asm_elementwise(
             CODE, "=r,=r,=r,=r,r,r,r,r,r", [parts, pair], dtype=tl.int32, is_pure=True, pack=4
         )  # fmt: skip

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 WARPGROUP = tl.constexpr(64)  # columns from which a tile is one product of 128 threads; below, warps have a chunk of k each
-FEW_ROWS = tl.constexpr(64)  # rows up to which a product with ones is the cheapest sum of a block of them
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by Triton's interpreter, which knows no assembly
 
 
@@ -126,9 +125,7 @@ def quantized_products(
         columns = numbers(columns, dtype, BITS)
         if COLUMNS > 0:
             sums += tl.dot(columns, rows) * tl.expand_dims(s, -1)
-            if zero is not None and BLOCK_M > FEW_ROWS:
-                sums += tl.expand_dims(tl.sum(rows.to(tl.float32), 0), 0) * tl.expand_dims(z, -1)
-            elif zero is not None:
+            if zero is not None:
                 sums += tl.dot(ones, rows) * tl.expand_dims(z, -1)
             chunk_ahead = (block + 1) * CHUNKS + chunk
             s = load_scales(scale, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)

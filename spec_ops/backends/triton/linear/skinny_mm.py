@@ -62,12 +62,16 @@ QUANTIZED_TILES = {
 FLOAT4_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 32, 256, 4, 2))
 # Where columns are enough for as many programs as fit, which then share no sums.
 MANY_COLUMNS = {8: (Tile(8, 16, 512, 4, 4), Tile(16, 64, 256, 4, 2)), 4: ()}
-# Of more rows, for which a weight of 16 bits is left to cuBLAS: all of them in one tile, so that the weight is read once.
-MANY_ROWS = {
-    8: (Tile(128, 128, 64, 8, 1),),
-    4: (Tile(128, 128, 64, 8, 1),),
-}
-MAX_STORED_ROWS = MANY_ROWS[8][-1].block_m
+# Of more rows, all in one tile, so that the weight is read once; cuBLAS has those of a weight of 16 bits. int4 has none: with
+# what `zero` adds, they took twice as long as to dequantize the weight and multiply.
+WIDE_TILE, NARROW_TILE = Tile(128, 128, 128, 8, 1), Tile(128, 64, 128, 4, 2)
+SMALL_TILE = Tile(128, 128, 64, 8, 1)  # of sm_120, whose 99 KiB hold one block of the others
+MAX_STORED_ROWS = WIDE_TILE.block_m
+
+
+def most_rows(stored: WeightFormat) -> int:
+    """Of `x`, for a weight of this format."""
+    return MAX_STORED_ROWS if stored.bits == 8 or stored.float4 else MAX_ROWS
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,8 @@ def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | N
     if stored is not None and stored.bits < 16:
         many = (tile for tile in MANY_COLUMNS[stored.bits] if n >= tile.block_n * tile.programs * sms)
         few = FLOAT4_TILES if stored.float4 else QUANTIZED_TILES[stored.bits]
-        tiles = (*many, *few, *MANY_ROWS[stored.bits])
+        wide = WIDE_TILE if stored.bits == 8 and n >= WIDE_TILE.block_n * sms else NARROW_TILE
+        tiles = (*many, *few, SMALL_TILE if arch >= 120 else wide)
     return fitted(next(tile for tile in tiles if m <= tile.block_m), n, k, sms, arch, stored)
 
 
@@ -317,7 +322,7 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
     (m, k), (data, *scales) = x.shape, weights
     weight = for_columns(data, k)
     stored, n = weight_format(name, weight, *scales), weight.shape[0]
-    most = (MAX_STORED_ROWS if stored.bits < 16 else MAX_ROWS) if config is None else config.block_m
+    most = most_rows(stored) if config is None else config.block_m
     if m > most:
         raise ValueError(f"{name}: `x` must have at most {most} rows, got {m}")
     if m * n >= 2**31:  # kernels address the output in 32 bits
@@ -398,7 +403,8 @@ def ahead() -> Iterator[Variant]:
     for shape in shapes:
         yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None})
     for name, stored in stored_ahead():
-        for m, n in ((4, 4096), (4, 28672), (16, 4096), (16, 28672), (32, 4096), (64, 4096), (128, 28672)):
+        sizes = [(4, 4096), (4, 28672), (16, 4096), (16, 28672), (32, 4096), (64, 4096), (128, 4096), (128, 28672)]
+        for m, n in (size for size in sizes if size[0] <= most_rows(stored)):
             shape = (m, n, 4096)
             yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None}, name, stored)
 

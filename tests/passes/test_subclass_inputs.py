@@ -1,0 +1,108 @@
+"""Weights that are tensor subclasses enter a graph as the tensors that they hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import spec_ops
+from spec_ops.models.quantized import float8_tensor, int4_tensor
+from spec_ops.models.stored_tensor import Inputs, StoredTensor
+from spec_ops.passes.subclass_inputs import rebuilt, with_plain_inputs
+
+
+def model(store=int4_tensor, **changes) -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Linear(256, 64))
+    for layer in made:
+        stored = store(layer.weight.detach())
+        for name, value in changes.items():
+            setattr(stored, name, value)
+        layer.weight = nn.Parameter(stored, requires_grad=False)
+    return made
+
+
+class Spy:
+    """A backend that keeps what it compiles and what it is called with."""
+
+    def __init__(self) -> None:
+        self.inputs: list = []
+        self.graphs: list[torch.fx.GraphModule] = []
+        self.calls: list[tuple] = []
+
+    def __call__(self, graph_module, inputs):
+        return with_plain_inputs(graph_module, inputs, self.compile)
+
+    def compile(self, graph_module, inputs):
+        self.graphs.append(graph_module)
+        self.inputs += inputs
+
+        def call(*args):
+            self.calls.append(args)
+            return graph_module(*args)
+
+        return call
+
+
+@torch.no_grad()
+def test_a_graph_gets_what_parameters_hold():
+    spy, made, x = Spy(), model(), torch.randn(3, 128)
+    compiled = torch.compile(made, backend=spy)
+    torch.testing.assert_close(compiled(x), made(x))
+    for given in (spy.inputs, *spy.calls):
+        assert len(given) == 2 + 2 * 3  # x, the bias, and data, scale and zero of both weights
+        assert not any(map(is_traceable_wrapper_subclass, given))
+    (graph,) = (g.graph for g in spy.graphs)
+    assert len(graph.find_nodes(op="call_function", target=rebuilt)) == 2
+    placeholders = graph.find_nodes(op="placeholder")
+    static = [node for node in placeholders if node.meta["tensor_dict"].get("_dynamo_static_input_type")]
+    assert len(static) == 7, "CUDA graphs would copy a weight that is not static"
+    assert len({node._dynamo_source for node in placeholders}) == len(placeholders)
+    assert all(type(node.meta["example_value"]) is type(placeholders[-1].meta["example_value"]) for node in static)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["in place", "a part", "the state"])
+def test_what_parameters_hold_is_read_at_each_call(how):
+    spy, made, x = Spy(), model(), torch.randn(3, 128)
+    compiled = torch.compile(made, backend=spy)
+    before = compiled(x)
+    if how == "in place":
+        made[0].weight.scale.mul_(2)
+    elif how == "a part":
+        made[0].weight.scale = made[0].weight.scale * 2
+    else:
+        other = model()
+        other[0].weight.scale.mul_(2)
+        made.load_state_dict(other.state_dict(), assign=True)
+    got = compiled(x)
+    torch.testing.assert_close(got, made(x))
+    assert not torch.allclose(got, before)
+    assert len(spy.graphs) == 1
+
+
+@torch.no_grad()
+def test_arguments_are_left():
+    spy, weight, x = Spy(), int4_tensor(torch.randn(64, 128)), torch.randn(3, 128)
+    compiled = torch.compile(lambda x, weight: torch.nn.functional.linear(x, weight), backend=spy)
+    torch.testing.assert_close(compiled(x, weight), torch.nn.functional.linear(x, weight))
+    assert any(isinstance(given, StoredTensor) for given in spy.calls[0])
+
+
+@torch.no_grad()
+def test_the_cache_tells_graphs_apart(tmp_path, monkeypatch):
+    """A second compilation of the same layers is a hit; one whose rows are rounded is none."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(3, 128)
+    found = []
+    for changes in ({}, {}, {"inputs": Inputs("int8")}):
+        torch._dynamo.reset()
+        counters.clear()
+        made = model(lambda weight: float8_tensor(weight, 1, weight.shape[1]), **changes)
+        got = spec_ops.compile(made, mode="default")(x)
+        torch.testing.assert_close(got, made(x), rtol=1e-4, atol=1e-4)
+        found.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert found == [0, 1, 0]

@@ -50,12 +50,14 @@ def seeds(request: pytest.FixtureRequest) -> Callable[[int], range]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Garbage is collected neither while tests are, nor later among the million objects of torch and of pytest."""
+    """Garbage is collected neither while tests are, nor later among the million objects of torch and of pytest. And seldom: what
+    a test traces is many objects, of which little is garbage before its end."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(50_000, 20, 50)
         gc.enable()
 
 

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from spec_ops.backends import padding
+from spec_ops.backends import padding, workspace
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "flashinfer_signatures.json").read_text())
 FLASHINFER = sorted(package for package in RECORDED if package.startswith("flashinfer"))
@@ -32,6 +33,14 @@ def interpret_padding(monkeypatch) -> None:
     if not torch.cuda.is_available():
         for name in ("prepare_kernel", "clear_kernel"):
             monkeypatch.setattr(padding, name, InterpretedFunction(getattr(padding, name).fn))
+
+
+def own_scratch(monkeypatch) -> None:
+    """Buffers of one test: zeros that the system writes when they are looked at. PyTorch would write all 128 MiB of each."""
+    monkeypatch.setattr(workspace, "_buffers", {})
+    monkeypatch.setattr(
+        workspace, "zeros_outside_graph_pools", lambda device, num_bytes: torch.from_numpy(np.zeros(num_bytes, np.uint8))
+    )
 
 
 def signature(package: str, path: str) -> inspect.Signature:

@@ -39,7 +39,7 @@ INSTALLED = [
 def fresh_state(monkeypatch):
     """Buffers and wrappers belong to one test."""
     provider_fakes.interpret_padding(monkeypatch)
-    monkeypatch.setattr(workspace, "_buffers", {})
+    provider_fakes.own_scratch(monkeypatch)
     planned._wrappers.clear()
     yield
     planned._wrappers.clear()

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_ops.backends import AttentionCall, AttentionMeta, get_backend, tokenspeed, workspace
+from spec_ops.backends import AttentionCall, AttentionMeta, get_backend, tokenspeed
 from spec_ops.backends.flashinfer import gqa, mla, planned, provider
 from tests.backends.flashinfer.test_calls import gqa_call, mla_call, ragged
 from tests.helpers import provider_fakes
@@ -36,7 +36,7 @@ def installed(package: str) -> pytest.MarkDecorator:
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch):
     provider_fakes.interpret_padding(monkeypatch)
-    monkeypatch.setattr(workspace, "_buffers", {})
+    provider_fakes.own_scratch(monkeypatch)
     planned._wrappers.clear()
     yield
     planned._wrappers.clear()

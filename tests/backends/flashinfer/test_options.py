@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spec_ops
-from spec_ops.backends import AttentionCall, BackendError, get_backend, registry, select_backend, unregister_backend, workspace
+from spec_ops.backends import AttentionCall, BackendError, get_backend, registry, select_backend, unregister_backend
 from spec_ops.backends.flashinfer import register_variant
 from tests.backends.flashinfer.test_calls import CONTEXT, DECODE, MLA, gqa_call, mla_call
 from tests.backends.flashinfer.test_selection import BACKENDS_PAGE, GQA
@@ -25,7 +25,7 @@ BF16, HALF = torch.bfloat16, torch.float16
 @pytest.fixture(params=FLASHINFER)
 def fakes(request, monkeypatch) -> Iterator[Fakes]:
     provider_fakes.interpret_padding(monkeypatch)
-    monkeypatch.setattr(workspace, "_buffers", {})
+    provider_fakes.own_scratch(monkeypatch)
     monkeypatch.setattr(registry, "device_arch", lambda device: 100)
     registry._forget()
     yield Fakes([request.param]).install(monkeypatch)

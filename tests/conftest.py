@@ -50,8 +50,8 @@ def seeds(request: pytest.FixtureRequest) -> Callable[[int], range]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Garbage is collected neither while tests are, nor later among the million objects of torch and of pytest. And seldom: what
-    a test traces is many objects, of which little is garbage before its end."""
+    """Garbage is collected neither while tests are, nor later among the million objects of torch and of pytest; and seldom: a
+    trace makes many objects, of which few are garbage before its end."""
     gc.disable()
     try:
         return (yield)

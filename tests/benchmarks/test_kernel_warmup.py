@@ -17,6 +17,7 @@ from benchmarks.kernels import report as kernel_report
 from benchmarks.kernels import warmup
 from benchmarks.kernels.cases import Batch, Case, Heads, select
 from benchmarks.kernels.warmup import PAGES, call_once, short_cases, warm_up
+from tests.helpers import forked
 
 CPU = torch.device("cpu")
 TYPES: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "kv_dtype": torch.float32, "page_size": 16}
@@ -71,9 +72,11 @@ def test_short_contexts_launch_the_binaries_of_long_ones():
 
 
 def test_every_backend_is_called_on_every_case(monkeypatch):
+    forking = forked.context()
     told: list[tuple[int, int, str]] = []
     settings: list[bool] = []
     monkeypatch.setattr(warmup, "find_binaries_where_inductor_does", lambda: settings.append(not told))
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _method: forking)  # here they need not spawn
     cases = [SMALL, replace(SMALL, batch=Batch(2, 900, 900)), replace(SMALL, q_len=4)]
     warm_up(cases, ["reference", "torch-sdpa", "triton"], 2, **TYPES, tick=lambda *what: told.append(what))
     assert [(done, total) for done, total, _ in told] == [(n, 4) for n in range(1, 5)]

@@ -196,14 +196,14 @@ def test_rounds_with_weights_of_fewer_bits(path, monkeypatch):
 
 
 def test_floors_of_weights_of_fewer_bits():
-    """Of Llama-3.1-8B in GB, by hand: 7.505e9 weights and a head of 0.425e9 three times; scales of 4 bytes for a row, for 128 x
-    128 and, with a zero point, for 128; of one byte for 16 and for 32."""
-    numbers = 7.505 + 3 * 0.425
+    """Of Llama-3.1-8B in GB, by hand: 0.2181e9 weights a layer, here of two, its head of 0.5253e9, and a draft of 0.425e9 three
+    times; scales of 4 bytes for a row, for 128 x 128 and, with a zero point, for 128; of one byte for 16 and for 32."""
+    numbers = 2 * 0.2181 + 0.5253 + 3 * 0.425
     bytes_each = {"float8": 1 + 4 / 4096, "float8_block": 1 + 4 / 128**2, "int4": 0.5 + 4 / 128}
     for weights, each in (bytes_each | {"nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}).items():
 
         class Meta:
-            target, draft = SHAPES["llama-8b"].with_layers(None).build("meta", torch.bfloat16)
+            target, draft = SHAPES["llama-8b"].with_layers(2).build("meta", torch.bfloat16)
             config = RoundCase("llama-8b", 1, (1024,)).config
 
         store(Meta.target, weights)

@@ -179,14 +179,17 @@ def bench_round(*args: str):
     return CliRunner().invoke(benchmarks.app, ["round", "--device", "cpu", "--model", "tiny", *args])
 
 
-def run_here(cases: Sequence[RoundCase], **_: Any) -> Iterator[tuple[RoundCase, list[dict]]]:
+def run_here(cases: Sequence[RoundCase], **_: Any) -> Iterator[tuple[RoundCase, list]]:
     """Cases without processes of their own, whose imports take most of the time."""
     for case in cases:
         answers = io.StringIO()
         round_worker.main(io.StringIO(case.to_json() + "\nmeasure\n"), answers)
-        compiled, *rows, done = map(json.loads, answers.getvalue().splitlines())
-        assert "compile_s" in compiled
-        assert done == {"done": True}
+        first, *rows = map(json.loads, answers.getvalue().splitlines())
+        if "error" in first:
+            yield case, [Note(case.backend, str(case), first["error"], first["failed"])]
+            continue
+        assert "compile_s" in first
+        assert rows.pop() == {"done": True}
         yield case, [row["row"] | {"compile_cold_s": None, "compile_warm_s": None} for row in rows]
 
 
@@ -195,7 +198,8 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(runner, "run", run_here)
 
 
-def test_the_command_in_real_processes(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("in_this_process")
+def test_rows_of_two_runs_stand_in_one_file(tmp_path):
     path = tmp_path / "round.json"
     small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--accept-length", "2.5", "--json", str(path)]
     result = bench_round(*small, "--backend", "auto", "--backend", "triton")
@@ -204,7 +208,6 @@ def test_the_command_in_real_processes(tmp_path, monkeypatch):
     assert [(row["round"], row["backend"], row["accept_length"]) for row in found["rows"]] == [("speculative", "auto", 2.5)]
     assert {note["backend"] for note in found["notes"]} == {"triton"}  # float32 and CPU are not for it
     assert found["bandwidth"] > 0
-    monkeypatch.setattr(runner, "run", run_here)
     again = bench_round(*small, "--plain", "--append", "--steps", "2")
     assert again.exit_code == 0, again.output
     both = json.loads(path.read_text())
@@ -248,7 +251,7 @@ def test_sampled_rounds_stand_beside_greedy_ones(tmp_path):
 
 
 def test_rounds_of_ranks_stand_beside_those_of_one_process(tmp_path, monkeypatch):
-    """The ranks have a process each."""
+    """The ranks have a process each: real workers, which the other tests do without."""
 
     def ranks_alone(cases: Sequence[RoundCase], **options: Any) -> Iterator[tuple[RoundCase, list]]:
         yield from run_here([case for case in cases if case.processes == 1])

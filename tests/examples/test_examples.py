@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.helpers.forked import run_script
+from tests.helpers.forked import run_ranks, run_script
 from tests.helpers.paths import EXAMPLES, ROOT
 
 ARGUMENTS = {
@@ -20,7 +20,7 @@ ARGUMENTS = {
     "tensor_parallel.py": ["--new-tokens", "16"],
     "transformers_generate.py": ["--new-tokens", "24"],
 }
-LAUNCHERS = {"tensor_parallel.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
+RANKS = {"tensor_parallel.py": 2}
 TESTED_ELSEWHERE = {"train_tiny.py", "naive_round.py", "blackwell_eagle3.py", "blackwell_mtp_mla.py"}  # by their own test files
 
 
@@ -42,9 +42,8 @@ def test_the_grammar_example_says_what_to_install(tmp_path):
 def test_example(name):
     if name == "json_grammar.py":
         pytest.importorskip("xgrammar")
-    if name in LAUNCHERS:
-        command = [sys.executable, *LAUNCHERS[name], str(EXAMPLES / name), *ARGUMENTS[name]]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if name in RANKS:
+        run = run_ranks(EXAMPLES / name, *ARGUMENTS[name], size=RANKS[name])
     else:
         run = run_script(EXAMPLES / name, *ARGUMENTS[name])
     assert run.returncode == 0, run.stderr

@@ -19,15 +19,16 @@ from tests.helpers.paths import ROOT
 
 
 @functools.cache
-def _forking() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.preloaded"])
-    return context
+def context() -> Any:
+    """For `multiprocessing`."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["tests.helpers.preloaded"])
+    return made
 
 
 def start(function: Callable, *args: Any, output: Path) -> BaseProcess:
     """A process that runs `function(*args)` and writes what it prints to `output` with `.out` and `.err` appended."""
-    process = _forking().Process(target=_redirected, args=(output, function, args))
+    process = context().Process(target=_redirected, args=(output, function, args))
     process.start()
     return process
 
@@ -63,11 +64,32 @@ def run_script(path: Path, *args: str, folder: Path = ROOT, timeout: float = 300
         return CompletedProcess([str(path), *args], process.exitcode, *printed)
 
 
+def run_ranks(path: Path, *args: str, size: int, timeout: float = 300) -> CompletedProcess[str]:
+    """What `torchrun --nproc-per-node SIZE PATH ARGS` runs: the first exit code that is not 0, and what all printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(size)]
+        processes = [start(_rank, rank, size, folder, str(path), args, output=outputs[rank]) for rank in range(size)]
+        finish(processes, timeout)
+        printed = [
+            "".join(Path(f"{output}.{name}").read_text(encoding="utf-8") for output in outputs) for name in ("out", "err")
+        ]
+        return CompletedProcess([str(path), *args], next((p.exitcode for p in processes if p.exitcode), 0), *printed)
+
+
 def run_code(code: str, folder: Path, timeout: float = 300) -> CompletedProcess[str]:
     """`python -c CODE` in `folder`, which gets a file of it: Dynamo and Triton read the sources of what they compile."""
     path = folder / "code_of_test.py"
     path.write_text(code, encoding="utf-8")
     return run_script(path, folder=folder, timeout=timeout)
+
+
+def _rank(rank: int, size: int, folder: str, path: str, args: tuple[str, ...]) -> None:
+    import torch.distributed as dist
+
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    # A file instead of a port: two test runs on a machine do not meet.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    _script(path, args, str(ROOT))
 
 
 def _script(path: str, args: tuple[str, ...], folder: str) -> None:

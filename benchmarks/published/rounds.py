@@ -214,15 +214,16 @@ def compilation(results: Path) -> str:
     return paragraph(intro) + "\n\n" + table(("layers", "draft steps", "cold", "warm"), lines)
 
 
-def _judged(intro: str, files: Sequence[str], results: Path) -> str:
+def _judged(intro: str, files: Sequence[str], results: Path, kinds: Sequence[str] = ("speculative",)) -> str:
     """Rounds of `files` beside the rounds of the same file that they are judged by."""
     lines = []
     for file in files:
         rows = load(file, results)["rows"] if (results / f"{file}.json").exists() else []
         for row, other in beside_base(rows):
-            if row["passes"] and row["backend"] in ("auto", "triton") and row.get("round", "speculative") == "speculative":
+            if row["passes"] and row["backend"] in ("auto", "triton") and row.get("round", "speculative") in kinds:
                 times = [f"{row['ms']:.2f}", describe_choice(other), f"{other['ms']:.2f}", f"{row['ms'] / other['ms']:.3f}"]
-                where = [label(row["model"]), f"{row['bs']}, {row['context']}", draft_shape(row), describe_choice(row)]
+                drafts = "none" if row.get("round") == "plain" else draft_shape(row)
+                where = [label(row["model"]), f"{row['bs']}, {row['context']}", drafts, describe_choice(row)]
                 lines.append([*where, *times])
     if not lines:
         return paragraph(f"{intro}: not measured yet.")
@@ -244,6 +245,36 @@ def invariant(results: Path) -> str:
     file = "h200-round-invariant"
     intro = "What batch-invariant arithmetic adds to a round, milliseconds (`python -m benchmarks round --invariant`,"
     return _judged(f"{intro} `benchmarks/results/{file}.json`)", [file], results)
+
+
+def weights(results: Path) -> str:
+    """Rounds with weights of 8 and 4 bits beside those of 16."""
+    file = "h200-weights"
+    intro = "Rounds with weights of 8 and 4 bits, milliseconds (`python -m benchmarks round --plain --weights KIND`,"
+    return _judged(f"{intro} `benchmarks/results/{file}.json`)", [file], results, ("speculative", "plain"))
+
+
+def ranks(results: Path) -> str:
+    """Rounds of several ranks beside those of one."""
+    file = "h200x2-round"
+    intro = "Rounds that two GPUs share, milliseconds, with our sums of ranks (push) and NCCL's"
+    intro += (
+        f" (`python -m benchmarks round --tp 1 --tp 2 --collective push --collective nccl`, `benchmarks/results/{file}.json`)"
+    )
+    return _judged(intro, [file], results, ("speculative", "plain"))
+
+
+def collectives(results: Path) -> str:
+    """Sums over ranks on two GPUs."""
+    file = "h200x2-collectives"
+    found: dict[int, dict[str, float]] = {}
+    for row in load(file, results)["rows"]:
+        found.setdefault(row["kib"], {})[row["way"]] = row["us"]
+    ways = list(next(iter(found.values())))
+    intro = "A sum over two GPUs in a CUDA graph, microseconds (`torchrun --nproc-per-node 2 -m benchmarks collectives`,"
+    intro += f" `benchmarks/results/{file}.json`); torch's symmetric memory with the copies into it and out of it:"
+    lines = [[str(kib), *(f"{times[way]:.1f}" for way in ways)] for kib, times in found.items()]
+    return paragraph(intro) + "\n\n" + table(("KiB a rank", *ways), lines)
 
 
 def models(results: Path) -> str:

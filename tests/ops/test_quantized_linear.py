@@ -343,9 +343,9 @@ def on_gpu(m: int, n: int, k: int, kind: str) -> tuple:
 
 @GPU
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (1536, 7168), (1000, 1280)])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (1536, 7168), (1000, 1280), (28672, 4096)])
 def test_error_on_a_gpu(n, k, kind):
-    for m in (1, 4, 8, 9, 16, 17, 32, 33, 64):
+    for m in (1, 4, 8, 9, 16, 17, 32, 33, 64) if kind.startswith("int4") else (1, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128):
         x, weight, *scales = on_gpu(m, n, k, kind)
         want = exact(x, weight, *scales)
         rounded = x @ dequantized(weight, *scales).bfloat16().t()
@@ -370,7 +370,9 @@ def test_norm_on_a_gpu(kind):
 @GPU
 def test_results_repeat_on_a_gpu():
     for kind in ("row", "block", "int4-128", "nvfp4"):
-        for m, n, k in ((4, 1536, 7168), (16, 4096, 4096), (64, 1536, 7168)):
+        for m, n, k in ((4, 1536, 7168), (16, 4096, 4096), (64, 1536, 7168), (128, 4096, 14336)):
+            if m > 64 and kind.startswith("int4"):
+                continue
             x, weight, *scales = on_gpu(m, n, k, kind)
             first = skinny_mm_op(x, weight, None, *scales)
             assert all(torch.equal(first, skinny_mm_op(x, weight, None, *scales)) for _ in range(100))

@@ -16,6 +16,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Workers share the GPUs: the first device of each is another one. All of them see all devices.
+worker, visible = os.environ.get("PYTEST_XDIST_WORKER"), "CUDA_VISIBLE_DEVICES"
+if worker and visible not in os.environ and (gpus := torch.cuda.device_count()) > 1:
+    first = int(worker.removeprefix("gw"))
+    os.environ[visible] = ",".join(str((first + i) % gpus) for i in range(gpus))
+
 # Test tensors are tiny: a thread pool costs more than it saves, and xdist workers would fight over the cores.
 torch.set_num_threads(1)
 

@@ -227,7 +227,7 @@ def _judged(intro: str, files: Sequence[str], results: Path, kinds: Sequence[str
                 lines.append([*where, *times])
     if not lines:
         return paragraph(f"{intro}: not measured yet.")
-    header = ("model", "batch, context", "drafts", "tokens chosen by", "ms", "compared with", "its ms", "ratio")
+    header = ("model", "batch, context", "drafts", "variant", "ms", "compared with", "its ms", "ratio")
     return paragraph(f"{intro}:") + "\n\n" + table(header, lines)
 
 

@@ -9,6 +9,7 @@ attributes, which are read anew at each call.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ class _Like(NamedTuple):
 
 
 _LIKE: dict[str, _Like] = {}
+_COUNT = itertools.count()
 
 
 def rebuilt(*parts: torch.Tensor, like: str) -> torch.Tensor:
@@ -40,14 +42,18 @@ def rebuilt(*parts: torch.Tensor, like: str) -> torch.Tensor:
     return cls.__tensor_unflatten__(dict(zip(names, parts, strict=True)), rest, shape, stride)
 
 
+def rebuilt_uncached(*parts: torch.Tensor, like: str) -> torch.Tensor:
+    """`rebuilt`, for a subclass without `_stable_hash_for_caching`. AOTAutograd caches no graph with this function."""
+    return rebuilt(*parts, like=like)
+
+
 def with_plain_inputs(
     graph_module: fx.GraphModule, inputs: Sequence[Any], compile_fn: Callable[[fx.GraphModule, list[Any]], Callable]
 ) -> Callable:
     """What `compile_fn(graph_module, inputs)` returns, but compiled for the tensors inside of parameters.
 
     `graph_module` is a graph of Dynamo, which reads it after the compilation: a copy is changed. An argument that is a subclass
-    is left as it is, and so is a parameter that a cache could not tell apart (`_stable_hash_for_caching`), or with sizes that
-    are not known while compiling.
+    is left as it is, and so is a parameter with sizes that are not known while compiling, or that holds more than tensors.
     """
     if not any(map(_is_parameter, graph_module.graph.find_nodes(op="placeholder"), inputs)):
         return compile_fn(graph_module, list(inputs))
@@ -87,12 +93,14 @@ def _copied(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def _is_parameter(node: fx.Node, given: Any) -> bool:
     static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
-    if not static or not is_traceable_wrapper_subclass(given) or not hasattr(given, "_stable_hash_for_caching"):
+    if not static or not is_traceable_wrapper_subclass(given):
         return False
     example = node.meta["example_value"]
     parts = [getattr(example, name) for name in given.__tensor_flatten__()[0]]
-    sizes = [size for part in (example, *parts) for size in (*part.shape, *part.stride())]
-    return all(isinstance(size, int) for size in sizes) and not any(map(is_traceable_wrapper_subclass, parts))
+    # A DTensor of torch 2.13 holds a mesh too.
+    if not all(isinstance(part, torch.Tensor) and not is_traceable_wrapper_subclass(part) for part in parts):
+        return False
+    return all(isinstance(size, int) for part in (example, *parts) for size in (*part.shape, *part.stride()))
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node, given: Any) -> list[str]:
@@ -110,11 +118,12 @@ def _take_apart(graph: fx.Graph, node: fx.Node, given: Any) -> list[str]:
         if context is not None and outer is not None and name in getattr(outer, "inner_contexts", {}):
             context.tensor_to_context[getattr(given, name)] = outer.inner_contexts[name]
         parts.append(part)
-    like = f"{type(given).__qualname__} {given._stable_hash_for_caching()}"
+    told_apart = hasattr(given, "_stable_hash_for_caching")
+    like = f"{type(given).__qualname__} {given._stable_hash_for_caching() if told_apart else next(_COUNT)}"
     _LIKE[like] = _Like(type(given), tuple(names), rest, given.shape, given.stride())
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
-        made = graph.call_function(rebuilt, tuple(parts), {"like": like})
+        made = graph.call_function(rebuilt if told_apart else rebuilt_uncached, tuple(parts), {"like": like})
     made.meta |= {"example_value": example}
     node.replace_all_uses_with(made)
     graph.erase_node(node)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import spec_ops
 from spec_ops.models.quantized import float8_tensor, int4_tensor
 from spec_ops.models.stored_tensor import Inputs, StoredTensor
+from spec_ops.passes import subclass_inputs
 from spec_ops.passes.subclass_inputs import rebuilt, with_plain_inputs
 
 
@@ -90,6 +91,60 @@ def test_arguments_are_left():
     compiled = torch.compile(lambda x, weight: torch.nn.functional.linear(x, weight), backend=spy)
     torch.testing.assert_close(compiled(x, weight), torch.nn.functional.linear(x, weight))
     assert any(isinstance(given, StoredTensor) for given in spy.calls[0])
+
+
+class Doubled(torch.Tensor):
+    """Of another package: a tensor, twice; without what a cache tells it apart by."""
+
+    @staticmethod
+    def __new__(cls, half):
+        return torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype, device=half.device)
+
+    def __init__(self, half):
+        self.half = half
+
+    def __tensor_flatten__(self):
+        return ["half"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, rest, *_):
+        return Doubled(parts["half"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Doubled(func(args[0].half))
+        args = [2 * arg.half if isinstance(arg, Doubled) else arg for arg in args]
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_subclass_of_another_package(tmp_path, monkeypatch):
+    """Its graphs are not cached: nobody knows what else they depend on."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(3, 128)
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        made = nn.Linear(128, 64)
+        made.weight = nn.Parameter(Doubled(torch.randn(64, 128)), requires_grad=False)
+        spy = Spy()
+        torch.testing.assert_close(torch.compile(made, backend=spy)(x), x @ (2 * made.weight.half).t() + made.bias)
+        assert not any(map(is_traceable_wrapper_subclass, spy.inputs))
+        got = spec_ops.compile(made, mode="default")(x)
+        torch.testing.assert_close(got, x @ (2 * made.weight.half).t() + made.bias)
+        assert counters["aot_autograd"]["autograd_cache_hit"] == 0
+
+
+@torch.no_grad()
+def test_a_subclass_that_holds_more_than_tensors_is_left():
+    made = model()
+    node = torch.fx.Graph().placeholder("weight")
+    weight = made[0].weight
+    node.meta = {"example_value": weight, "tensor_dict": {"_dynamo_static_input_type": "guarded"}}
+    assert subclass_inputs._is_parameter(node, weight)
+    weight.zero = made  # torch 2.13's DTensor names its mesh so
+    assert not subclass_inputs._is_parameter(node, weight)
 
 
 @torch.no_grad()

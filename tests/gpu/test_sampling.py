@@ -18,6 +18,7 @@ from spec_ops.backends.triton.sampling import support  # noqa: E402
 from spec_ops.ops.reference import sampling as reference  # noqa: E402
 from spec_ops.ops.reference.accept import accept_sampled_logits as accept_reference  # noqa: E402
 from tests.helpers.accept_rows import ROW_KINDS, long_rows  # noqa: E402
+from tests.helpers.undecided_rows import HOT, undecided_rows  # noqa: E402
 from tests.interpreter.cases import Copy, Rng, compare  # noqa: E402
 from tests.ops.test_opcheck import overload  # noqa: E402
 
@@ -94,6 +95,18 @@ def test_rows_that_are_no_distribution():
     assert tokens[:3].tolist() == [-1] * 3
     assert found[:3].tolist() == [[0, -1, 0], [0, -1, 0], [0, -2, 0]]
     assert_right(tuple(x if x is None else x[3:] for x in args), tokens[3:], found[3:])
+
+
+@pytest.mark.parametrize("vocab", [32_000, 50_257])
+def test_what_counts_leave_to_the_search(vocab, monkeypatch):
+    """Rows that counts decide and rows that they do not, in one launch: the bits of a launch that counts nothing."""
+    logits = undecided_rows((torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab)) * 3).bfloat16())
+    hot = torch.ones(40).index_fill_(0, torch.tensor([7]), HOT)
+    given = Copy((logits, torch.linspace(0, 1, 40), hot, None, torch.full((40,), 0.5), None), "cuda").args
+    counted = support.sample_logits(*given)
+    monkeypatch.setattr(support, "COUNTED_VOCAB", vocab + 1)
+    searched = support.sample_logits(*given)
+    assert all(torch.equal(a, b) for a, b in zip(counted, searched, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 128_256), (150, 1, 50_257)])

@@ -207,6 +207,7 @@ def test_rows_beyond_those_of_a_launch(dtype, most, monkeypatch):
     launches, start = [], support.launch
     monkeypatch.setattr(support, "launch", lambda *given, **more: (launches.append(given[1]), start(*given, **more)))
     monkeypatch.setattr(support, "ROWS_AT_ONCE", most)
+    monkeypatch.setattr(support, "COUNTED_VOCAB", VOCAB)
     assert_same(ALONE, *args)
     assert launches == ([(2,)] * 3 if most < 4 else [(4,), (2,)])
 
@@ -241,6 +242,7 @@ def test_shares(rows, vocab, sms):
     assert share.chunks * share.tiles * share.rows * share.lane >= vocab
     assert (share.chunks - 1) * share.tiles * share.rows * share.lane < vocab  # every program has some of it
     assert share.chunks == 1 or share.chunks * rows <= sms
+    assert 8 <= share.num_warps == share.rows // 32
     assert (rows, vocab) != (4, 128_256) or share.chunks == 32
 
 

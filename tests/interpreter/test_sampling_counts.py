@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 
 from spec_ops.backends.triton.sampling import support
 from spec_ops.ops.reference import sampling as reference
+from tests.helpers.undecided_rows import HOT, undecided_rows
 from tests.interpreter.cases import Rng
 from tests.interpreter.test_sampling import ALONE, CLOSE, VOCAB, settings
 
@@ -18,6 +19,7 @@ from tests.interpreter.test_sampling import ALONE, CLOSE, VOCAB, settings
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     monkeypatch.setattr(support, "shares", lambda *_: ALONE)
+    monkeypatch.setattr(support, "COUNTED_VOCAB", VOCAB)
 
 
 def no_search(monkeypatch) -> None:
@@ -102,21 +104,9 @@ def test_rows_that_are_greedy_or_keep_one_token(monkeypatch):
 
 
 def test_rows_that_counts_do_not_decide(monkeypatch):
-    """Where a bin of several values matters: the largest, the smallest, which weigh differently beside a small top, and what a
-    high temperature leaves of a mask."""
-    logits = rows_of("normal", Rng(3), 10)
-    logits[0, 7] = math.nan
-    logits.view(torch.int16)[1, 7] = 0xFFC0 - 0x10000  # a NaN with a sign, which no conversion keeps
-    logits[2, 9] = math.inf
-    logits[3] = -math.inf
-    logits[4, 11] = 300.0
-    logits[5] = torch.where(torch.arange(VOCAB) % 16 == 0, 2.0, 0.0)  # the boundary lies among zeros
-    logits[6] = torch.linspace(-(2.0**-26), 2.0**-26, VOCAB)
-    logits[7, ::2] = -400.0
-    logits[8] = torch.where(torch.arange(VOCAB) < 200, 2.0**-8, -(2.0**-8))
-    logits[8, 200:210], logits[8, 7] = 0.0, 2.0**-7
+    logits = undecided_rows(rows_of("normal", Rng(3), 10))
     hot = torch.ones(10)
-    hot[7] = 100.0
+    hot[7] = HOT
     searched = noted_searches(monkeypatch)
     p = torch.full((10,), 0.5)
     wanted = reference.sampling_support(logits, hot, None, p, None)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.runtime.sizes import next_power_of_2
-from spec_ops.backends.triton.sampling.phases import how_many, limit_of, load_step
+from spec_ops.backends.triton.sampling.phases import how_many, limit_of, load_step, scatter
 from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
     NOTHING_CUT,
@@ -74,7 +74,7 @@ def list_candidates(
         found = live & (value >= bound)
         one = found.to(tl.int32)
         slot = noted[:, None] + tl.cumsum(one, 1) - one
-        tl.store(slots + row * SLOTS + slot, ids.to(tl.int64), mask=found & (slot < SLOTS))
+        scatter(slots + row * SLOTS + slot, ids.to(tl.int64), found & (slot < SLOTS))
         noted += tl.sum(one, 1)
     tl.debug_barrier()  # a thread may read what others have noted
     j = tl.arange(0, SLOTS)[None, :]

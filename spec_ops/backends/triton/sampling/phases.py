@@ -10,6 +10,7 @@ import triton.language as tl
 
 from spec_ops.backends.triton.runtime.arrival import rendezvous
 from spec_ops.backends.triton.runtime.sizes import next_power_of_2
+from spec_ops.backends.triton.sampling.bins import INTERPRETED
 from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
     KEY_OUTSIDE,
@@ -59,6 +60,22 @@ def load_step(logits, stride, start, step, steps, vocab, ROWS: tl.constexpr, LAN
     ids = step_ids(start, step, steps, ROWS, LANE)
     live = ids < vocab
     return tl.load(logits + ids.to(tl.int64) * stride, mask=live, other=float("-inf")).to(tl.float32), ids, live
+
+
+@triton.jit
+def scatter(places, values, mask):
+    """`tl.store` of int64 from the threads that hold them.
+
+    Triton's would first pass pointers and values between threads, through up to 32 KB of shared memory: beside the bins
+    (`bins.py`) that is more than a launch may have.
+    """
+    if INTERPRETED:
+        tl.store(places, values, mask=mask)
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.b64 [$1], $2; mov.u32 $0, 0; }", "=r,l,l,r",
+            [places, values, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -297,7 +314,7 @@ def weigh_chunk(
             count = tl.sum(inside, 0)
             if listed & (count > 0):
                 to = list_at + before + found + tl.cumsum(inside, 0) - 1
-                tl.store(to, tl.reshape(place, [ROWS * LANE]), mask=inside > 0)
+                scatter(to, tl.reshape(place, [ROWS * LANE]), inside > 0)
             found += count
     return tl.sum(tl.reshape(weights, [ROWS * LANE]), 0), found, tl.min(tl.reshape(lowest, [ROWS * LANE]), 0)
 

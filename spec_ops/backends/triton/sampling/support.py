@@ -1,7 +1,7 @@
 """The support of a row of logits, and the draw from it: one launch.
 
-Where a program has a row of bfloat16 to itself, it counts how many tokens have each value (`counted.py`). Otherwise, and where
-counts do not decide, the programs of a row weigh its tokens (`search.py`).
+Where a program has a long row of bfloat16 to itself, it counts how many tokens have each value (`counted.py`). Otherwise, and
+where counts do not decide, the programs of a row weigh its tokens (`search.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from spec_ops.backends.triton.sampling.weights import KEY_SHIFT
 
 LANE = 8  # neighbouring tokens of a thread: 16 bytes of bfloat16
 PIVOTS = 8  # keys that a pass counts, or sums, at: more would narrow faster, with more instructions and registers
-SLOTS_BESIDE_BINS = 2  # Triton asks for more than 48 KB only if what it knows of shared memory is more
+# CUDA refuses a launch of more than 48 KB ("invalid argument") unless it was asked for more, which Triton does only if what it
+# allocates is more: it knows nothing of the bins. What is left for Triton:
+SHARED_BESIDE_BINS = 48 * 1024 - 4 * BINS.value
+SLOTS_BESIDE_BINS = 2
+LEAST_WARPS = 8  # of a program: in fewer, a thread's share of a list spills, and takes several times as long to compile
+COUNTED_VOCAB = BINS.value  # tokens of a row from which on they are counted: with fewer there is more to do in bins
 COUNTED_ROWS = 32  # from which on top-p is faster so than by several programs a row, flat rows four times (H200)
 COUNTED_STEPS = 4  # tiles of a pass that are counted at once
 LISTED = 128  # tokens that are few enough to compare each with each
@@ -115,9 +120,9 @@ class Shares(NamedTuple):
         }
 
 
-def tile_size(vocab: int, threads: int, lane: int) -> int:
-    """Ids of a tile: a power of two, at least what a warp reads, so that small vocabularies share a variant."""
-    return min(max(triton.next_power_of_2(vocab), 32 * lane), threads * lane)
+def tile_size(vocab: int, threads: int, lane: int, least: int = 32) -> int:
+    """Ids of a tile: a power of two, at least what `least` threads read, so that small vocabularies share a variant."""
+    return min(max(triton.next_power_of_2(vocab), least * lane), threads * lane)
 
 
 def shares(rows: int, vocab: int, programs: int, filtered: bool = True, lane: int = LANE) -> Shares:
@@ -125,12 +130,11 @@ def shares(rows: int, vocab: int, programs: int, filtered: bool = True, lane: in
     most = min(max(programs // max(rows, 1), 1), 128)
     # A row to itself fills a multiprocessor: with a second one its L1 cache would hold neither.
     num_warps = 8 if most > 1 else 16 if filtered else 32
-    tile = tile_size(vocab, 32 * num_warps, lane)
+    tile = tile_size(vocab, 32 * num_warps, lane, 32 * LEAST_WARPS)
     tiles = triton.cdiv(vocab, tile)
     each = triton.cdiv(tiles, most)
     chunks = triton.cdiv(tiles, each)
-    num_warps = min(num_warps, max(tile // lane // 32, 1))
-    return Shares(chunks, each, tile // lane, lane, num_warps)
+    return Shares(chunks, each, tile // lane, lane, min(num_warps, tile // lane // 32))
 
 
 def support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p, any_top: bool = False):
@@ -144,9 +148,10 @@ def support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p, any_top:
     coins = (0, 0) if uniforms is None else (uniforms.stride(0), uniforms.stride(1) if uniforms.dim() == 2 else 0)
     settings = [0 if x is None else x.stride(0) for x in (temperature, top_k, top_p, min_p)]
     filtered = not (top_k is None and top_p is None and min_p is None)
+    countable = filtered and logits.dtype == torch.bfloat16 and vocab >= COUNTED_VOCAB
 
     def start(share: Shares) -> bool:
-        counts = share.chunks == 1 and filtered and logits.dtype == torch.bfloat16
+        counts = countable and share.chunks == 1
         constants = share.constants | ({"SLOTS": SLOTS_BESIDE_BINS} if counts else {})
         list_words = max(LISTED, triton.next_power_of_2(share.chunks) * constants["CANDIDATES"]) * filtered
         tallies = 2 * constants["PIVOTS"] * MAX_PASSES + share.rows * constants["SLOTS"]  # and slots
@@ -175,7 +180,7 @@ def support_of_rows(logits, uniforms, temperature, top_k, top_p, min_p, any_top:
         # Triton's interpreter runs one program after another.
         lane = LANE * 2 // logits.element_size()  # of float32 half as many, of twice the registers
         programs = num_sms(logits.device) if on_gpu(logits) else 1
-        if logits.dtype == torch.bfloat16 and top_p is not None and top_k is None and bs * inner >= COUNTED_ROWS:
+        if countable and top_p is not None and top_k is None and bs * inner >= COUNTED_ROWS:
             programs = 1  # a program a row, which counts
         share = shares(bs * inner, vocab, programs, filtered, lane)
         grid = ("sampling_support", bs * inner, share)
@@ -206,7 +211,9 @@ def ahead() -> Iterator[Variant]:
         (512, 128_256, "bf16", ("top_p",)),
         (512, 128_256, "bf16", ("min_p",)),
         (512, 128_256, "bf16", ()),
+        (512, 50_257, "bf16", ("top_k", "top_p", "min_p")),
     ):
+        even = vocab % 16 == 0
         constants = shares(rows, vocab, 132, bool(given), LANE // 2 if dtype == "fp32" else LANE).constants
         several = constants["CHUNKS"] > 1
         counts = bool(given) and dtype == "bf16" and not several
@@ -215,22 +222,24 @@ def ahead() -> Iterator[Variant]:
         absent = [name for name in settings if name not in given]
         kept = ({"workspace": "*i64:16"} if several or given else {}) | ({"counters": "*i32:16"} if several else {})
         yield Variant(
-            f"sample_logits, {rows} rows, {dtype}, {' and '.join(given) or 'nothing cut'}",
+            f"sample_logits, {rows} rows, {dtype}, {' and '.join(given) or 'nothing cut'}{'' if even else ', odd vocabulary'}",
             sampling_support_kernel,
-            {"logits": f"*{dtype}:16", "uniforms": "*fp32:16", "temperatures": "*fp32:16", "row_stride": "i32:16"}
-            | {"inner_stride": "i32:16", "uniform_row_stride": "i32", "uniform_stride": "i32", "vocab": "i32"}
+            {"logits": f"*{dtype}:16", "uniforms": "*fp32:16", "temperatures": "*fp32:16"}
+            | dict.fromkeys(("row_stride", "inner_stride"), "i32:16" if even else "i32")
+            | {"uniform_row_stride": "i32", "uniform_stride": "i32", "vocab": "i32"}
             | {"steps": "i32", "workspace_stride": "i32", "list_words": "i32"}
             | outputs
             | kept
             | {name: settings[name] for name in given}
             | {strides[name]: "i32" for name in absent},
-            {"stride": 1, "temperature_stride": 1, "inner": 1, "ANY_TOP": False, "EVEN": True}
+            {"stride": 1, "temperature_stride": 1, "inner": 1, "ANY_TOP": False, "EVEN": even}
             | {"SHIFT": 0 if dtype == "fp32" else 16}
             | {strides[name]: 1 for name in given}
             | {"COUNTS": counts, "TILE": COUNTED_STEPS * constants["ROWS"] * LANE}
             | dict.fromkeys([*absent, "bins", *({"workspace", "counters"} - set(kept))])
             | constants,
             num_warps=num_warps,
+            hot=not counts,  # 16 warps leave 128 registers a thread, and some bytes spill, mostly in the search
             options=options,
-            estimated=dict.fromkeys(ARCHS, 48 * 1024 - 4 * BINS.value) if counts else None,
+            estimated=dict.fromkeys(ARCHS, SHARED_BESIDE_BINS) if counts else None,
         )

@@ -279,7 +279,7 @@ def test_requests_that_join_and_leave(shipped, requests, stock, overlap, graphs)
     found = serve(shipped, requests, timeout=LONG, disable_overlap_schedule=not overlap, **options)
     assert [len(tokens) for tokens in found["tokens"]] == requests["new_tokens"]
     assert found["tokens"] == stock
-    assert sum(found["rounds"]) < 0.4 * sum(requests["new_tokens"])  # drafts are good
+    assert sum(filter(None, found["rounds"])) < 0.4 * sum(requests["new_tokens"])  # one token takes no round; drafts are good
 
 
 WRONG = """

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 import spec_ops  # noqa: E402
-from tests.gpu.test_attention import FAMILIES, in_float32, random_call, static_call  # noqa: E402
+from tests.helpers.attention_calls import FAMILIES, in_float32, random_call, static_call  # noqa: E402
 from tests.helpers.chains import as_chains  # noqa: E402
 from tests.helpers.dense_attention import PREFIX, mask_words  # noqa: E402
 

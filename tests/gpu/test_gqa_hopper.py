@@ -20,7 +20,8 @@ pytestmark = [
 
 from spec_ops.backends.triton.runtime import counters as workspace  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import recorded  # noqa: E402
-from tests.gpu.test_attention import BF16, DEVICE, FP16, check_accuracy  # noqa: E402
+from tests.gpu.test_attention import check_accuracy  # noqa: E402
+from tests.helpers.attention_calls import BF16, DEVICE, FP16  # noqa: E402
 from tests.helpers.dense_attention import mask_words  # noqa: E402
 from tests.ops.test_attention import FP8, Case, make_case, poison_unseen  # noqa: E402
 

@@ -19,7 +19,8 @@ pytestmark = [
 ]
 
 from spec_ops.backends.triton.runtime import counters as workspace  # noqa: E402
-from tests.gpu.test_attention import BF16, DEVICE, FP16, check_accuracy  # noqa: E402
+from tests.gpu.test_attention import check_accuracy  # noqa: E402
+from tests.helpers.attention_calls import BF16, DEVICE, FP16  # noqa: E402
 from tests.ops.test_attention import Case, make_case, poison_unseen  # noqa: E402
 
 

@@ -19,7 +19,7 @@ from spec_ops.backends.triton.attention import launcher as steps  # noqa: E402
 from spec_ops.backends.triton.runtime import cooperative, counters, launch  # noqa: E402
 from spec_ops.backends.workspace import zeros_outside_graph_pools  # noqa: E402
 from tests.backends.test_workspace import disjoint, in_threads  # noqa: E402
-from tests.gpu.test_attention import SERVED, call, static_call  # noqa: E402
+from tests.helpers.attention_calls import SERVED, call, static_call  # noqa: E402
 
 TOO_LARGE = "Triton Error [CUDA]: too many blocks in cooperative launch"
 

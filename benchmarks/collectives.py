@@ -86,8 +86,8 @@ def _of_processes(sizes: list[int]) -> list[dict[str, Any]]:
             "symm_mem two-shot": _torchs(torch.ops.symm_mem.two_shot_all_reduce_, shared, ranks.name),
         }
         most = most_bytes(ranks.size)
-        if ranks.name in connected() and most is not None and size <= most:
-            ways |= _ours(workspace_of("collectives", ranks.name), parts[0], 1)
+        if (ranks.name, str(ranks.device)) in connected() and most is not None and size <= most:
+            ways |= _ours(workspace_of("collectives", ranks.name, ranks.device), parts[0], 1)
         for way, call in ways.items():
             figures = _measured(call, parts, ranks)
             rows.append({"ranks": ranks.size, "gpus": ranks.size, "kib": size >> 10, "way": way, **figures})

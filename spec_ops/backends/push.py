@@ -71,25 +71,28 @@ def most_bytes(size: int) -> int | None:
     return MOST_BYTES.get(size)
 
 
-_workspaces: dict[str, PushWorkspace] = {}  # by the name of the group
+_workspaces: dict[tuple[str, torch.device], PushWorkspace] = {}  # by the name of the group and the device of the memory
 
 
-def workspace_of(op: str, group: str) -> PushWorkspace:
-    """
+def workspace_of(op: str, group: str, device: torch.device) -> PushWorkspace:
+    """That of the ranks of `group` for tensors on `device`.
+
     Raises:
-        ValueError: the ranks of `group` have none.
+        ValueError: they have none, or on another device.
     """
-    if group not in _workspaces:
-        raise ValueError(
-            f"{op}: `group` must be one whose ranks can write to one another's memory, and that a TensorParallel was made of, "
-            f"got {group!r}"
-        )
-    return _workspaces[group]
+    if (group, device) in _workspaces:
+        return _workspaces[group, device]
+    if devices := [where for name, where in connected() if name == group]:
+        raise ValueError(f"{op}: `x` must be on {' or '.join(devices)}, where {group!r} has its memory, got {device}")
+    raise ValueError(
+        f"{op}: `group` must be one whose ranks can write to one another's memory, and that a TensorParallel was made of, "
+        f"got {group!r}"
+    )
 
 
-def connected() -> tuple[str, ...]:
-    """The names of the groups that have a workspace."""
-    return tuple(sorted(_workspaces))
+def connected() -> tuple[tuple[str, str], ...]:
+    """The names of the groups that have a workspace, each with its device, such as `"cuda:0"`."""
+    return tuple(sorted((name, str(device)) for name, device in _workspaces))
 
 
 def connect(group: Any, device: torch.device, seconds: float) -> PushWorkspace:
@@ -97,15 +100,15 @@ def connect(group: Any, device: torch.device, seconds: float) -> PushWorkspace:
 
     Args:
         group: a `torch.distributed.ProcessGroup` of 2, 4 or 8 ranks, one GPU each, of one host with peer access.
-        device: this rank's.
+        device: this rank's, with its index, and the current one.
         seconds: that a kernel waits for the other ranks, at least.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not used here, and setting it up fails on some machines
     import torch.distributed._symmetric_memory as symmetric
 
     name, size = group.group_name, group.size()
-    if name in _workspaces:
-        return _workspaces[name]
+    if (name, device) in _workspaces:
+        return _workspaces[name, device]
     most = most_bytes(size)
     assert most is not None
     words = 3 * size * most // 4
@@ -120,11 +123,13 @@ def connect(group: Any, device: torch.device, seconds: float) -> PushWorkspace:
     torch.cuda.synchronize(device)
     looks = min(int(seconds * LOOKS_A_SECOND), 2**31 - 1)
     made = PushWorkspace(group.rank(), size, most, addresses, state, failed, looks, (buffers, handle))
-    return _workspaces.setdefault(name, made)
+    return _workspaces.setdefault((name, device), made)
 
 
 def without_others(group: str, size: int, device: torch.device) -> PushWorkspace:
     """Buffers of the first of `size` ranks whose writes to another come back as that one's part, to time its rounds alone."""
+    if (group, device) in _workspaces:
+        return _workspaces[group, device]
     most = most_bytes(size)
     assert most is not None
     buffers = torch.zeros(3 * size * most // 4, dtype=torch.int32, device=device)
@@ -134,7 +139,7 @@ def without_others(group: str, size: int, device: torch.device) -> PushWorkspace
     addresses = torch.tensor([*pointers, failed.data_ptr()], dtype=torch.int64).to(device)
     state = torch.zeros(1, STATE, dtype=torch.int32, device=device)
     made = PushWorkspace(0, size, most, addresses, state, failed, LOOKS_A_SECOND, buffers)
-    return _workspaces.setdefault(group, made)
+    return _workspaces.setdefault((group, device), made)
 
 
 def of_one_process(size: int, device: torch.device, most: int, looks: int) -> PushWorkspace:

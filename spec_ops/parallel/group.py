@@ -127,6 +127,8 @@ class TensorParallel:
         rank = integer("TensorParallel", "rank", rank, 0, size - 1)
         ranks = cls(fake_group(size, rank))
         ranks.device = torch.device(device)
+        if ranks.device == torch.device("cuda") and torch.cuda.is_available():
+            ranks.device = torch.device("cuda", torch.cuda.current_device())
         if ranks.device.type == "cuda" and rank == 0 and most_bytes(size) is not None:
             ranks._pushes = without_others(ranks.name, size, ranks.device)
         return ranks

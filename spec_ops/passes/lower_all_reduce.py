@@ -63,6 +63,6 @@ def _refusal(fake: torch.Tensor, reduce: Any, group: Any, arch: int, *, planned:
         return f"no figures for {ranks} ranks"
     if reason := push.refusal(fake.dtype, reduce, fake.numel() * fake.element_size(), most):
         return f"a kernel's `x` {reason}"
-    if not planned and group not in push.connected():
+    if not planned and (group, str(fake.device)) not in push.connected():
         return "the ranks cannot write to one another's memory"
     return None

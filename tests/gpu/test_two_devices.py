@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -21,7 +24,13 @@ from spec_ops.backends.capture import capture_of_current_stream  # noqa: E402
 from spec_ops.backends.triton.runtime import counters  # noqa: E402
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig  # noqa: E402
 from spec_ops.models.pretrained import load_pair  # noqa: E402
+from spec_ops.ops.collectives import all_reduce_add_op, all_reduce_op  # noqa: E402
+from spec_ops.ops.reference import collectives as reference  # noqa: E402
+from spec_ops.parallel import TensorParallel  # noqa: E402
 from tests.backends.test_workspace import in_threads  # noqa: E402
+from tests.gpu import two_ranks  # noqa: E402
+from tests.helpers.groups import alone  # noqa: E402
+from tests.helpers.paths import ROOT  # noqa: E402
 from tests.ops.test_opcheck import SAMPLES, SEEDS, flat_tensors, overload, sample  # noqa: E402
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -41,7 +50,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed(value: Any, device: torch.device) -> Any:
-    """A copy on `device`, of the same strides; what is on the host stays there."""
+    """A copy on `device`, of the same strides; what is on the host stays there. Of ranks' memory: that on `device`."""
+    if isinstance(value, str) and value == alone("cuda"):
+        return alone(str(device))
     if isinstance(value, list):
         return [placed(part, device) for part in value]
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
@@ -154,3 +165,53 @@ def test_generators_of_two_threads_on_two_devices():
     for _ in range(3):
         got = in_threads(2, lambda i: pairs[i][0].generate(pairs[i][1], max_new_tokens=64).tokens)
         assert got == wanted
+
+
+def test_a_rank_without_the_others_on_each_device():
+    """Of one group's name, each with memory of its own."""
+    found = []
+    for device in BOTH:
+        ranks = TensorParallel.fake(2, device=device)
+        x = two_ranks.parts(1)[0].to(device)
+        found.append([out.cpu() for out in (all_reduce_op(x, "sum", ranks.name), *all_reduce_add_op(x, x, x[0], ranks.name))])
+    assert torch.equal(found[1][0], two_ranks.parts(1)[0] * 2)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert TensorParallel.fake(4, device="cuda").device == FIRST
+
+
+def test_ranks_whose_memory_is_on_the_other_device():
+    message = "all_reduce: `x` must be on cuda:0, where 'alone on cuda:0' has its memory, got cuda:1"
+    with pytest.raises(ValueError, match=message):
+        all_reduce_op(torch.ones(1, 16, device=SECOND).bfloat16(), "sum", alone("cuda:0"))
+
+
+def test_two_ranks_whichever_device_is_current(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.two_ranks", str(rank), str(tmp_path)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        printed = [process.communicate(timeout=500)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
+    *parts, residual = two_ranks.parts(2)
+    total = reference.sum_of(parts)
+    added = reference.add_to(total, residual, residual[0])
+    wanted = [total, torch.arange(5), *added, total, torch.cat(parts, -1)]
+    tokens = []
+    for rank in range(2):
+        for found in torch.load(tmp_path / f"{rank}.pt"):
+            for got, expected in zip(found["outputs"], wanted, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-6 if got.dtype == torch.float32 else 0, atol=0)
+            tokens.append(found["tokens"])
+    assert all(tokens[0])
+    assert tokens == [tokens[0]] * 4

@@ -26,7 +26,8 @@ def alone(device: str) -> str:
     _register_process_group(name, group)
     _KEPT.append(group)
     if device != "cpu":
-        push._workspaces[name] = push.of_one_process(1, torch.device(device), 1 << 16, 1_000_000)
+        made = push.of_one_process(1, torch.device(device), 1 << 16, 1_000_000)
+        push._workspaces[name, made.state.device] = made
     return name
 
 

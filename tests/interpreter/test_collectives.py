@@ -111,7 +111,11 @@ def test_sum_of_any_shape(shape):
 def test_a_rank_without_the_others(size):
     """It gets its own part from each, in calls of any sizes in turn."""
     with mock.patch.dict(workspaces._workspaces):
+        elsewhere = workspaces.without_others(f"alone of {size}", size, torch.device("meta"))
         ranks = workspaces.without_others(f"alone of {size}", size, CPU)
+        assert workspaces.workspace_of("sum", f"alone of {size}", CPU) is ranks
+        assert workspaces.workspace_of("sum", f"alone of {size}", torch.device("meta")) is elsewhere
+        assert elsewhere.addresses.is_meta
     for call, columns in enumerate((528, 16, 272, 528)):
         part = parts_of(1, 1, columns, call)
         out, largest = torch.empty_like(part), torch.empty(1, 3, dtype=torch.int64)
@@ -194,7 +198,12 @@ def test_bad_input():
             push.push(ranks, changed, torch.empty_like(changed), reduce, local=2)
     with pytest.raises(ValueError, match="all_reduce: `group` must be one whose ranks can write to one another's memory"):
         push.all_reduce(x, "sum", "nobody")
-    with mock.patch.dict("spec_ops.backends.push._workspaces", {"two": ranks}):
+    with mock.patch.dict("spec_ops.backends.push._workspaces", {("two", CPU): ranks}):
         with pytest.raises(ValueError, match="all_reduce_add: the columns of `x` must be a multiple of 16, got 24"):
             push.all_reduce_add(x[0, :, :24], x[0, :, :24], x[0, 0, :24], "two")
         assert push.all_reduce(x[:, :0], "sum", "two").shape == (2, 0, 48)
+        elsewhere = x[0].to("meta")
+        with pytest.raises(ValueError, match="all_reduce: `x` must be on cpu, where 'two' has its memory, got meta"):
+            push.all_reduce(elsewhere, "sum", "two")
+        with pytest.raises(ValueError, match="all_reduce_add: `x` must be on cpu, where 'two' has its memory, got meta"):
+            push.all_reduce_add(elsewhere, elsewhere, elsewhere[0], "two")

@@ -78,21 +78,23 @@ def test_a_sum_that_is_read_before_it_is_there():
 
 
 def test_ranks_that_do_not_see_one_another():
-    """What is planned for another machine takes its GPUs to; on this one they must have met."""
+    """What is planned for another machine takes its GPUs to; on this one they must have met, on the tensor's device."""
     name = GROUPS[2]
     module, _ = capture(lambda x: reduced(x) + 1, rows())
     with mock.patch("spec_ops.passes.lower_all_reduce.device_arch", return_value=90):
         result = run_pass(LowerAllReduce(), module)
         assert texts(result.refused).endswith("the ranks cannot write to one another's memory")
         ranks: Any = object()
-        with mock.patch.dict(push._workspaces, {name: ranks}):
+        with mock.patch.dict(push._workspaces, {(name, torch.device("cuda", 1)): ranks}):
+            assert run_pass(LowerAllReduce(), module).matches == 0
+        with mock.patch.dict(push._workspaces, {(name, torch.device("cpu")): ranks}):
             assert run_pass(LowerAllReduce(), module).matches == 1
 
 
 def test_who_has_met_is_part_of_the_cache_key():
     ranks: Any = object()
     before = PassManager().uuid()
-    with mock.patch.dict(push._workspaces, {"two": ranks}):
+    with mock.patch.dict(push._workspaces, {("two", torch.device("cuda", 0)): ranks}):
         assert PassManager().uuid() != before
     assert PassManager().uuid() == before
 

@@ -228,10 +228,10 @@ def all_reduce(x: torch.Tensor, reduce: str, group: str) -> torch.Tensor:
     """See `spec_ops.ops.collectives`.
 
     Raises:
-        ValueError: the ranks have no buffers that each other can write to; more bytes than these hold, or no multiple of 16;
-            another dtype or reduction.
+        ValueError: the ranks have no buffers that each other can write to, or not on the device of `x`; more bytes than these
+            hold, or no multiple of 16; another dtype or reduction.
     """
-    ranks = workspace_of("all_reduce", group)
+    ranks = workspace_of("all_reduce", group, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel():
         push(ranks, x.contiguous(), out, reduce)
@@ -243,7 +243,7 @@ def all_reduce_add(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `spec_ops.ops.collectives`; raises as `all_reduce` does, and ValueError for a number of columns that 16 does not
     divide."""
-    ranks = workspace_of("all_reduce_add", group)
+    ranks = workspace_of("all_reduce_add", group, x.device)
     m, n = x.shape
     if n % SUM_COLUMNS:
         raise ValueError(f"all_reduce_add: the columns of `x` must be a multiple of {SUM_COLUMNS}, got {n}")

@@ -16,7 +16,7 @@ ARGUMENTS = {
     "chain_and_tree.py": ["--new-tokens", "32"],
     "compile_your_model.py": ["--backend", "aot_eager"],
     "json_grammar.py": ["--topk", "2"],
-    "sampled_decoding.py": ["--draws", "512"],
+    "sampled_decoding.py": ["--draws", "256"],
     "tensor_parallel.py": ["--new-tokens", "16"],
     "transformers_generate.py": ["--new-tokens", "24"],
 }

@@ -512,7 +512,7 @@ def test_every_registered_op_has_samples():
 
 
 # Seeds rather than single cases: each draws other dtypes, layouts, optional inputs and sizes, empty ones among them. Two for
-# opcheck, which traces: of a fake the random samples below show more.
+# opcheck, which traces, and one with fp8: of a fake the random samples below show more.
 SEEDS = range(4)
 WITH_FP8 = [name for name in SAMPLES if name.startswith(("mha", "mla", "append", "move", "rope", "moe")) or "skinny" in name]
 
@@ -529,7 +529,7 @@ def test_opcheck(name, seed, device):
     torch.library.opcheck(overload(name), sample(name, seed, device, fp8=False))
 
 
-@pytest.mark.parametrize("seed", SEEDS[:2])
+@pytest.mark.parametrize("seed", SEEDS[2:3])
 @pytest.mark.parametrize("name", WITH_FP8)
 def test_opcheck_fp8(name, seed, device):
     """Without opcheck's `test_schema`, whose torch.allclose has no fp8 kernel; the next test does its work."""
@@ -578,7 +578,7 @@ def metadata(result: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_fake_agrees_with_real(name, data, device):
     """Inductor allocates and indexes by the fake's strides: a real result laid out otherwise would be read wrongly."""

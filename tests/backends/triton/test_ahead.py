@@ -30,11 +30,11 @@ VARIANTS = list(ahead.variants())
 NEWER = {arch for arch in ahead.ARCHS if arch >= 90}
 OLDER = set(ahead.ARCHS) - NEWER
 
-# Of every kernel one variant, on one of the newer architectures and one of the older ones, in turn: a second each. Attention
-# takes longer: of its kernels, what `test_attention_ahead.py` compiles.
+# Of every kernel the first variant on one of the newer architectures, and the last on one of the older ones, in turn: a second
+# each. Attention takes longer: of its kernels, what `test_attention_ahead.py` compiles.
 TAKEN = []
-for archs in (NEWER, OLDER):
-    for i, v in enumerate(ahead.first_of_each_kernel(v for v in VARIANTS if archs.intersection(v.archs))):
+for archs, order in ((NEWER, VARIANTS), (OLDER, VARIANTS[::-1])):
+    for i, v in enumerate(ahead.first_of_each_kernel(v for v in order if archs.intersection(v.archs))):
         mine = sorted(archs.intersection(v.archs))
         others = [pair for pair in RESIDENT if pair[0].kernel is v.kernel and pair[1] in archs]
         TAKEN.append(others[0] if others else (v, mine[i % len(mine)]))

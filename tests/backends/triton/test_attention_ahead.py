@@ -54,6 +54,8 @@ RESIDENT = covering(pairs(SPLIT), _facts, [*SHARE, *FP8_SHARE])
 def pytest_generate_tests(metafunc):
     if metafunc.function is test_programs_are_resident_at_once:
         parametrize_pairs(metafunc, pairs(VARIANTS), RESIDENT)
+    elif metafunc.function is test_values_that_no_query_sees_cost_no_registers:
+        metafunc.parametrize("arch", [90, 100] if metafunc.config.getoption("--all-variants") else [90])
     elif metafunc.function is test_wgmma_run_side_by_side:
         parametrize_pairs(metafunc, WGMMA, SHARE)
     elif metafunc.function is test_fp8_goes_to_products_without_detours:
@@ -139,7 +141,6 @@ def test_paths_of_a_tree_are_read_in_wide_and_early_loads():
     assert ahead.resources(kernel).loop_spills == 0
 
 
-@pytest.mark.parametrize("arch", [90, 100])
 def test_values_that_no_query_sees_cost_no_registers(arch):
     """The last level of a tree: after their loop large tiles look for NaN (`attend`), as they do where there is a window."""
     call = attention_ahead.call_of(attention_ahead.GQA_64, 8, 8, tree=True)

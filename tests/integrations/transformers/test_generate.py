@@ -122,9 +122,10 @@ def test_logits_are_the_models_own(name):
     torch.testing.assert_close(got, want.logits[0], rtol=1e-4, atol=1e-4)  # fp32, another order of sums
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "mistral"])
 def test_the_round_is_one_graph_and_never_recompiles(name):
-    """Traced by Dynamo with `fullgraph=True`; also when another model is made in between: transformers keeps count of them."""
+    """Traced by Dynamo with `fullgraph=True`; also when another model is made in between: transformers keeps count of them.
+    Plain rounds of other models: `test_tokens_stay_those_of_generate`."""
     torch._dynamo.reset()  # rounds of earlier tests count towards the limit of their code object
     ids, mask = batch()
     config = SpeculationConfig(2, 2, 5) if name == "mistral" else SpeculationConfig(2)
@@ -134,7 +135,7 @@ def test_the_round_is_one_graph_and_never_recompiles(name):
     first = generator.generate(ids[:, 2:], mask[:, 2:], max_new_tokens=2, eos_token_id=())
     assert first.shape == (3, 9)
     assert counter.frame_count == 1
-    other = make_model("qwen3" if name == "llama" else "llama")
+    other = make_model("llama")
     assert generator.generate(ids, mask, **NEW).tokens == eager_tokens(name, layers=2)
     assert counter.frame_count == 1, other
 

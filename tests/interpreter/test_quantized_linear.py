@@ -57,6 +57,19 @@ def test_k_that_128_does_not_divide(m, kind):
     torch.testing.assert_close(got.double(), exact(x, weight, *scales) + bias.double(), rtol=2**-10, atol=2**-8)
 
 
+@pytest.mark.parametrize("m", [20, 64, 100])
+def test_scales_beyond_the_weight_are_not_read(m):
+    """Scales are a slice of some that are no numbers, which times the rows' zeros beyond k would be no number either."""
+    n, k = 70, 320
+    x, bias, weight, scale, *rest = tensors(m, n, k, "mxfp4")
+    around = torch.full((n + 1, 32), 255, dtype=torch.uint8)
+    inside = around[:n, : scale.shape[1]]
+    inside.copy_(scale)
+    got = linear.skinny_mm(x, weight, bias, inside, *rest)
+    assert torch.equal(got, linear.skinny_mm(x, weight, bias, scale, *rest))
+    torch.testing.assert_close(got.double(), exact(x, weight, scale, *rest) + bias.double(), rtol=2**-10, atol=2**-8)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_is_that_of_a_product_with_the_dequantized_weight(kind):
     x, _, weight, *scales = tensors(8, 256, 1024, kind)

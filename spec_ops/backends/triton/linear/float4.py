@@ -53,16 +53,18 @@ _NV_UNIT_BF16, _NV_UNIT_FP16 = tl.constexpr(_NV_UNIT["bf16"]), tl.constexpr(_NV_
 
 @triton.jit
 def load_float4_scales(
-    scale, row_stride, column_stride, n, chunk, N, chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr
-):
+    scale, row_stride, column_stride, n, chunk, N, K, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
     """The scales `[CHUNKS, n, CHUNK / GROUP]` of rows `n` as they are stored, for the chunks of k from number `chunk` on; 0
-    beyond the weight."""
+    beyond the weight, of which k is a multiple of `WHOLE`."""
     EACH: tl.constexpr = CHUNK // GROUP
     part = chunk + tl.arange(0, CHUNKS)[:, None, None]
     column = part * EACH + tl.arange(0, EACH)[None, None, :]
     at = scale + n[None, :, None].to(tl.int64) * row_stride + column * column_stride
     none: tl.constexpr = 0 if scale.dtype.element_ty == tl.uint8 else 0.0
-    return tl.load(at, mask=(n < N)[None, :, None] & (part < chunks), other=none)
+    inside = part < K // CHUNK if WHOLE >= CHUNK else column // (WHOLE // GROUP) < K // WHOLE
+    return tl.load(at, mask=(n < N)[None, :, None] & inside, other=none)
 
 
 @triton.jit
@@ -124,32 +126,31 @@ def float4_products(
 ):  # fmt: skip
     """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, before `rest_of`. Tiles are narrower than `WARPGROUP`."""
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK
-    chunks = K // CHUNK
     sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
     # Asked for a block ahead, as in `quantized_products`.
-    s = load_float4_scales(scale, scale_row, scale_column, n, first * CHUNKS, N, chunks, CHUNK, CHUNKS, COLUMNS)
+    s = load_float4_scales(scale, scale_row, scale_column, n, first * CHUNKS, N, K, CHUNK, CHUNKS, COLUMNS, CHUNK)
     for block in tl.range(first, end, num_stages=STAGES):
         columns = scaled_numbers(weight.load([block * CHUNKS, tile * BLOCK_N, 0]), s, x.dtype)
         rows = tl.permute(x.load([block * CHUNKS, 0, 0]), (0, 2, 1))
         sums = tl.dot(columns, rows, sums)
-        s = load_float4_scales(scale, scale_row, scale_column, n, (block + 1) * CHUNKS, N, chunks, CHUNK, CHUNKS, COLUMNS)
+        s = load_float4_scales(scale, scale_row, scale_column, n, (block + 1) * CHUNKS, N, K, CHUNK, CHUNKS, COLUMNS, CHUNK)
     return tl.sum(sums, 0)
 
 
 @triton.jit
 def wide_float4_products(
     x, weight, scale, rest, scale_row, scale_column, tile, first, end, n, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The sums, times `rest`, in tiles that warpgroups compute. That is done in each block, since a product in place has ptxas
     begin no instruction before the last one has ended. So `rest` must not be a constant that Triton sees through."""
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    blocks = tl.cdiv(K, BLOCK_K)
-    s = load_float4_scales(scale, scale_row, scale_column, n, first, N, blocks, BLOCK_K, 1, COLUMNS)
+    s = load_float4_scales(scale, scale_row, scale_column, n, first, N, K, BLOCK_K, 1, COLUMNS, CHUNK)
     for block in tl.range(first, end, num_stages=STAGES):
         stored = weight.load([tile * BLOCK_N, block * (BLOCK_K // 2)])
         columns = tl.reshape(scaled_numbers(tl.expand_dims(stored, 0), s, x.dtype), [BLOCK_N, BLOCK_K])
         rows = tl.permute(x.load([0, block * BLOCK_K]), (1, 0))
         sums += tl.dot(columns, rows) * rest
-        s = load_float4_scales(scale, scale_row, scale_column, n, block + 1, N, blocks, BLOCK_K, 1, COLUMNS)
+        s = load_float4_scales(scale, scale_row, scale_column, n, block + 1, N, K, BLOCK_K, 1, COLUMNS, CHUNK)
     return sums

@@ -77,7 +77,7 @@ def most_rows(stored: WeightFormat) -> int:
 @dataclass(frozen=True)
 class Config:
     """A tile, programs that share its k, Triton's count of stages, and programs that a multiprocessor holds at once; `full`: it
-    has no room for more of them, so that a launch may be early. `chunk` of k is what a warp takes below `WARPGROUP` columns."""
+    has no room for more of them, so that a launch may be early. `chunk` divides k; below `WARPGROUP` columns warps take it."""
 
     block_m: int
     block_n: int
@@ -111,7 +111,8 @@ def fitted(
     if stored is not None and stored.bits < 16:
         # A row of shared memory holds 128 numbers of 8 bits, but a chunk has one scale, unless numbers are scaled.
         chunk, bits = 128 if k % 128 == 0 else 64, stored.bits
-        chunk = min(chunk, block_k // num_warps if stored.float4 else stored.columns)
+        if block_n < WARPGROUP.value or not stored.float4:
+            chunk = min(chunk, block_k // num_warps if stored.float4 else stored.columns)
         block_k = block_k if block_n < WARPGROUP.value or stored.float4 else min(block_k, stored.columns)
     blocks = triton.cdiv(k, block_k)
     buffer = block_k * (block_n * bits // 8 + 2 * block_m)
@@ -210,7 +211,7 @@ def products(
     if FLOAT4 and BLOCK_N >= WARPGROUP:
         acc = wide_float4_products(
             x, weight, scale, rest_of(scale, tensor_scale), scale_row, scale_column, tile, first, end, n, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, COLUMNS,
+            BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
         )  # fmt: skip
     elif FLOAT4:
         acc = float4_products(

@@ -53,15 +53,19 @@ def with_plain_inputs(
     """What `compile_fn(graph_module, inputs)` returns, but compiled for the tensors inside of parameters.
 
     `graph_module` is a graph of Dynamo, which reads it after the compilation: a copy is changed. An argument that is a subclass
-    is left as it is, and so is a parameter with sizes that are not known while compiling, or that holds more than tensors.
+    is left as it is, and so is a parameter with sizes that are not known while compiling, that holds more than tensors, or whose
+    tensors the graph reads by themselves too.
     """
     if not any(map(_is_parameter, graph_module.graph.find_nodes(op="placeholder"), inputs)):
         return compile_fn(graph_module, list(inputs))
     graph_module = _copied(graph_module)
     taken: list[tuple[int, Callable[[Any], Any] | None]] = []
     plain: list[Any] = []
-    for i, (node, given) in enumerate(zip(graph_module.graph.find_nodes(op="placeholder"), inputs, strict=True)):
-        names = _take_apart(graph_module.graph, node, given) if _is_parameter(node, given) else None
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    sources = {node._dynamo_source for node in placeholders}  # type: ignore[attr-defined]
+    for i, (node, given) in enumerate(zip(placeholders, inputs, strict=True)):
+        apart = _is_parameter(node, given) and not any(source in sources for source in _sources(node, given))
+        names = _take_apart(graph_module.graph, node, given) if apart else None
         takes = [None] if names is None else [operator.attrgetter(name) for name in names]
         taken += [(i, take) for take in takes]
         plain += [given if take is None else take(given) for take in takes]
@@ -103,17 +107,22 @@ def _is_parameter(node: fx.Node, given: Any) -> bool:
     return all(isinstance(size, int) for part in (example, *parts) for size in (*part.shape, *part.stride()))
 
 
+def _sources(node: fx.Node, given: Any) -> list[AttrSource]:
+    """Of the tensors that a parameter holds, by which AOTAutograd tells arguments apart."""
+    return [AttrSource(node._dynamo_source, name) for name in given.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+
+
 def _take_apart(graph: fx.Graph, node: fx.Node, given: Any) -> list[str]:
     """Placeholders for the tensors that `given` holds, in place of `node`; their names."""
     names, rest = given.__tensor_flatten__()
-    example, source = node.meta["example_value"], node._dynamo_source  # type: ignore[attr-defined]
+    example = node.meta["example_value"]
     context = TracingContext.try_get()
     outer = None if context is None else context.tensor_to_context.get(given)
     parts = []
-    for name in names:
+    for name, source in zip(names, _sources(node, given), strict=True):
         with graph.inserting_before(node):
             part = graph.placeholder(f"{node.target}_{name}")
-        part._dynamo_source = AttrSource(source, name)  # type: ignore[attr-defined]
+        part._dynamo_source = source  # type: ignore[attr-defined]
         part.meta |= {"example_value": getattr(example, name), "tensor_dict": dict(node.meta["tensor_dict"])}
         if context is not None and outer is not None and name in getattr(outer, "inner_contexts", {}):
             context.tensor_to_context[getattr(given, name)] = outer.inner_contexts[name]

@@ -148,6 +148,24 @@ def test_a_subclass_that_holds_more_than_tensors_is_left():
 
 
 @torch.no_grad()
+def test_a_parameter_whose_tensors_are_read_too_is_left():
+    """AOTAutograd takes no two arguments of one source."""
+
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model()
+
+        def forward(self, x):
+            return self.layers(x) + self.layers[0].weight.scale.sum()
+
+    spy, made, x = Spy(), Read(), torch.randn(3, 128)
+    torch.testing.assert_close(torch.compile(made, backend=spy)(x), made(x))
+    assert sum(map(is_traceable_wrapper_subclass, spy.inputs)) == 1
+    torch.testing.assert_close(spec_ops.compile(made, mode="default")(x), made(x), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_the_cache_tells_graphs_apart(tmp_path, monkeypatch):
     """A second compilation of the same layers is a hit; one whose rows are rounded is none."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -53,8 +53,8 @@ def with_plain_inputs(
     """What `compile_fn(graph_module, inputs)` returns, but compiled for the tensors inside of parameters.
 
     `graph_module` is a graph of Dynamo, which reads it after the compilation: a copy is changed. An argument that is a subclass
-    is left as it is, and so is a parameter with sizes that are not known while compiling, that holds more than tensors, or whose
-    tensors the graph reads by themselves too.
+    is left as it is, and so is a parameter with sizes that are not known while compiling, that holds more than tensors, whose
+    tensors the graph reads by themselves too, or that needs a gradient, which would go to none of its tensors.
     """
     if not any(map(_is_parameter, graph_module.graph.find_nodes(op="placeholder"), inputs)):
         return compile_fn(graph_module, list(inputs))
@@ -97,7 +97,7 @@ def _copied(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 def _is_parameter(node: fx.Node, given: Any) -> bool:
     static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
-    if not static or not is_traceable_wrapper_subclass(given):
+    if not static or (given.requires_grad and torch.is_grad_enabled()) or not is_traceable_wrapper_subclass(given):
         return False
     example = node.meta["example_value"]
     parts = [getattr(example, name) for name in given.__tensor_flatten__()[0]]
@@ -128,7 +128,8 @@ def _take_apart(graph: fx.Graph, node: fx.Node, given: Any) -> list[str]:
             context.tensor_to_context[getattr(given, name)] = outer.inner_contexts[name]
         parts.append(part)
     told_apart = hasattr(given, "_stable_hash_for_caching")
-    like = f"{type(given).__qualname__} {given._stable_hash_for_caching() if told_apart else next(_COUNT)}"
+    cls = f"{type(given).__module__}.{type(given).__qualname__}"
+    like = f"{cls} {given._stable_hash_for_caching() if told_apart else next(_COUNT)}"
     _LIKE[like] = _Like(type(given), tuple(names), rest, given.shape, given.stride())
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):

@@ -13,6 +13,7 @@ from spec_ops.models.quantized import float8_tensor, int4_tensor
 from spec_ops.models.stored_tensor import Inputs, StoredTensor
 from spec_ops.passes import subclass_inputs
 from spec_ops.passes.subclass_inputs import rebuilt, with_plain_inputs
+from tests.helpers.forked import run_code
 
 
 def model(store=int4_tensor, **changes) -> nn.Sequential:
@@ -163,6 +164,58 @@ def test_a_parameter_whose_tensors_are_read_too_is_left():
     torch.testing.assert_close(torch.compile(made, backend=spy)(x), made(x))
     assert sum(map(is_traceable_wrapper_subclass, spy.inputs)) == 1
     torch.testing.assert_close(spec_ops.compile(made, mode="default")(x), made(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_parameter_that_needs_a_gradient_is_left(grad):
+    spy, made, x = Spy(), model(), torch.randn(3, 128)
+    made[0].weight.requires_grad_()
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(torch.compile(made, backend=spy)(x), made(x))
+    assert sum(map(is_traceable_wrapper_subclass, spy.inputs)) == grad
+
+
+SHARED_LAYERS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+import spec_ops
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+made, x = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 64)), torch.randn(3, 128)
+parallelize_module(made, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+compiled = spec_ops.compile(made, mode="default")
+with torch.no_grad():
+    torch.testing.assert_close(compiled(x), made(x))
+found = []
+for fn in (compiled, made):
+    fn(x).square().sum().backward()
+    found.append([parameter.grad.to_local() for parameter in made.parameters()])
+    made.zero_grad()
+torch.testing.assert_close(*found)
+"""
+
+
+def test_shared_layers_and_their_gradients(tmp_path):
+    """DTensors, which hold a mesh since torch 2.13. In another process: a group that ends takes all others along."""
+    done = run_code(SHARED_LAYERS, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@torch.no_grad()
+def test_classes_of_one_name_are_told_apart():
+    other = type("StoredTensor", (StoredTensor,), {"__module__": "other", "detach": lambda self: self})
+    spy, held = Spy(), int4_tensor(torch.randn(128, 128))
+    made = nn.Sequential(*[nn.Linear(128, 128) for _ in range(2)])
+    for layer, cls in zip(made, (StoredTensor, other), strict=True):
+        weight = cls(held.data_.clone(), held.scale.clone(), held.zero.clone(), dtype=held.dtype)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    torch.compile(made, backend=spy)(torch.randn(3, 128))
+    (graph,) = (g.graph for g in spy.graphs)
+    likes = [node.kwargs["like"] for node in graph.find_nodes(op="call_function", target=rebuilt)]
+    assert len(set(likes)) == len(likes) == 2
 
 
 @torch.no_grad()

@@ -30,9 +30,11 @@ from tests.ops.test_opcheck import SAMPLES, SEEDS, WITH_FP8, overload, sample
 MODULES: tuple[ModuleType, ...] = (
     kv_cache, kv_indices, tree, accept, sampling, rope, linear, concatenate, lookup, moe, invariant, collectives
 )  # fmt: skip
-# The reference of `moe_experts` visits the experts one by one, and those of collectives exchange; on a GPU their kernels run,
-# which the second test captures.
 CASES = [(name, seed, fp8) for name in SAMPLES for seed in SEEDS for fp8 in {False, name in WITH_FP8}]
+
+# References of mixtures visit the experts one by one, and those of collectives exchange; on a GPU their kernels run, which the
+# second test captures.
+LOOKS = {"moe_experts", "scaled_moe_experts", "add_moe_experts", "all_reduce", "all_reduce_add"}
 
 
 def reference(name: str):
@@ -53,9 +55,7 @@ def into(out: torch.Tensor, call: AttentionCall) -> None:
     assert run_attention(call) is out
 
 
-@pytest.mark.parametrize(
-    ("name", "seed", "fp8"), [case for case in CASES if case[0] not in ("moe_experts", "all_reduce", "all_reduce_add")]
-)
+@pytest.mark.parametrize(("name", "seed", "fp8"), [case for case in CASES if case[0] not in LOOKS])
 def test_reference_reads_no_value_off_the_cpu(name, seed, fp8):
     """`.item()`, `nonzero`, a boolean-mask index or a 0-dim index raise on a meta tensor, which has no values: on a GPU each is
     a host sync. (Meta stands for CUDA here: the references look at values on CPU alone.)"""

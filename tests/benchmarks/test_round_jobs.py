@@ -223,7 +223,7 @@ def test_rows_of_two_runs_stand_in_one_file(tmp_path):
 @pytest.mark.usefixtures("in_this_process")
 def test_rounds_with_weights_of_fewer_bits_stand_beside_those_of_16(tmp_path):
     path = tmp_path / "round.json"
-    small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--jobs", "3"]
+    small = ["--batch-size", "1", "--context", "40", "--repeats", "2", "--jobs", "3", "--bandwidth", "1e8"]
     result = bench_round(*small, "--weights", "float8", "--weights", "int4", "--json", str(path))
     assert result.exit_code == 0, result.output
     plain, *stored = json.loads(path.read_text())["rows"]

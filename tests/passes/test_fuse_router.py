@@ -16,9 +16,11 @@ from tests.helpers.pass_harness import capture, run_pass, switched_off, targets,
 
 aten = torch.ops.aten
 TOKENS, EXPERTS, HIDDEN, INNER, K = 5, 12, 16, 6, 3
-GATE_UP, DOWN = torch.randn(EXPERTS, 2 * INNER, HIDDEN), torch.randn(EXPERTS, HIDDEN, INNER)
-X, ROUTER = torch.randn(TOKENS, HIDDEN), torch.randn(EXPERTS, HIDDEN) * 0.5
-BIAS = torch.randn(EXPERTS)
+# Numbers without ties at the cut, in bfloat16 too: torch's topk takes any of equal scores, the op the first.
+G = torch.Generator().manual_seed(0)
+GATE_UP, DOWN = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=G), torch.randn(EXPERTS, HIDDEN, INNER, generator=G)
+X, ROUTER = torch.randn(TOKENS, HIDDEN, generator=G), torch.randn(EXPERTS, HIDDEN, generator=G) * 0.5
+BIAS = torch.randn(EXPERTS, generator=G)
 
 
 def experts(x, ids, weights):
@@ -102,9 +104,9 @@ def test_routers_of_transformers(name):
         norm_topk_prob=True, routed_scaling_factor=2.446, n_group=4, topk_group=2, topk_method="greedy",
         router_jitter_noise=0.0, moe_num_experts=EXPERTS, moe_k=K, moe_norm_min=1e-12,
     )  # fmt: skip
-    router = getattr(modeling, kind)(config).requires_grad_(False)
+    router, generator = getattr(modeling, kind)(config).requires_grad_(False), torch.Generator().manual_seed(0)
     for tensor in (*router.parameters(), *router.buffers()):
-        tensor.copy_(torch.randn(tensor.shape) * 0.5)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
 
     def fn(x):
         _, weights, ids = router(x)

@@ -22,7 +22,7 @@ SAMPLE = soak.Sample(0, 0.0, 2, 2, 4096, 300_000, 900.0)
 @pytest.fixture(scope="module")
 def generator():
     gc.collect()
-    gc.freeze()  # what earlier tests left takes half a second of each sample, which collects and counts
+    gc.freeze()  # each sample collects and counts objects, of which earlier tests left many
     target = make_target(False)
     return Generator(
         target, make_draft("eagle3", target), SpeculationConfig(2), max_batch_size=3, max_seq_len=80, page_size=4, num_pages=12

@@ -56,7 +56,7 @@ def pretended_gpu(arch: int = 90) -> Iterator[None]:
 
 
 def _caches() -> list[dict]:
-    """Of the kernels in our modules. To look through all objects takes a second, after some thousand tests."""
+    """Of the kernels in our modules. To look through all objects takes longer with every test before."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("spec_ops", "tests", "__main__")]
     return [f.device_caches for module in modules for f in vars(module).values() if isinstance(f, triton.JITFunction)]
 

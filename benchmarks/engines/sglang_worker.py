@@ -1,9 +1,9 @@
 """One SGLang engine whose rounds are timed: `python sglang_worker.py JSON`, a line of JSON for each case.
 
-It runs in SGLang's environment and needs nothing of this repository. A round's time is the time of the fastest long call less
-that of the fastest short one, over the rounds between them: so prefill, which the engine's prefix cache has after the first
-call, and the beginning and end of a call cancel out. Differences of two calls that follow each other are given besides; their
-least would be of a short call that something held up.
+It runs in SGLang's environment and needs nothing of this repository. A round's time is the difference between the fastest long
+call and the fastest short call, divided by the number of rounds that the long one has more. So prefill (in the engine's prefix
+cache after the first call) and the beginning and end of a call cancel out. The differences of consecutive calls are written
+too; their minimum would favour a short call that something held up.
 """
 
 from __future__ import annotations

@@ -248,14 +248,14 @@ def invariant(results: Path) -> str:
 
 
 def weights(results: Path) -> str:
-    """Rounds with weights of 8 and 4 bits beside those of 16."""
+    """Rounds with weights of 8 and 4 bits, compared with 16 bits."""
     file = "h200-weights"
     intro = "Rounds with weights of 8 and 4 bits, milliseconds (`python -m benchmarks round --plain --weights KIND`,"
     return _judged(f"{intro} `benchmarks/results/{file}.json`)", [file], results, ("speculative", "plain"))
 
 
 def ranks(results: Path) -> str:
-    """Rounds of several ranks beside those of one."""
+    """Rounds of several ranks, compared with one."""
     file = "h200x2-round"
     intro = "Rounds that two GPUs share, milliseconds, with our sums of ranks (push) and NCCL's"
     intro += (

@@ -75,7 +75,7 @@ _workspaces: dict[tuple[str, torch.device], PushWorkspace] = {}  # by the name o
 
 
 def workspace_of(op: str, group: str, device: torch.device) -> PushWorkspace:
-    """That of the ranks of `group` for tensors on `device`.
+    """The workspace that the ranks of `group` share, for tensors on `device`.
 
     Raises:
         ValueError: they have none, or on another device.

@@ -62,15 +62,15 @@ QUANTIZED_TILES = {
 FLOAT4_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 32, 256, 4, 2))
 # Where columns are enough for as many programs as fit, which then share no sums.
 MANY_COLUMNS = {8: (Tile(8, 16, 512, 4, 4), Tile(16, 64, 256, 4, 2)), 4: ()}
-# Of more rows, all in one tile, so that the weight is read once; cuBLAS has those of a weight of 16 bits. int4 has none: with
-# what `zero` adds, they took twice as long as to dequantize the weight and multiply.
+# For more rows, all of them in one tile, so that the weight is read once; with a weight of 16 bits cuBLAS computes them. int4
+# has no such tile: because of `zero` it took up to twice as long as dequantizing the weight and multiplying.
 WIDE_TILE, NARROW_TILE = Tile(128, 128, 128, 8, 1), Tile(128, 64, 128, 4, 2)
 SMALL_TILE = Tile(128, 128, 64, 8, 1)  # of sm_120, whose 99 KiB hold one block of the others
 MAX_STORED_ROWS = WIDE_TILE.block_m
 
 
 def most_rows(stored: WeightFormat) -> int:
-    """Of `x`, for a weight of this format."""
+    """Most rows of `x` with a weight of this format."""
     return MAX_STORED_ROWS if stored.bits == 8 or stored.float4 else MAX_ROWS
 
 

@@ -66,8 +66,8 @@ def load_step(logits, stride, start, step, steps, vocab, ROWS: tl.constexpr, LAN
 def scatter(places, values, mask):
     """`tl.store` of int64 from the threads that hold them.
 
-    Triton's would first pass pointers and values between threads, through up to 32 KB of shared memory: beside the bins
-    (`bins.py`) that is more than a launch may have.
+    Triton's own store would first move pointers and values between threads, through up to 32 KB of shared memory. With the
+    bins (`bins.py`) that is more than a launch may have.
     """
     if INTERPRETED:
         tl.store(places, values, mask=mask)

@@ -183,7 +183,7 @@ def test_which_calls_the_backend_gives_to_it():
         ({"num_nodes": 8, "heads": 2}, "mla_hopper_few_attention"),
         ({"heads": 128}, "mla_hopper_attention"),
         ({"num_nodes": 4}, "mla_hopper_attention"),
-        ({"page_size": 32}, "split_kv_attention_kernel"),
+        ({"page_size": 32}, "mla_hopper_few_attention"),
         ({"window_left": 100}, "split_kv_attention_kernel"),
         ({"kv_dtype": FP8}, "split_kv_attention_kernel"),
     ):

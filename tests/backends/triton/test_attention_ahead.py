@@ -56,6 +56,8 @@ def pytest_generate_tests(metafunc):
         parametrize_pairs(metafunc, pairs(VARIANTS), RESIDENT)
     elif metafunc.function is test_values_that_no_query_sees_cost_no_registers:
         metafunc.parametrize("arch", [90, 100] if metafunc.config.getoption("--all-variants") else [90])
+    elif metafunc.function is test_numbers_of_a_row_have_one_order:
+        parametrize_pairs(metafunc, DETERMINISTIC, ORDERS)
     elif metafunc.function is test_wgmma_run_side_by_side:
         parametrize_pairs(metafunc, WGMMA, SHARE)
     elif metafunc.function is test_fp8_goes_to_products_without_detours:
@@ -139,6 +141,30 @@ def test_paths_of_a_tree_are_read_in_wide_and_early_loads():
     assert "cp.async.cg" in ptx
     assert not re.search(r"ld\.global[\w.:]*\.b(8|16)\b", ptx)
     assert ahead.resources(kernel).loop_spills == 0
+
+
+DETERMINISTIC = [pair for pair in pairs(VARIANTS) if re.match("deterministic (?!combine)", pair[0].name)]
+ORDERS = covering(
+    DETERMINISTIC, lambda variant, arch: [(variant.kernel.__name__, variant.constexprs["SHARED_KV"], GENERATION[arch])]
+)
+
+
+def test_numbers_of_a_row_have_one_order(variant, arch):
+    """In which order a reduction along keys adds is its layout's. Triton chose two in two loops of the MLA kernel, where one
+    result of some thousands had other bits than alone; on sm_120 it does so with GQA."""
+    with ahead._without_stages("ptx", "cubin"):
+        text = ahead.compiled(variant, arch).asm["ttgir"]
+    reductions = re.findall(r'"tt\.reduce"\((.*?)\}\) : \(tensor<([^,>]*), (#\w+)', text, re.DOTALL)
+    rows, keys = variant.constexprs["BLOCK_M"], variant.constexprs["BLOCK_N"]
+    layouts = {layout for region, shape, layout in reductions if "arith.addf" in region and shape == f"{rows}x{keys}xf32"}
+    if variant.constexprs["ORDERED"]:
+        assert not layouts
+    elif arch < 100:
+        (layout,) = layouts
+        assert re.search(rf"^{layout} = .*warpsPerCTA = \[4, 1\]", text, re.MULTILINE)
+    else:  # read from tensor memory: a row for each thread
+        assert variant.num_warps == 4
+        assert len(layouts) == 1
 
 
 def test_values_that_no_query_sees_cost_no_registers(arch):

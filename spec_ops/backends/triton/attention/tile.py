@@ -53,25 +53,39 @@ def capped(s, qk_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, m, l, logit_scale):
-    """One block of the online softmax: from logits `s [rows, keys]` to weights, and what scales the output so far."""
+def row_sums(p, ORDERED: tl.constexpr, dtype: tl.constexpr):
+    """Sums of weights `p [rows, keys]`.
+
+    `ORDERED`: as a product with ones. In what order `tl.sum` adds depends on the layout that Triton gives to `p`, which differs
+    from one loop of a kernel to another; the order of a product along keys is that of the tensor cores everywhere.
+    """
+    if ORDERED:
+        return tl.max(tl.dot(p.to(dtype), tl.full([p.shape[1], 16], 1.0, dtype)), 1)
+    else:
+        return tl.sum(p, 1)
+
+
+@triton.jit
+def softmax_step(s, m, l, logit_scale, ORDERED: tl.constexpr, dtype: tl.constexpr):
+    """One block of the online softmax: from logits `s [rows, keys]` to weights, and what scales the output so far. `ORDERED`,
+    `dtype`: of `row_sums`."""
     m_new = tl.maximum(m, tl.max(s, 1) * logit_scale)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
     p = tl.exp2(s * logit_scale - shift[:, None])
     shrink = tl.exp2(m - shift)
-    return p, m_new, l * shrink + tl.sum(p, 1), shrink[:, None]
+    return p, m_new, l * shrink + row_sums(p, ORDERED, dtype), shrink[:, None]
 
 
 @triton.jit
 def _weights(
     s, m, l, n, masked, seq_len, position, words, qk_scale, softcap,
-    MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ORDERED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`softmax_step` of the keys that rows see."""
     s, logit_scale = capped(s, qk_scale, softcap, HAS_SOFTCAP)
     if masked:
         s = tl.where(visible(n, seq_len, position, words, MASK_LEN, WINDOW), s, float("-inf"))
-    return softmax_step(s, m, l, logit_scale)
+    return softmax_step(s, m, l, logit_scale, ORDERED, dtype)
 
 
 @triton.jit
@@ -170,13 +184,13 @@ def attend(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CLEAR: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr,
+    CLEAR: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, ORDERED: tl.constexpr = False,
 ):  # fmt: skip
     """Attention of one tile of rows over the keys `[first_key, last_key)` of one request and KV head.
 
     `first_key` is a multiple of `BLOCK_N`; keys before `all_seen` are seen by every row. `position`, `words`: of `query_rows`;
-    `first_seen`, `slots`, `HOLES`: of `seen_by_any`; `WIDE`: of `times`. Returns each row's maximum (base 2), sum and
-    unnormalized output.
+    `first_seen`, `slots`, `HOLES`: of `seen_by_any`; `WIDE`: of `times`; `ORDERED`: of `row_sums`. Returns each row's maximum
+    (base 2), sum and unnormalized output.
     """
     stored: tl.constexpr = k_cache.dtype if TMA else k_cache.dtype.element_ty
     PAIRS: tl.constexpr = stored == tl.int16
@@ -208,8 +222,9 @@ def attend(
                 s = logits(q1, q1_odd, k1, s)
             masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
             p, m, l, shrink = _weights(
-                s, m, l, n, masked, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
-            )
+                s, m, l, n, masked, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP, ORDERED,
+                q0.dtype,
+            )  # fmt: skip
             acc = acc * shrink
             acc_odd = acc_odd * shrink if PAIRS else acc_odd
             v = k0 if SHARED_KV else read(v_cache.load([slot, kv_head * (DV // PER)]), q0.dtype)
@@ -251,7 +266,7 @@ def attend(
                 k1 = read(k_rest.load([slot, kv_head * (D // PER) + D0 // PER]), q0.dtype)
                 s = logits(q1, q1_odd, k1, s)
             p, m, l, shrink = _weights(
-                s, m, l, n, True, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
+                s, m, l, n, True, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP, ORDERED, q0.dtype
             )
             acc = acc * shrink
             acc_odd = acc_odd * shrink if PAIRS else acc_odd
@@ -279,8 +294,9 @@ def attend(
                 s = logits(q1, q1_odd, read(k1, q0.dtype), s)
             masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
             p, m, l, shrink = _weights(
-                s, m, l, n, masked, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP
-            )
+                s, m, l, n, masked, seq_len, position, words, qk_scale, softcap, MASK_LEN, WINDOW, HAS_SOFTCAP, ORDERED,
+                q0.dtype,
+            )  # fmt: skip
             acc = acc * shrink
             acc_odd = acc_odd * shrink if PAIRS else acc_odd
             if SHARED_KV:

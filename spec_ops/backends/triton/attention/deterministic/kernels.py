@@ -9,6 +9,8 @@ of a row does not, for these reasons:
 * Rows share instructions, never numbers. Keys that a row does not see have weight 0, and adding 0 changes nothing: so it does
   not matter which further blocks other rows of its tile need. Merging a chunk that a row does not see multiplies by
   `exp2(0) == 1` and adds 0.
+* Numbers of a row are summed in one order (`ORDERED`). That of `tl.sum` is the layout's, which Triton chooses for each loop.
+  Products of 64 rows by four warps leave it one choice; elsewhere sums are products with ones (`row_sums`).
 * Multiplications and additions are not fused (`enable_fp_fusion=False`). What is fused is the compiler's choice, and the same
   function is compiled into several kernels.
 * Only a zero's sign can differ; `finish` takes it off.
@@ -54,7 +56,7 @@ def attend_chunks(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CLEAR: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, TREE: tl.constexpr,
+    CLEAR: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, ORDERED: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Attention over the chunks `[first_chunk, last_chunk)`, merged. No row sees a key outside `[first_key, last_key)`.
 
@@ -75,13 +77,13 @@ def attend_chunks(
             first_seen, 0, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, 0, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            False, WIDE,
+            False, WIDE, ORDERED,
         )  # fmt: skip
         if TREE:
             m_next, l_next, acc_next = attend_paths(
                 q0, q1, tree, table, kv_head, in_order, end, first_seen, position, qk_scale, softcap, m_next, l_next, acc_next,
                 k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-                D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, BLOCK_M, BLOCK_N, STAGES,
+                D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, BLOCK_M, BLOCK_N, STAGES, ORDERED,
             )  # fmt: skip
         m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
     return m, l, acc
@@ -127,7 +129,7 @@ def deterministic_attention_kernel(
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
-    CHUNK: tl.constexpr, QUERIES: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, QUERIES: tl.constexpr, WIDE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [bs, q_len, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
 
@@ -194,7 +196,7 @@ def deterministic_attention_kernel(
             last_chunk, first_key, last_key, seq_len, all_seen, position, first_seen, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            WIDE, CHUNK, MASK_LEN > 0,
+            WIDE, CHUNK, ORDERED, MASK_LEN > 0,
         )  # fmt: skip
 
         if count > 1:
@@ -262,7 +264,7 @@ def deterministic_extend_kernel(
     PAGE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr, CHUNK: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [total_q, KV_HEADS * GROUP, D]`, ragged; `out` holds zeros. One program a tile, in which all chunks are merged."""
     await_predecessors(PDL)
@@ -295,7 +297,7 @@ def deterministic_extend_kernel(
             qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            WIDE, CHUNK, False,
+            WIDE, CHUNK, ORDERED, False,
         )  # fmt: skip
         result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)
         o = out + ((begin + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV

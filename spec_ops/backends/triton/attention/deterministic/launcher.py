@@ -27,10 +27,11 @@ COMBINE_WARPS = 4
 def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> tuning.Config:
     """The one tile shape of a model: nothing here may depend on the number of queries, requests or keys."""
     config = tuning.choose(arch, shared_kv, head_dim, v_dim, kv_bytes, TILE_ROWS)
-    if not shared_kv and 90 <= arch < 120 and 64 < head_dim <= 128:
+    large = 90 <= arch < 120  # products of 64 rows, a quarter for each of four warps; elsewhere Triton divides as it likes
+    if not shared_kv and large and 64 < head_dim <= 128:
         # Each chunk refills its pipeline; meanwhile a second program on the multiprocessor computes.
-        return replace(config, num_warps=4, num_stages=3, programs=2)
-    return config
+        config = replace(config, num_warps=4, num_stages=3, programs=2)
+    return replace(config, ordered=not large or config.num_warps > 4)
 
 
 def _queries_of_a_tile(o: Operands) -> int:
@@ -66,8 +67,8 @@ def _launch_chunks(o: Operands) -> None:
         o.q, *keys.tensors, *(keys.caches if o.mask_len else (None, None)), o.out, o.block_tables, o.seq_lens, o.tree_mask,
         o.sinks, *partials, *o.softmax,
         bs, q_len, row_blocks, ranges, capacity, *o.q.stride()[:3], *keys.strides, o.block_tables.stride(0), o.mask_stride,
-        HAS_SOFTCAP=o.has_softcap, QUERIES=_queries_of_a_tile(o), **keys.constants, num_warps=config.num_warps,
-        early=config.full and keys.tma, **common,
+        HAS_SOFTCAP=o.has_softcap, QUERIES=_queries_of_a_tile(o), ORDERED=config.ordered, **keys.constants,
+        num_warps=config.num_warps, early=config.full and keys.tma, **common,
     )  # fmt: skip
     if capacity > 0:
         rows_each = max(1, 128 * COMBINE_WARPS // keys.block_dv)  # four numbers a thread
@@ -85,7 +86,7 @@ def _launch_extend(o: Operands) -> None:
         o.q, *o.keys.tensors, o.out, o.block_tables, o.seq_lens, o.q_indptr, o.sinks,
         *o.softmax, *o.q.stride()[:2], *o.keys.strides, o.block_tables.stride(0),
         GROUP=o.group, KV_HEADS=o.kv_heads, WINDOW=o.window, HAS_SINKS=o.sinks is not None, HAS_SOFTCAP=o.has_softcap,
-        CHUNK=CHUNK, **o.keys.constants, num_warps=o.config.num_warps, enable_fp_fusion=False,
+        CHUNK=CHUNK, ORDERED=o.config.ordered, **o.keys.constants, num_warps=o.config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -98,13 +98,13 @@ def attend_paths(
     k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """`tile.attend` goes on, over the positions `[first_key, last_key)`, in each of which a path has a key of its own.
 
     `tree`: the caches as pointers, the position of the tree's first key, the results of `turns`, and the position after each
     row's last key; `levels_seen`. With a window, keys before `first_seen` are seen by no row. `m`, `l`, `acc`, and the
-    results: as of `attend`.
+    results: as of `attend`, and so is `ORDERED`.
     """
     k_rows, v_rows, prefix, paths, turn, count, owner, stop, near = tree
     PAIRS: tl.constexpr = k_rows.dtype.element_ty == tl.int16
@@ -142,7 +142,7 @@ def attend_paths(
         seen = (owner == path)[:, None] & (n[None, :] < stop[:, None])
         if WINDOW >= 0:
             seen = seen & (position[:, None] - n[None, :] <= WINDOW)
-        p, m, l, shrink = softmax_step(tl.where(seen, s, float("-inf")), m, l, logit_scale)
+        p, m, l, shrink = softmax_step(tl.where(seen, s, float("-inf")), m, l, logit_scale, ORDERED, q0.dtype)
         acc = acc * shrink
         acc_odd = acc_odd * shrink if PAIRS else acc_odd
         if SHARED_KV:

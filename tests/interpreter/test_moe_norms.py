@@ -91,18 +91,3 @@ def test_any_call_is_taken(tokens):
             torch.testing.assert_close(ours, theirs, rtol=4e-3, atol=4e-3)
     got = experts.scaled_moe_experts(*args, None, None, squares, EPS)
     torch.testing.assert_close(got.double(), exact(scaled(args, squares)), rtol=4e-3, atol=4e-3)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_pairs_that_are_compared(name):
-    """Same bits as with a histogram: with dropped ids, an expert twice, and more pairs than are compared."""
-    for tokens, k in ((1, 8), (2, 7), (5, 3), (6, 3)):
-        args = call(FORMS[name], tokens, k, 9, 72, 40, torch.float16, routing="zipf", dropped=0.3)
-        ids = args[1].clone()
-        ids[-1, 1] = ids[0, 0]
-        args = (args[0], ids, args[2].nan_to_num(0.3), *args[3:])
-        sizes = few.Sizes(tokens, k, 9, 72, 40, *args[8:11])
-        first, second = few.choose(sizes, 4, 90)
-        want, got = (few.few_experts(*args, configs=(replace(first, compare=way), second)) for way in (False, True))
-        assert torch.equal(got, want)
-        torch.testing.assert_close(got.double(), exact(args), rtol=2e-3, atol=2e-3)

@@ -33,7 +33,7 @@ from spec_ops.backends.triton.linear.skinny_mm import combined, store_transposed
 from spec_ops.backends.triton.moe.activation import activated, gated
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, MXFP4, meta_call
 from spec_ops.backends.triton.moe.stored import added, block_scales, formats, scale_arguments, scale_constants
-from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, PAIRS, Config, Sizes, choose
+from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, Config, Sizes, choose
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import Launch, arch_of, await_predecessors, device_guard, launch, num_sms, recorded
@@ -42,22 +42,15 @@ ALIGNED = 8  # elements: TMA reads rows that start at multiples of 16 bytes
 
 
 @triton.jit
-def _touched(ids, tile, pairs, experts, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, COMPARE: tl.constexpr):
+def _touched(ids, tile, pairs, experts, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr):
     """The `tile`-th expert that a pair goes to, in the order of their ids, and how many there are."""
     place = tl.arange(0, PAIRS_PAD)
     expert = tl.load(ids + place, mask=place < pairs, other=-1).to(tl.int32)
-    if COMPARE:
-        there = (expert >= 0) & (expert < experts)
-        earlier = (place[:, None] < place[None, :]) & (expert[:, None] == expert[None, :])
-        first = there & (tl.sum(earlier.to(tl.int32), 0) == 0)  # of the pairs that go to an expert
-        rank = tl.sum((first[None, :] & (expert[None, :] < expert[:, None])).to(tl.int32), 1)
-        return tl.max(tl.where(there & (rank == tile), expert, 0), 0), tl.sum(first.to(tl.int32), 0)
-    else:
-        counts = tl.histogram(tl.maximum(expert, 0), EXPERTS_PAD, mask=(expert >= 0) & (expert < experts))
-        touched = (counts > 0).to(tl.int32)
-        rank = tl.cumsum(touched, 0)
-        mine = (touched > 0) & (rank == tile + 1)
-        return tl.sum(tl.where(mine, tl.arange(0, EXPERTS_PAD), 0), 0), tl.sum(touched, 0)
+    counts = tl.histogram(tl.maximum(expert, 0), EXPERTS_PAD, mask=(expert >= 0) & (expert < experts))
+    touched = (counts > 0).to(tl.int32)
+    rank = tl.cumsum(touched, 0)
+    mine = (touched > 0) & (rank == tile + 1)
+    return tl.sum(tl.where(mine, tl.arange(0, EXPERTS_PAD), 0), 0), tl.sum(touched, 0)
 
 
 @triton.jit
@@ -100,7 +93,7 @@ def few_gate_up_kernel(
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
-    BITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, COMPARE: tl.constexpr, SUMS: tl.constexpr,
+    BITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SUMS: tl.constexpr,
     SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `tile * blocks of columns + block`. `x`, `weight`: tensor descriptors; `scale` to `scale_up`: of
@@ -110,7 +103,7 @@ def few_gate_up_kernel(
     blocks_n = tl.cdiv(inner, BLOCK_N)
     tile = tl.program_id(0) // blocks_n
     block_n = tl.program_id(0) % blocks_n
-    expert, count = _touched(ids, tile, tokens * TOP_K, experts, PAIRS_PAD, EXPERTS_PAD, COMPARE)
+    expert, count = _touched(ids, tile, tokens * TOP_K, experts, PAIRS_PAD, EXPERTS_PAD)
     if block_n == 0:
         if tile == 0:
             tl.store(table, count)
@@ -341,7 +334,7 @@ def few_between_norms(
     stored = formats(gate_up, gate_up_scale, down, down_scale, gated, interleaved)
     sizes = Sizes(tokens, k, experts, hidden, inner, gated, interleaved, transposed, stored[0].bits)
     first, second = configs or choose(sizes, num_sms(x.device), arch_of(x.device))
-    block_m, compare = first.block_m, first.compare and tokens * k <= PAIRS
+    block_m = first.block_m
     if x.stride(1) != 1 or x.stride(0) % ALIGNED or x.stride(0) < hidden or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     ids, weights = ids.contiguous(), weights.contiguous()
@@ -364,8 +357,8 @@ def few_between_norms(
             _contiguous(gate_up_bias), _contiguous(norms.squares), norms.eps, h, table, tokens, experts, hidden, inner, limit,
             alpha, beta, TOP_K=k,
             TOP_K_PAD=triton.next_power_of_2(k), GATED=gated, INTERLEAVED=interleaved, TRANSPOSED=transposed,
-            ACTIVATION=activation, PAIRS_PAD=triton.next_power_of_2((tokens if compare else block_m) * k),
-            EXPERTS_PAD=triton.next_power_of_2(experts), COMPARE=compare, SUMS=sums_of(hidden),
+            ACTIVATION=activation, PAIRS_PAD=triton.next_power_of_2(block_m * k),
+            EXPERTS_PAD=triton.next_power_of_2(experts), SUMS=sums_of(hidden),
             SUMS_PAD=triton.next_power_of_2(sums_of(hidden)), **_constants(first), **scale_constants(stored[0]),
             early=first.full,
         )  # fmt: skip

@@ -11,7 +11,6 @@ from spec_ops.backends.triton.attention.tuning import SHARED
 from spec_ops.backends.triton.linear.skinny_mm import CHUNK
 
 MAX_TOKENS = 64
-PAIRS = 16  # that are compared with one another without a barrier, to find an expert's place
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Config:
         full: it has no room for more of them, so that a launch may be early.
         chunk: of k, what a warp has.
         num_warps: of a program.
-        compare: up to `PAIRS` pairs are compared with one another; else there is a histogram of all experts.
     """
 
     block_m: int
@@ -41,7 +39,6 @@ class Config:
     full: bool
     chunk: int = CHUNK
     num_warps: int = 4
-    compare: bool = False
 
 
 class Sizes(NamedTuple):

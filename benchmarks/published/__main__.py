@@ -48,6 +48,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "compilation": rounds.compilation,
     "peers": peers.rounds,
     "peer-kernels": peers.mla,
+    "sglang": peers.inside_sglang,
     "claims": summary.claims,
     "caption": summary.caption,
     "provenance": summary.provenance,

@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks.published.text import Row, listed, load, load_rounds, paragraph, short, table
 
 MODEL = "llama-3.1-8b-shape-32-layers"
+SERVED = {"llama-8b": "Llama-3.1-8B with EAGLE-3", "mla-stack": "4 layers of DeepSeek-V3's width with NextN"}
 
 
 def ours(results: Path, bs: int, context: int, name: str = "h200-round") -> Row | None:
@@ -47,6 +48,25 @@ def rounds(results: Path) -> str:
     outro += " one-layer assistant."
     header = ("batch, context", "floor", "spec_ops", "SGLang fa3", "SGLang / spec_ops")
     return "\n\n".join((paragraph(intro), table(header, lines), paragraph(outro)))
+
+
+def inside_sglang(results: Path) -> str:
+    """SGLang's rounds with this package's attention beside those with its own backends."""
+    file = "h200-sglang"
+    rows = load(file, results)["rows"]
+    times = {(row["model"], row["bs"], row["context"], row["backend"]): row["ms_per_round"] for row in rows}
+    lines = []
+    for (model, bs, context, backend), ms in times.items():
+        if backend != "spec_ops" and (mine := times.get((model, bs, context, "spec_ops"))) is not None:
+            lines.append([SERVED[model], f"{bs}, {context}", f"{mine:.2f}", backend, f"{ms:.2f}", f"{mine / ms:.2f}"])
+    intro = (
+        f"Rounds of SGLang {rows[0]['version']} on one H200 with this package's attention, milliseconds, compared with those"
+    )
+    intro += " with its own backends: chains of three drafts, a simulated accept length of 3, CUDA graphs, overlap scheduling,"
+    intro += " our pages of 64 tokens and SGLang's default of 1 elsewhere, while the host's other GPU ran tests"
+    intro += f" (`python -m benchmarks sglang`, `benchmarks/results/{file}.json`):"
+    header = ("model", "batch, context", "spec_ops", "compared with", "its ms", "ratio")
+    return paragraph(intro) + "\n\n" + table(header, lines)
 
 
 def mla(results: Path) -> str:

@@ -170,7 +170,7 @@ def run(
     if accept_length is None:
         del environment["SGLANG_SIMULATE_ACC_LEN"]
     command = [python, str(WORKER), json.dumps(job)]
-    with _text_file(log_file) as log:
+    with _text_file(log_file) as log, _finally_at_sigterm():
         try:
             process = subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
@@ -198,6 +198,16 @@ def run(
             limit = f"took longer than {round(seconds, 1):g} s (--seconds, --total-seconds)"
             why = limit if late.is_set() else f"ended with {process.returncode}"
             raise RuntimeError("\n".join((f"{why} after {count} of {len(job['cases'])} cases", *end)))
+
+
+@contextlib.contextmanager
+def _finally_at_sigterm() -> Iterator[None]:
+    """SIGTERM, as `timeout` and schedulers send it, runs `finally`: else the engine would keep the GPU's memory."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _text_file(path: Path | None) -> IO[str]:

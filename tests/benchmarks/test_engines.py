@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -152,20 +155,46 @@ def test_lines_that_are_no_rows(sglang, tmp_path, garbage):
     assert result.exit_code == 0, result.output
 
 
-def test_an_interrupt_ends_the_engine(sglang, monkeypatch):
+@pytest.fixture
+def ended(monkeypatch) -> list[subprocess.Popen]:
+    """The engines' processes that were ended."""
+    processes: list[subprocess.Popen] = []
+    end = sglang_rounds._end
+    monkeypatch.setattr(sglang_rounds, "_end", lambda process: (end(process), processes.append(process)))
+    return processes
+
+
+def bench(backend: str) -> None:
+    sglang_rounds.bench_sglang(
+        backend=[backend], case=["2x16"], layers=1, rounds=(2, 12), repeats=1, steps=0, total_seconds=None, logs=None,
+        engine_option=None, json=None,
+    )  # fmt: skip
+
+
+def test_sigterm_ends_the_engine(sglang, ended):
+    """As `timeout` sends it; and it does afterwards what it did before."""
+    before = signal.getsignal(signal.SIGTERM)
+    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        with pytest.raises(SystemExit) as error:
+            bench("slow")
+    finally:
+        timer.join()
+    assert error.value.code == 143
+    assert [process.returncode is not None for process in ended] == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_interrupt_ends_the_engine(sglang, ended, monkeypatch):
     """At once, not when Python ends."""
-    ended = []
-    monkeypatch.setattr(sglang_rounds, "_end", lambda process, end=sglang_rounds._end: (end(process), ended.append(process)))
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sglang_rounds.console, "print", interrupted)
     with pytest.raises(KeyboardInterrupt) as error:
-        sglang_rounds.bench_sglang(
-            backend=["fa3"], case=["2x16"], layers=1, rounds=(2, 12), repeats=1, steps=0, total_seconds=None, logs=None,
-            engine_option=None, json=None,
-        )  # fmt: skip
+        bench("fa3")
     assert error.tb is not None
     assert [process.returncode is not None for process in ended] == [True]
 

@@ -63,8 +63,8 @@ def inside_sglang(results: Path) -> str:
         f"Rounds of SGLang {rows[0]['version']} on one H200 with this package's attention, milliseconds, compared with those"
     )
     intro += " with its own backends: chains of three drafts, a simulated accept length of 3, CUDA graphs, overlap scheduling,"
-    intro += " our pages of 64 tokens and SGLang's default of 1 elsewhere, while the host's other GPU ran tests"
-    intro += f" (`python -m benchmarks sglang`, `benchmarks/results/{file}.json`):"
+    intro += " our pages of 64 tokens and SGLang's default of 1 elsewhere (Llama's while the host's other GPU ran tests;"
+    intro += f" `python -m benchmarks sglang`, `benchmarks/results/{file}.json`):"
     header = ("model", "batch, context", "spec_ops", "compared with", "its ms", "ratio")
     return paragraph(intro) + "\n\n" + table(header, lines)
 

@@ -150,8 +150,8 @@ ORDERS = covering(
 
 
 def test_numbers_of_a_row_have_one_order(variant, arch):
-    """In which order a reduction along keys adds is its layout's. Triton chose two in two loops of the MLA kernel, where one
-    result of some thousands had other bits than alone; on sm_120 it does so with GQA."""
+    """In which order a reduction along keys adds is its layout's. Triton chose two for two loops of the MLA kernel, and a few
+    results in a million had other bits than alone; on sm_120 it does so with GQA."""
     with ahead._without_stages("ptx", "cubin"):
         text = ahead.compiled(variant, arch).asm["ttgir"]
     reductions = re.findall(r'"tt\.reduce"\((.*?)\}\) : \(tensor<([^,>]*), (#\w+)', text, re.DOTALL)

@@ -1,4 +1,5 @@
-"""Beside other engines: what `h200-peers.json` holds of SGLang, transformers and FlashMLA, next to ours."""
+"""Beside other engines: what `h200-peers.json` holds of SGLang, transformers and FlashMLA, next to ours; and rounds of SGLang
+with attention of ours and of its own."""
 
 from __future__ import annotations
 
@@ -59,12 +60,10 @@ def inside_sglang(results: Path) -> str:
     for (model, bs, context, backend), ms in times.items():
         if backend != "spec_ops" and (mine := times.get((model, bs, context, "spec_ops"))) is not None:
             lines.append([SERVED[model], f"{bs}, {context}", f"{mine:.2f}", backend, f"{ms:.2f}", f"{mine / ms:.2f}"])
-    intro = (
-        f"Rounds of SGLang {rows[0]['version']} on one H200 with this package's attention, milliseconds, compared with those"
-    )
-    intro += " with its own backends: chains of three drafts, a simulated accept length of 3, CUDA graphs, overlap scheduling,"
-    intro += " our pages of 64 tokens and SGLang's default of 1 elsewhere (Llama's while the host's other GPU ran tests;"
-    intro += f" `python -m benchmarks sglang`, `benchmarks/results/{file}.json`):"
+    intro = f"Rounds of SGLang {rows[0]['version']} on one H200 with this package's attention, milliseconds, and with its own"
+    intro += " backends: chains of three drafts, a simulated accept length of 3, CUDA graphs, overlap scheduling,"
+    intro += " pages of 64 tokens with our backend and of 1, SGLang's default, with the others"
+    intro += f" (`python -m benchmarks sglang`, `benchmarks/results/{file}.json`):"
     header = ("model", "batch, context", "spec_ops", "compared with", "its ms", "ratio")
     return paragraph(intro) + "\n\n" + table(header, lines)
 

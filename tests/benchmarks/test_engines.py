@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from tests.helpers.command_line import refusal, run_benchmarks
 
 # A round takes 2 ms with our backend and 4 with others, a call 100 ms besides.
 SGLANG = """
-import os, time
+import os, signal, time
 
 __version__ = "0.5.14"
 
@@ -40,7 +39,9 @@ class Engine:
         pass
 
     def generate(self, input_ids, sampling_params):
-        if self.given["attention_backend"] == "slow":
+        if self.given["attention_backend"] == "terminated":
+            os.kill(os.getppid(), signal.SIGTERM)
+        if self.given["attention_backend"] in ("slow", "terminated"):
             time.sleep(60)
         assert len({tuple(ids) for ids in input_ids}) == len(input_ids)
         tokens = sampling_params["max_new_tokens"]
@@ -156,7 +157,7 @@ def test_lines_that_are_no_rows(sglang, tmp_path, garbage):
 
 
 @pytest.fixture
-def ended(monkeypatch) -> list[subprocess.Popen]:
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen]:
     """The engines' processes that were ended."""
     processes: list[subprocess.Popen] = []
     end = sglang_rounds._end
@@ -174,13 +175,8 @@ def bench(backend: str) -> None:
 def test_sigterm_ends_the_engine(sglang, ended):
     """As `timeout` sends it; and it does afterwards what it did before."""
     before = signal.getsignal(signal.SIGTERM)
-    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    try:
-        with pytest.raises(SystemExit) as error:
-            bench("slow")
-    finally:
-        timer.join()
+    with pytest.raises(SystemExit) as error:
+        bench("terminated")
     assert error.value.code == 143
     assert [process.returncode is not None for process in ended] == [True]
     assert signal.getsignal(signal.SIGTERM) is before

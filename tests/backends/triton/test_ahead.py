@@ -232,7 +232,9 @@ def test_lowered_runs_no_assembler(monkeypatch):
     assert ".entry" in ahead.lowered(fresh, 90).ptx
     assert ahead.lowered(WASTEFUL, 90).shared_bytes == plain.metadata.shared
     monkeypatch.setattr(CUDABackend, "make_ptx", lambda *args: pytest.fail("made PTX"))
-    assert ahead.lowered(fresh, 100, ptx=False) == ("", 0)
+    cut = ahead.lowered(fresh, 100, ptx=False)
+    assert (cut.ptx, cut.shared_bytes) == ("", 0)
+    assert "#ttg.blocked" in cut.ttgir
     assert triton.knobs.runtime.add_stages_inspection_hook is None
 
 

@@ -50,6 +50,11 @@ SHARE = covering(WGMMA, lambda variant, arch: [(variant.name[:6], "tree" in vari
 FP8_SHARE = covering(FP8, lambda variant, arch: [variant.constexprs["BLOCK_M"]])
 RESIDENT = covering(pairs(SPLIT), _facts, [*SHARE, *FP8_SHARE])
 
+DETERMINISTIC = [pair for pair in pairs(VARIANTS) if re.match("deterministic (?!combine)", pair[0].name)]
+ORDERS = covering(
+    DETERMINISTIC, lambda variant, arch: [(variant.kernel.__name__, variant.constexprs["SHARED_KV"], GENERATION[arch])]
+)
+
 
 def pytest_generate_tests(metafunc):
     if metafunc.function is test_programs_are_resident_at_once:
@@ -143,17 +148,10 @@ def test_paths_of_a_tree_are_read_in_wide_and_early_loads():
     assert ahead.resources(kernel).loop_spills == 0
 
 
-DETERMINISTIC = [pair for pair in pairs(VARIANTS) if re.match("deterministic (?!combine)", pair[0].name)]
-ORDERS = covering(
-    DETERMINISTIC, lambda variant, arch: [(variant.kernel.__name__, variant.constexprs["SHARED_KV"], GENERATION[arch])]
-)
-
-
 def test_numbers_of_a_row_have_one_order(variant, arch):
     """In which order a reduction along keys adds is its layout's. Triton chose two for two loops of the MLA kernel, and a few
     results in a million had other bits than alone; on sm_120 it does so with GQA."""
-    with ahead._without_stages("ptx", "cubin"):
-        text = ahead.compiled(variant, arch).asm["ttgir"]
+    text = ahead.lowered(variant, arch, ptx=False).ttgir
     reductions = re.findall(r'"tt\.reduce"\((.*?)\}\) : \(tensor<([^,>]*), (#\w+)', text, re.DOTALL)
     rows, keys = variant.constexprs["BLOCK_M"], variant.constexprs["BLOCK_N"]
     layouts = {layout for region, shape, layout in reductions if "arith.addf" in region and shape == f"{rows}x{keys}xf32"}

@@ -56,8 +56,8 @@ def capped(s, qk_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 def row_sums(p, ORDERED: tl.constexpr, dtype: tl.constexpr):
     """Sums of weights `p [rows, keys]`.
 
-    `ORDERED`: as a product with ones. In what order `tl.sum` adds depends on the layout that Triton gives to `p`, which differs
-    from one loop of a kernel to another; the order of a product along keys is that of the tensor cores everywhere.
+    `ORDERED`: as a product with ones. `tl.sum` adds in the order of `p`'s layout, and Triton chooses another layout in another
+    loop; a product adds along keys in the order of the tensor cores, in every loop.
     """
     if ORDERED:
         return tl.max(tl.dot(p.to(dtype), tl.full([p.shape[1], 16], 1.0, dtype)), 1)

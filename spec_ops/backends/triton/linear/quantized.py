@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 WARPGROUP = tl.constexpr(64)  # columns from which a tile is one product of 128 threads; below, warps have a chunk of k each
-MOST_IN_PLACE = tl.constexpr(64)  # rows whose sums stay in the accumulator where scales are those of whole rows
+ROWS_IN_PLACE = tl.constexpr(64)  # up to so many, products add in place, and scales of whole rows come at the end
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by Triton's interpreter, which knows no assembly
 
 
@@ -108,7 +108,7 @@ def quantized_products(
         ones = tl.full([BLOCK_N, BLOCK_K], 1, dtype)
         row, chunk = n, 0
         chunks = tl.cdiv(K, BLOCK_K)
-    if COLUMNS == 0 and BLOCK_M > MOST_IN_PLACE:
+    if COLUMNS == 0 and BLOCK_M > ROWS_IN_PLACE:
         s = tl.load(scale + n * scale_row, mask=n < N, other=0.0).to(tl.float32)
     if COLUMNS > 0:
         # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
@@ -132,7 +132,7 @@ def quantized_products(
             s = load_scales(scale, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)
             if zero is not None:
                 z = load_scales(zero, scale_row, scale_column, row, chunk_ahead, N, chunks, SPAN, ROWS, COLUMNS)
-        elif BLOCK_M > MOST_IN_PLACE:
+        elif BLOCK_M > ROWS_IN_PLACE:
             sums += tl.dot(columns, rows) * tl.expand_dims(s, -1)
         else:
             sums = tl.dot(columns, rows, sums)

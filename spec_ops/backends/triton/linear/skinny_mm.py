@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton.attention.tuning import SHARED
 from spec_ops.backends.triton.linear.float4 import float4_products, rest_of, wide_float4_products
-from spec_ops.backends.triton.linear.quantized import MOST_IN_PLACE, WARPGROUP, quantized_products, scaled
+from spec_ops.backends.triton.linear.quantized import ROWS_IN_PLACE, WARPGROUP, quantized_products, scaled
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
 from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
@@ -241,7 +241,7 @@ def products(
     BLOCK: tl.constexpr = BLOCK_K * (BLOCK_N * BITS // 8 + 2 * BLOCK_M)
     ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK) // (4 * BLOCK_N * BLOCK_M))
     acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, BLOCK_N < WARPGROUP, ROOM)
-    if BITS < 16 and COLUMNS == 0 and BLOCK_M <= MOST_IN_PLACE:
+    if BITS < 16 and COLUMNS == 0 and BLOCK_M <= ROWS_IN_PLACE:
         acc = scaled(acc, scale, scale_row, n, N)
     if FLOAT4 and BLOCK_N < WARPGROUP:
         acc *= rest_of(scale, tensor_scale)

@@ -193,10 +193,12 @@ class Lowered(NamedTuple):
     """What is known of a variant before the assembler runs.
 
     Attributes:
-        ptx: its code, without line information; "" if only `shared_bytes` was asked for.
+        ttgir: Triton's intermediate code, in which values have layouts.
+        ptx: its code, without line information; "" if only the others were asked for.
         shared_bytes: per block.
     """
 
+    ttgir: str
     ptx: str
     shared_bytes: int
 
@@ -205,7 +207,7 @@ def lowered(variant: Variant, arch: int, ptx: bool = True) -> Lowered:
     """The variant without the assembler's part, and without `ptx` not even that of LLVM; raises as `compile_ahead` does."""
     with _without_stages("cubin", *(() if ptx else ("ptx",))):
         kernel = compiled(variant, arch)
-    return Lowered(kernel.asm["ptx"], kernel.metadata.shared)
+    return Lowered(kernel.asm["ttgir"], kernel.asm["ptx"], kernel.metadata.shared)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ of a row does not, for these reasons:
 * Rows share instructions, never numbers. Keys that a row does not see have weight 0, and adding 0 changes nothing: so it does
   not matter which further blocks other rows of its tile need. Merging a chunk that a row does not see multiplies by
   `exp2(0) == 1` and adds 0.
-* Numbers of a row are summed in one order (`ORDERED`). That of `tl.sum` is the layout's, which Triton chooses for each loop.
-  Products of 64 rows by four warps leave it one choice; elsewhere sums are products with ones (`row_sums`).
+* A row's weights are summed in one order. `tl.sum` adds in the order of a layout, which Triton chooses for each loop. For 64
+  rows and four warps of Hopper and datacenter Blackwell it has one choice; elsewhere (`ORDERED`) sums are products with ones.
 * Multiplications and additions are not fused (`enable_fp_fusion=False`). What is fused is the compiler's choice, and the same
   function is compiled into several kernels.
 * Only a zero's sign can differ; `finish` takes it off.

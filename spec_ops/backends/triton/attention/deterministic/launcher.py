@@ -27,7 +27,7 @@ COMBINE_WARPS = 4
 def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> tuning.Config:
     """The one tile shape of a model: nothing here may depend on the number of queries, requests or keys."""
     config = tuning.choose(arch, shared_kv, head_dim, v_dim, kv_bytes, TILE_ROWS)
-    large = 90 <= arch < 120  # products of 64 rows, a quarter for each of four warps; elsewhere Triton divides as it likes
+    large = 90 <= arch < 120  # 64 rows are one product, of four warps; elsewhere Triton divides rows and columns as it likes
     if not shared_kv and large and 64 < head_dim <= 128:
         # Each chunk refills its pipeline; meanwhile a second program on the multiprocessor computes.
         config = replace(config, num_warps=4, num_stages=3, programs=2)

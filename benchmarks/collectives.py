@@ -2,6 +2,7 @@
 
     python -m benchmarks collectives                                                 # one GPU, which holds all ranks
     torchrun --nproc-per-node 2 --module benchmarks collectives                      # a GPU for each rank
+    torchrun --nproc-per-node 2 --module benchmarks collectives --late 1000000       # does it hold (`late_ranks.py`)?
 
 With one process all ranks are programs of one launch: that shows what the kernels cost besides the links between GPUs, and that
 the protocol works. With several, NCCL and torch's symmetric memory are measured beside ours, and a time is the maximum over the
@@ -33,13 +34,21 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 def bench_collectives(
     ranks: Annotated[list[int] | None, typer.Option(help="In one process: how many ranks; may be repeated.")] = None,
     kb: Annotated[list[int] | None, typer.Option(help="KiB of a rank's part; may be repeated.")] = None,
+    late: Annotated[
+        int | None, typer.Option(min=1, help="Under torchrun: no times, but so many sums with a rank late at random, compared.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(callback=writable_file, help="Write the figures to this file.")] = None,
 ) -> None:
     """Microseconds of sums over ranks in CUDA graphs; under torchrun beside NCCL and torch's symmetric memory."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if late is not None and not several:
+        raise typer.BadParameter("needs processes that torchrun has started", param_hint="--late")
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a CUDA device", param_hint="collectives")
+    if late is not None:
+        _with_late_ranks(late)
+        return
     sizes = [size << 10 for size in kb or (8, 32, 64, 128, 256)]
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     rows = _of_processes(sizes) if several else _of_one_process(ranks or [2, 4, 8], sizes)
     if several and dist.get_rank():
         return
@@ -47,6 +56,19 @@ def bench_collectives(
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     if json is not None:
         write_rows(json, rows)
+
+
+def _with_late_ranks(sums: int) -> None:
+    from benchmarks.late_ranks import replay_late
+    from spec_ops.backends.push import workspace_of
+    from spec_ops.parallel import TensorParallel
+
+    ranks = TensorParallel.connect("cuda", timeout=SECONDS)
+    pushes = workspace_of("collectives", ranks.name, ranks.device)
+    done, wrong = replay_late(pushes, sums, lambda so_far: print(f"{so_far} sums", flush=True) if ranks.rank == 0 else None)
+    print(f"rank {ranks.rank}: {done} sums, {wrong} numbers differ", flush=True)
+    if wrong:
+        raise typer.Exit(1)
 
 
 def _of_one_process(counts: list[int], sizes: list[int]) -> list[dict[str, Any]]:

@@ -3,6 +3,11 @@
 One generator serves the same cycle of calls again and again: greedy and sampled, more prompts than rows, fewer pages than rows
 could use, requests that a hook ends, callbacks that raise, Ctrl-C, a request that no number of pages can hold. After the first
 two cycles nothing may be compiled or recorded, no memory may grow, and every call gives the tokens that it gave at first.
+
+    python -m benchmarks soak --device cuda --dtype bfloat16 --compile
+    torchrun --nproc-per-node 2 --module benchmarks soak --device cuda --dtype bfloat16 --compile
+
+Ranks that torchrun has started share the pair, and compare the tokens of every round.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ from spec_ops.decoding.pages import PagePool
 from spec_ops.models.corpus import ByteTokenizer, held_out_prompts
 from spec_ops.models.paged import DEFAULT_PAGE_SIZE
 from spec_ops.models.pretrained import load_pair
+from spec_ops.parallel import TensorParallel
+from spec_ops.parallel import load_pair as load_shares
 
 KINDS = ("greedy", "sampled", "left", "raised", "interrupted", "too long")
 WARM_UP = 2  # cycles: compiling, recording, filling caches
@@ -141,7 +148,11 @@ def soak(
     samples: list[Sample] = []
     wrong: list[str] = []
     done, cycle, start = 0, 0, time.perf_counter()
-    while len(samples) < 2 or (samples[-1].rounds < rounds and samples[-1].seconds < seconds):
+
+    def more() -> bool:
+        return len(samples) < 2 or (samples[-1].rounds < rounds and samples[-1].seconds < seconds)
+
+    while more() if generator.ranks is None else generator.ranks.first(more()):  # the ranks' clocks differ
         with torch._dynamo.config.patch(error_on_recompile=cycle >= WARM_UP):
             for index, load in enumerate(loads):
                 for kind in KINDS:
@@ -201,7 +212,13 @@ def bench_soak(
 ) -> None:
     """Rounds while requests join and leave in every way: nothing may be compiled, recorded or kept, and no text may change."""
     place, config = parse_device(device), parse_config(steps, 1, None)
-    target, draft, _ = load_pair(device=place, dtype=parse_dtype(dtype))
+    ranks = None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        ranks = TensorParallel.connect(place, check_rounds=True)
+        target, draft, _ = load_shares(ranks, device=ranks.device, dtype=parse_dtype(dtype))
+    else:
+        target, draft, _ = load_pair(device=place, dtype=parse_dtype(dtype))
+    speaks = ranks is None or ranks.rank == 0
     sets = make_loads(loads, prompts, median, seed)
     totals = sorted((len(p) + n for one in sets for p, n in zip(one.prompts, one.limits, strict=True)), reverse=True)
     needed = PagePool(0, DEFAULT_PAGE_SIZE, config.reserve).needed
@@ -219,14 +236,17 @@ def bench_soak(
     table = Table(*(field.name.replace("_", " ") for field in fields(Sample)), title=f"{loads * len(KINDS)} calls a cycle")
 
     def tell(reached: Sample) -> None:
-        console.print(f"{reached.rounds} rounds, {reached.seconds:.0f} s", soft_wrap=True)
+        if speaks:
+            console.print(f"{reached.rounds} rounds, {reached.seconds:.0f} s", soft_wrap=True)
 
     samples, problems = soak(generator, sets, rounds, seconds, tell)
     for one in (samples[0], samples[len(samples) // 2], samples[-1]):
         table.add_row(*map(str, asdict(one).values()))
-    console.print(table)
-    if json is not None:
+    if speaks:
+        console.print(table)
+    if json is not None and speaks:
         settings = {"prompts": prompts, "batch_size": batch_size, "median": median, "steps": steps, "dtype": dtype}
+        settings["tp"] = 1 if ranks is None else ranks.size
         write_rows(json, [asdict(one) for one in samples], settings=settings | {"device": str(place), "compile": compile})
     problems += grown(samples, loads * len(KINDS))
     for problem in problems:

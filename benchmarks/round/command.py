@@ -92,7 +92,9 @@ def bench_round(
     choices += [choice | {"weights": kind} for kind in weights or [] for choice in choices]
     choices += [choice | {"invariant": True} for choice in choices if invariant]
     others = {"--weights": weights, "--naive": naive, "--assisted": assisted, "--invariant": invariant}
-    _check_ranks(tp, collective, alone, device, others | {"--path transformers": "transformers" in path})
+    _check_ranks(tp, collective, alone, device, others)
+    if alone and "transformers" in path:
+        raise typer.BadParameter("divides models of spec_ops alone: leave out --path transformers", param_hint="--alone")
     shared: list[dict[str, Any]] = [{"tp": n, "alone": alone, "collective": who} for n in tp if n > 1 for who in collective]
     whole: list[dict[str, Any]] = [{}] if 1 in tp else []
     choices = [choice | ranks for ranks in whole + shared for choice in choices]

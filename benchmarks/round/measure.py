@@ -31,7 +31,7 @@ from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures
 from spec_ops.models import Draft, Target
 from spec_ops.models.config import CacheSizes, ModelConfig
 from spec_ops.models.layers import Mixture
-from spec_ops.parallel import TensorParallel
+from spec_ops.parallel import TensorParallel, shard_config
 from spec_ops.passes import compile as compile_with_passes
 
 ROUNDS = ("speculative", "naive", "plain", "assisted")
@@ -282,7 +282,11 @@ class CompiledRound:
         """Target and draft; from then on it counts as the first call."""
         case, shape, dtype = self.case, self.case.shape, getattr(torch, self.case.dtype)
         own = case.path == "own"
-        models: list[Any] = list(case.build(case.device, self.ranks)) if own else [build_model(shape, case.device, dtype)]
+        models: list[Any]
+        if own:
+            models = list(case.build(case.device, self.ranks))
+        else:
+            models = [build_model(shape, case.device, dtype, self.ranks if case.tp > 1 else None)]
         self._store(models)
         self._synchronize()
         self.started = time.perf_counter()
@@ -350,7 +354,7 @@ class CompiledRound:
         for context in case.contexts:
             self.reset(context)
             milliseconds = sharing.slowest(self.ranks, self._milliseconds())
-            sizes = case.shape.target if case.path == "transformers" else None
+            sizes = shard_config(case.shape.target, case.tp) if case.path == "transformers" else None
             row = case.row(context, milliseconds, floor_bytes(self.generator, case.batch_size, context, sizes))
             row["first_call_s"] = round(self.first_call_s, 3)
             if case.device == "cuda":

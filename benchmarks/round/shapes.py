@@ -81,6 +81,12 @@ LLAMA_8B = Shape(
     draft_vocab=32000,
     about="Llama-3.1-8B with an EAGLE-3 head",
 )
+LLAMA_70B = Shape(
+    "llama-3.3-70b-shape",
+    replace(LLAMA_8B.target, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64),
+    draft_vocab=32000,
+    about="Llama-3.3-70B with an EAGLE-3 head",
+)
 QWEN3_8B = Shape(
     "qwen3-8b-shape",
     ModelConfig(
@@ -214,6 +220,7 @@ TINY_EXPERTS = replace(
 )
 SHAPES = {
     "llama-8b": LLAMA_8B,
+    "llama-70b": LLAMA_70B,
     "qwen3-8b": QWEN3_8B,
     "mistral-7b": MISTRAL_7B,
     "mla-stack": MLA_STACK,

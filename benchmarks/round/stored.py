@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from spec_ops.models.quantized import float8_tensor, int4_tensor, linear_layers, mxfp4_tensor, nvfp4_tensor
 from spec_ops.models.stored_tensor import StoredTensor
@@ -26,7 +27,9 @@ def stored(weight: torch.Tensor, kind: str) -> StoredTensor:
 
 
 def parameter_bytes(parameter: torch.Tensor) -> int:
-    """Of what is stored."""
+    """Of what is stored; of a DTensor, by this rank."""
+    if isinstance(parameter, DTensor):
+        parameter = parameter.to_local()
     if not isinstance(parameter, StoredTensor):
         return parameter.numel() * parameter.element_size()
     return sum(getattr(parameter, name).nbytes for name in parameter.__tensor_flatten__()[0])

@@ -8,13 +8,14 @@ import torch
 
 from benchmarks.round.shapes import Shape
 from spec_ops.models import Draft, Eagle3Draft
+from spec_ops.parallel import TensorParallel, shard
 
 if TYPE_CHECKING:
     from spec_ops.integrations.transformers import TransformersModel
 
 
-def build_model(shape: Shape, device: torch.device | str, dtype: torch.dtype) -> Any:
-    """A causal language model of transformers with fresh weights.
+def build_model(shape: Shape, device: torch.device | str, dtype: torch.dtype, ranks: TensorParallel | None = None) -> Any:
+    """A causal language model of transformers with fresh weights; with `ranks`, divided among them by transformers.
 
     Raises:
         ValueError: the target of `shape` is a mixture.
@@ -23,12 +24,21 @@ def build_model(shape: Shape, device: torch.device | str, dtype: torch.dtype) ->
 
     from benchmarks.round.assisted import transformers_config
 
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(transformers_config(shape.target, shape.family), dtype=dtype).eval()
+    config = transformers_config(shape.target, shape.family)
+    if ranks is None:
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    from transformers.distributed import DistributedConfig
+
+    plan = DistributedConfig(tp_size=ranks.size, tp_plan={"model.embed_tokens": "replicate"})
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    # A checkpoint without tensors: every rank draws its own parts.
+    return kind.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=plan).eval()
 
 
 def taken_over(model: Any, shape: Shape) -> tuple[TransformersModel, Draft]:
-    """`model` as the target of rounds, and its draft: as `load_eagle3` gives them, but with fresh weights.
+    """`model` as the target of rounds, and its draft: as `load_eagle3` gives them, but with fresh weights. Ranks that share the
+    model share the draft.
 
     Raises:
         ValueError: the draft of `shape` is no EAGLE-3 head.
@@ -41,4 +51,6 @@ def taken_over(model: Any, shape: Shape) -> tuple[TransformersModel, Draft]:
     weight = target.embed.weight
     with torch.device(weight.device), torch.no_grad():
         draft = Eagle3Draft(shape.head(), target, torch.arange(shape.draft_vocab))
-    return target, draft.to(device=weight.device, dtype=weight.dtype).eval()
+    draft.to(device=weight.device, dtype=weight.dtype)
+    ranks = target.ranks
+    return target, shard(draft, ranks, target=target) if isinstance(ranks, TensorParallel) else draft.eval()

@@ -15,6 +15,10 @@ def test_without_a_gpu():
     assert "needs a CUDA device" in refusal(run_benchmarks("collectives"), "collectives")
 
 
+def test_ranks_that_are_late_are_processes():
+    assert "that torchrun has started" in refusal(run_benchmarks("collectives", "--late", "10"), "--late")
+
+
 @pytest.mark.gpu
 def test_ranks_on_one_gpu(tmp_path):
     path = tmp_path / "collectives.json"

@@ -16,7 +16,7 @@ from benchmarks.round import profile as round_profile
 from benchmarks.round.measure import CompiledRound, RoundCase, floor_bytes
 from benchmarks.round.profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
 from benchmarks.round.report import above_floor, beside_base, choice_table, describe_choice, judge_auto, kind, with_bf16_ms
-from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, MLA_STACK, SHAPES, touched_experts
+from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, LLAMA_70B, MLA_STACK, SHAPES, touched_experts
 from benchmarks.round.stored import store
 from spec_ops.models.stored_tensor import StoredTensor
 from spec_ops.passes import explain
@@ -300,7 +300,7 @@ def test_rows_of_mixtures():
         AssistedRound(replace(TINY, model="tiny-experts", round="assisted", batch_size=1))
 
 
-@pytest.mark.parametrize("shape", [LLAMA_8B, MLA_STACK, GPT_OSS], ids=lambda shape: shape.label)
+@pytest.mark.parametrize("shape", [LLAMA_8B, LLAMA_70B, MLA_STACK, GPT_OSS], ids=lambda shape: shape.label)
 def test_shapes_scale_in_layers(shape):
     for layers in (1, 3, None):
         scaled = shape.with_layers(layers)

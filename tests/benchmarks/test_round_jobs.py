@@ -302,6 +302,7 @@ def test_the_cases_of_sampled_and_penalized_rounds():
         (["--timeline", "x.png"], "--timeline"),
         (["--tp", "2", "--weights", "int4"], "--tp"),
         (["--tp", "2", "--alone", "--collective", "nccl"], "--alone"),
+        (["--tp", "2", "--alone", "--path", "transformers"], "--alone"),
         (["--collective", "gloo"], "--collective"),
     ],
 )

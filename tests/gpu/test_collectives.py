@@ -9,8 +9,8 @@ import random
 import pytest
 import torch
 
-from spec_ops.backends.push import PushWorkspace, of_one_process
-from spec_ops.ops.reference import collectives as reference
+from benchmarks.late_ranks import captured, compile_kernels
+from spec_ops.backends.push import of_one_process
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 pytestmark = [
@@ -19,62 +19,6 @@ pytestmark = [
 ]
 
 from spec_ops.backends.triton.collectives import push  # noqa: E402
-
-COLUMNS = (4096, 64, 16384, 1024, 4096, 32768, 512, 16384)
-
-
-def special(size: int, columns: int, seed: int) -> torch.Tensor:
-    """Parts with zeros of both signs, infinities and NaN."""
-    g = torch.Generator().manual_seed(seed)
-    parts = torch.randn(size, 1, columns, generator=g).bfloat16()
-    for value in (0.0, -0.0, torch.inf, -torch.inf, torch.nan):
-        parts[torch.rand(parts.shape, generator=g) < 0.02] = value
-    parts[:, :, :6] = 0.0
-    return parts.cuda()
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isnan(), 7.0, x).view(torch.int16)
-
-
-def captured(
-    ranks: PushWorkspace, own: slice, calls: list[int], wrong: torch.Tensor, *, warps: int = 4
-) -> torch.cuda.CUDAGraph:
-    """A graph of sums and maxima, each of which counts what differs from the reference, bit for bit."""
-    local = own.stop - own.start
-    cases = []
-    for seed in calls:
-        parts = special(ranks.size, COLUMNS[seed % len(COLUMNS)], seed)
-        wanted = bits(reference.sum_of(list(parts)))
-        keys = torch.randint(-(2**62), 2**62, (ranks.size, 33), generator=torch.Generator().manual_seed(seed)).cuda()
-        keys[:, 0] = 0
-        cases.append((parts[own].contiguous(), wanted, keys[own].contiguous(), keys.amax(0)))
-        wrong.add_((wanted != wanted).sum() + (keys != keys).sum())  # loads what a capture must not load
-
-    def run() -> None:
-        for i, (parts, wanted, keys, largest) in enumerate(cases):
-            out = torch.empty_like(parts)
-            push.push(ranks, parts, out, "sum", warps=warps, local=local)
-            wrong.add_((bits(out) != wanted).sum())
-            if i % 3 == 1:
-                out = torch.empty_like(keys)
-                push.push(ranks, keys, out, "max", local=local)
-                wrong.add_((out != largest).sum())
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
-    graph.inputs = cases  # whose memory it reads
-    return graph
-
-
-def compile_kernels(size: int, local: int, warps: int = 4) -> None:
-    """On a workspace that is thrown away: a first launch inside a capture would load modules there."""
-    ranks = of_one_process(size, torch.device("cuda"), 1 << 16, 1)
-    for columns in (64, 1024):
-        for x in (torch.ones(local, 1, columns).bfloat16().cuda(), torch.ones(local, 33, dtype=torch.int64).cuda()):
-            push.push(ranks, x, torch.empty_like(x), "max" if x.dtype == torch.int64 else "sum", warps=warps, local=local)
-    torch.cuda.synchronize()
 
 
 def check_in_one_launch(size: int, replays: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.late_ranks import replay_late
 from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.ops.collectives import all_reduce_add_op, all_reduce_op
 from spec_ops.parallel import TensorParallel, load_pair
@@ -59,6 +60,8 @@ def main() -> None:
         assert torch.cuda.current_device() == current
     assert ranks._pushes is not None
     assert ranks._pushes.failed.item() == 0
+    torch.cuda.set_device(ranks.device)
+    assert replay_late(ranks._pushes, 2000, lambda done: None)[1] == 0
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

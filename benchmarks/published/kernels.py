@@ -141,7 +141,6 @@ def limits(results: Path) -> str:
 
 def choice(results: Path) -> str:
     """Whether `auto`'s kernel is the fastest, and how near those come that plan on the host."""
-    commit = load("h200-kernels", results)["environment"]["commit"]
     cases = {case: found for case, found in _kernel_cases(results).items() if "triton" in found}
     compared = sum(case[0] == "gqa" and "flashinfer-xqa" in found for case, found in cases.items())
     ahead, name, case = max(
@@ -152,8 +151,8 @@ def choice(results: Path) -> str:
     )
     (kind, heads, head_dim, bs, context, q_len, mask), found = case, cases[case]
     text = "Batch size and lengths do not count: one compiled round serves all lengths. In each of the"
-    text += f" {compared} measured cases on sm_90 that choice is the fastest within 5% ({commit},"
-    text += " `benchmarks/results/h200-kernels.json`), which `tests/backends/test_measured.py` checks. fa2 and fa3 plan on the"
+    text += f" {compared} measured cases on sm_90 that choice is the fastest within 5%"
+    text += " (`benchmarks/results/h200-kernels.json`), which `tests/backends/test_measured.py` checks. fa2 and fa3 plan on the"
     text += " host, so `auto` leaves them out. With that plan"
     text += " left out of"
     text += f" their times too, they are at most {max(ahead - 1, 0):.1%} ahead of `triton` in that file: {name} with"

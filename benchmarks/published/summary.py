@@ -45,8 +45,8 @@ def claims(results: Path) -> str:
         f"**Passes that do what engines do by hand.** The same round is {off['kernels']:.0f} kernels and {off['ms']:.2f} ms"
         f" without them, {on['kernels']:.0f} kernels and {on['ms']:.2f} ms with them"
         f" ([h200-round.json]({FILES}/h200-round.json)).",
-        f"**Attention kernels that need no host plan.** {mean:.2f} times as fast as the fastest of FlashInfer's in each of"
-        f" {count} GQA cases, geometric mean ([h200-kernels.json]({FILES}/h200-kernels.json)).",
+        f"**Attention kernels that need no host plan.** Over {count} GQA cases {mean:.2f} times as fast (geometric mean) as the"
+        f" fastest FlashInfer kernel of each case ([h200-kernels.json]({FILES}/h200-kernels.json)).",
         "**The same text.** Greedy speculation gives exactly the tokens of plain decoding in float32, and in bf16"
         " [with a flag](docs/guides/invariance.md), so far on a CPU. The shipped pair gains"
         f" {accept:.2f} tokens a round with a chain, {tree:.2f} with a tree ([cpu-chain3.json]({FILES}/cpu-chain3.json),"
@@ -58,12 +58,9 @@ def claims(results: Path) -> str:
 
 def caption(results: Path) -> str:
     machine = demo(results)[2].split(",")[0]
-    text = (
-        f"*Left: one {machine}, Llama-3.1-8B's shape, three draft steps, bf16, random weights, 1024 tokens of context, accept"
-    )
-    text += " length 3 (SGLang's is simulated; transformers drafts with a one-layer model). Right: the pair in this package,"
-    text += " float32. How each number was measured:"
-    text += " [performance](docs/performance/index.md).*"
+    text = f"*On one {machine}. Left: a model of Llama-3.1-8B's shape, three draft steps, bf16, random weights, 1024 tokens of"
+    text += " context, accept length 3 (SGLang's is simulated; transformers drafts with a one-layer model). Right: the small"
+    text += " pair of models in this package, float32. How each number was measured: [performance](docs/performance/index.md).*"
     return paragraph(text)
 
 

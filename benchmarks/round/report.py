@@ -72,7 +72,7 @@ def judge_auto(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if ratio > TOLERANCE:
             backend = get_backend(row["backend"])
             planned = backend is not None and backend.host_plan
-            why = "it plans on the host, so it is used by name only" if planned else "its rank is behind what `auto` chose"
+            why = "it plans on the host, so it is used by name only" if planned else "what `auto` chose has a better rank"
         shared = {name: row[name] for name in ("model", "bs", "context", "round", "passes")}
         shared |= {name: row[name] for name in CHOICE if name in row}
         verdicts.append(

@@ -17,24 +17,24 @@ Common contract (FlashInfer's and TensorRT-LLM's conventions):
 * `sinks [num_q_heads]` (any of the three float dtypes) are logits added to the softmax denominator alone (gpt-oss).
 * `softcap` (0: none) replaces a logit `x` by `softcap * tanh(x / softcap)`.
 * A query that sees nothing gives exact zeros, so padded rows are `seq_lens[b] == 0` (or 1).
-* Keys and values that no query of their request sees influence no result, whatever they hold, NaN among it: positions from
-  `seq_lens[b]` on, those before every query's window, slots of a tree that are on no query's path. Page ids of pages without a
-  key that is seen may be anything, too; the memory of other pages may be read and is ignored. (`reference` and our own kernels;
-  FlashInfer's follow every page up to the length.) What one query sees may reach the others of its request if it is NaN or
-  infinite: they share products, in which 0 times NaN is NaN.
-* `window_left` that no length reaches, 2^31 - 1 for example, is none.
+* Keys and values that no query of their request sees influence no result, even if they are NaN: positions from `seq_lens[b]`
+  on, those before every query's window, slots of a tree that are on no query's path. A page without a visible key may have any
+  id; memory of other pages may be read, but is ignored. (This holds for `reference` and our own kernels. FlashInfer's follow
+  every page up to the length.) A NaN or an infinity that one query sees may reach the other queries of its request: they share
+  products, in which 0 times NaN is NaN.
+* A `window_left` that no length reaches, 2^31 - 1 for example, means no window.
 * `kv_indptr`/`kv_indices` (CSR of token slots), `seq_lens_cpu` and `max_seq_len` are read by some kernels only; every
   attention step accepts them so that naive code can pass all it has.
 * `deterministic=True` is the batch-invariant mode: a query's result depends, to the last bit, on that query and on the keys it
-  sees in their order, and on nothing else: not on other requests, the number of queries, the step (a chain's verify, its decode
-  and a ragged extend agree), pages, or the slots of a tree: a node has the bits of the chain that its path is. It selects a
-  backend declared so, `triton-deterministic` (CUDA, bfloat16 and float16) or `reference-deterministic` (CPU). Passes keep that
-  backend; those that change a call's number of queries change no bit. The mode is about attention alone: for all that is
-  around it there is `spec_ops.compile(..., invariant=True)`.
-* `out` takes the result, which is returned, too: contiguous, of its shape and dtype, and no part of an input: one that overlaps
-  queries or a cache is refused. Our own kernels write there; some of other packages write elsewhere, and are copied. With
-  `out`, `seq_lens`, `block_tables`, `tree_mask` and `q_indptr` may be longer than the batch (of ragged queries: than
-  `seq_lens`), as the static buffers of engines are: the rows past it are not read. While compiling it is a copy into `out`,
+  sees in their order, and on nothing else. Other requests, the number of queries, the step (a chain's verify, its decode and a
+  ragged extend agree), pages and the slots of a tree do not matter: a node of a tree gets the bits that the chain along its
+  path would get. The mode selects a backend that declares it, `triton-deterministic` (CUDA, bfloat16 and float16) or
+  `reference-deterministic` (CPU). Passes keep that backend; those that change a call's number of queries change no bit. The
+  mode covers attention alone; for everything else there is `spec_ops.compile(..., invariant=True)`.
+* `out` is a contiguous tensor of the result's shape and dtype, into which the result is written; it is returned too. It must
+  not overlap the queries or a cache. Our own kernels write there directly; results of some other packages are copied. With
+  `out`, `seq_lens`, `block_tables`, `tree_mask` and `q_indptr` may be longer than the batch (with ragged queries: than
+  `seq_lens`), like the static buffers of engines; the rows past it are not read. In compiled code, `out` is a copy at the end,
   which Inductor removes where it can.
 
 Semantics follow SGLang 0.5 EAGLE (`srt/speculative`), FlashInfer 0.7 `trtllm_batch_decode_with_kv_cache[_mla]`, and for the

@@ -163,7 +163,7 @@ def _obstacle(node: fx.Node, queries: _Heads, keys: _Heads) -> str | None:
 
 
 def _moved(node: fx.Node, call: fx.Node, order: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """What has to move behind the queries, right before `call`: the append, and views of what it wrote, in order.
+    """What has to move after the queries, right before `call`: the append, and views of what it wrote, in order.
 
     Raises:
         _NotFusedError: something else reads what it wrote before the queries are there.

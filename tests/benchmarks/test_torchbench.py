@@ -124,7 +124,7 @@ def test_rounds_rewind_and_decode_what_the_target_would():
     rounds, start = chain.build(5, num_steps=2, num_rounds=3, device="cpu", dtype=torch.float32)
     first = rounds(**start)
     assert first.shape == (5, 3, 2 + 3)
-    for _ in range(2):  # beyond where the first run ended: stale KV lies behind the committed tokens
+    for _ in range(2):  # beyond where the first run ended: stale KV lies after the committed tokens
         rounds.round()
     assert torch.equal(rounds(**start), first)
     assert torch.equal(copy.deepcopy(rounds)(**start), first)

@@ -1,4 +1,4 @@
-"""Batch-invariant generation: in bfloat16 too, the text and the keys and values behind it are those of plain decoding."""
+"""Batch-invariant generation: in bfloat16 too, the text and its keys and values are those of plain decoding."""
 
 from __future__ import annotations
 

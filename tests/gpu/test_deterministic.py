@@ -152,7 +152,7 @@ def test_paths_are_chains(model, nodes):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_keys_that_are_not_seen(model):
-    """Drafts behind a query, of large values: a weight of 0 times those must not move how tensor cores align their sums."""
+    """Drafts after a query, of large values: a weight of 0 times those must not move how tensor cores align their sums."""
     kind, a = made(model, 12, 8)
     tables, page = a["block_tables"], MODELS[model][4]
     pages = a["k_cache" if kind == "mha" else "kv_cache"].shape[0]

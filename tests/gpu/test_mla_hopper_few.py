@@ -44,7 +44,7 @@ class FewCase(Case):
 def made(q_len: int = 1, heads: int = 16, tree: bool = False, options: Any = None, **wanted: Any) -> FewCase:
     """A verify step of `q_len` queries; as a chain without the harness' tree, whose chains have 1, 4 or 5 queries.
 
-    Behind the last token of a request, and in pages that nobody has, the caches hold NaN.
+    After the last token of a request, and in pages that nobody has, the caches hold NaN.
     """
     wanted = {"dtype": BF16, "page_size": 64, "heads": heads, "head_dim": 576, "v_dim": 512, **wanted}
     case = make_case("mla", "verify_tree", DEVICE, num_nodes=q_len, **wanted)
@@ -85,7 +85,7 @@ def check_long(case: FewCase) -> None:
         assert worst <= 0, f"request {b} of {length} keys: {worst:.3g} beyond the bound"
 
 
-# 16 rows, also of several queries; 12 and 15 rows, behind which come the next request's.
+# 16 rows, also of several queries; 12 and 15 rows, after which come the next request's.
 @pytest.mark.parametrize(
     ("q_len", "heads", "tree"),
     [(1, 16, False), (2, 8, False), (4, 4, True), (1, 12, False), (5, 3, True)],

@@ -72,8 +72,8 @@ def attend(q, keys, values, visible, scale: float, sinks=None, softcap: float = 
 
 
 def causal(q_len: int, kv_len: int, window_left: int) -> torch.Tensor:
-    behind = (kv_len - q_len + torch.arange(q_len))[:, None] - torch.arange(kv_len)
-    return (behind >= 0) & ((behind <= window_left) if window_left >= 0 else True)
+    distance = (kv_len - q_len + torch.arange(q_len))[:, None] - torch.arange(kv_len)
+    return (distance >= 0) & ((distance <= window_left) if window_left >= 0 else True)
 
 
 def rows_of(cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ def test_gqa(dtype, scale, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, None), (FP8, 0.25)], ids=str)
 def test_mla(dtype, scale, tmp_path):
-    """Two scatters into one row: the rotary part behind the latent."""
+    """Two scatters into one row: the rotary part after the latent."""
     check(mla(scale), inputs("mla", dtype=dtype, slots=DROPPED), tmp_path)
 
 

@@ -22,7 +22,7 @@ EPS = 1e-5
 
 
 def tensors(args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Squares of rows that are larger than the call's by a power of 2, the residual, the weight of the norm behind."""
+    """Squares of rows that are larger than the call's by a power of 2, the residual, the weight of the norm after it."""
     (tokens, hidden), g = args[0].shape, torch.Generator().manual_seed(args[0].shape[0])
     padded = torch.nn.functional.pad(args[0].float(), (0, -hidden % 16))
     squares = padded.unflatten(1, (-1, 16)).square().sum(2) * 4.0 ** torch.arange(tokens)[:, None].remainder(3)

@@ -22,7 +22,7 @@ SIZES = [(1, 50, 1088, 2), (4, 33, 832, 1), (9, 101, 1024, 2), (16, 20, 2112, 1)
 
 
 def tensors(m: int, n: int, k: int) -> list[torch.Tensor]:
-    """x and weight in front, residual, the norm's weight, weight behind."""
+    """x and weight of the product before the norm, residual, the norm's weight, weight of the product after it."""
     g = torch.Generator().manual_seed(m + n + k)
     x, w0, r, w1 = (torch.randn(shape, generator=g) for shape in ((m, K0), (k, K0), (m, k), (n, k)))
     return [t.half() for t in (x, w0 * 0.05, r * 3, torch.rand(k, generator=g) + 0.5, w1 * 0.05)]

@@ -159,7 +159,7 @@ def make_case(
             num_nodes = num_nodes if mode == "verify_tree" else 5
             trees, nodes = [verify_tree(g, num_nodes) for _ in lens], list(range(num_nodes))
         q_len = len(nodes)
-        # Behind the live requests come padded ones: nothing cached, or less than the tree's own width.
+        # After the live requests come padded ones: nothing cached, or less than the tree's own width.
         lens = [length + len(trees[0]) for length in lens] + [0, 1]
         trees += trees[-1:] * 2 if trees else []
     if mode != "extend":

@@ -163,7 +163,7 @@ def test_mixtures(m, monkeypatch):
     att, r, *weights = experts_tensors(m)
     args = [att, r.view(2, m // 2, E), *weights]
     found = fused(mixtures, args, 4, of_mixtures=2)
-    assert found.count(scaled_skinny_mm_op) == 4  # two routers, two products behind
+    assert found.count(scaled_skinny_mm_op) == 4  # two routers, two products after norms
     assert not {aten.mm.default, moe_experts_op, scaled_moe_experts_op} & set(found)
     module, _ = lowered(mixtures, args)
     assert texts(run_pass(FuseNormLinear(), module, 90).done).splitlines()[:2] == [
@@ -202,8 +202,8 @@ def test_a_mixture_that_no_norm_precedes():
 
 
 def mixture_read(*args):
-    _, behind, made = mixture_of_inputs(*args)
-    return behind, made * 2
+    _, product, made = mixture_of_inputs(*args)
+    return product, made * 2
 
 
 def rows_are_shares(att, r, *rest):

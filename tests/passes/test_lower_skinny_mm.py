@@ -173,7 +173,7 @@ def test_off_switch(monkeypatch):
 
 
 def test_in_a_model():
-    """Behind the other passes, next to an op of ours; the report names it."""
+    """After the other passes, next to an op of ours; the report names it."""
 
     def fn(x, weight, bias, k_cache, v_cache, slots):
         q, k, v = F.linear(x, weight, bias).view(M, 3, 4, 16).unbind(1)

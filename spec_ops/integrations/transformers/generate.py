@@ -219,7 +219,7 @@ class TransformersGenerator:
         if not steps:
             return None
         key = tuple(step.key for step in steps)
-        # Behind the others: the generator forgets the rounds of those that have not been used for longest.
+        # To the end: the generator forgets the rounds of those that have not been used for longest.
         pipeline = self._pipelines.pop(key, None) or Pipeline(steps, self.generator.device)
         self._pipelines[key] = pipeline
         if len(self._pipelines) > MAX_PROCESSORS:

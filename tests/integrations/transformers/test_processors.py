@@ -28,7 +28,7 @@ def random_scores(rng: random.Random, rows: int, vocab: int = VOCAB) -> torch.Te
 
 
 def random_rows(rng: random.Random, count: int) -> Rows:
-    """Histories of few distinct tokens, so that sequences recur. What is behind a row is one more token that recurs."""
+    """Histories of few distinct tokens, so that sequences recur. After a row comes one more token that recurs."""
     tokens = rng.choice([2, 3, VOCAB])
     lengths = [rng.choice([1, 2, 3, rng.randint(1, ROOM), ROOM]) for _ in range(count)]
     history = torch.tensor([[rng.randrange(tokens) for _ in range(ROOM)] for _ in range(count)])

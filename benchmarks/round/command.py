@@ -54,6 +54,9 @@ def bench_round(
     alone: Annotated[
         bool, typer.Option("--alone", help="With --tp on one GPU: the first rank, with its own parts for those of the others.")
     ] = False,
+    check_rounds: Annotated[
+        int, typer.Option(min=0, help="With --tp: also so many rounds whose tokens the ranks compare.")
+    ] = 0,
     accept_length: Annotated[
         float | None, typer.Option(min=1, help="Tokens a round for tokens/s; default three quarters of the longest path.")
     ] = None,
@@ -109,7 +112,8 @@ def bench_round(
             model=model, batch_size=batch_size, context=context, layers=layers, steps=steps, tree=(tree_width, tree_tokens),
             backend=backend, passes=PASSES[passes], extra=(naive, plain, assisted), choices=choices,
             accept_length=accept_length, paths=path,
-            common={"repeats": repeats, "bandwidth": copy_rate, "device": device, "compiled": device == "cuda"},
+            common={"repeats": repeats, "bandwidth": copy_rate, "device": device, "compiled": device == "cuda",
+                    "check_rounds": check_rounds},
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--steps / --tree-width / --tree-tokens / --accept-length") from error

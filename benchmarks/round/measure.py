@@ -62,6 +62,7 @@ class RoundCase:
         weights: of the linear layers of target and draft, one of `stored.KINDS`; None: they are of `dtype`.
         tp: ranks that share the models, in as many processes; alone: only the first of them runs (`ranks.py`).
         collective: who computes their sums: `"push"`, our kernels where they do; `"nccl"`.
+        check_rounds: with ranks, so many rounds more, of which they compare the tokens.
     """
 
     model: str
@@ -92,6 +93,7 @@ class RoundCase:
     tp: int = 1
     alone: bool = False
     collective: str = "push"
+    check_rounds: int = 0
 
     def __str__(self) -> str:
         layers = f" {self.layers} layers" if self.layers else ""
@@ -128,7 +130,7 @@ class RoundCase:
     @property
     def slack(self) -> int:
         """Tokens that a request may gain between two resets: warm-up, or the timed rounds, all of the longest path."""
-        return self.config.path_len * (max(self.repeats, PROFILED) + 8)
+        return self.config.path_len * (max(self.repeats, PROFILED, sharing.RESTARTED) + 8)
 
     def memory_bytes(self) -> int:
         """Estimate of what the process takes on the device; weights of fewer bits have 16 at first."""
@@ -363,6 +365,14 @@ class CompiledRound:
                 kernels = [kernel for one in found.rounds for kernel in one]
                 row |= found.counts | breakdown(kernels, PROFILED, milliseconds)
                 row["small_kernels"] = small_kernels(kernels, PROFILED)
+            if case.check_rounds and not self.ranks.alone:
+                output = self.generator.buckets.state(case.batch_size).output
+
+                def restart(number: int, context: int = context) -> None:
+                    self.reset(max(1, context - number % 128))  # other texts each time
+
+                sharing.check_tokens(self.ranks, self.step, output, restart, case.check_rounds)
+                row["same_tokens_rounds"] = case.check_rounds
             yield row
             if case.timeline is not None and context == case.contexts[0]:
                 self._draw(case.timeline, found, row)

@@ -9,7 +9,7 @@ takes: all of it but the links between GPUs, and the wait for the slowest rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from benchmarks.round.shapes import Shape
 from spec_ops.models import CausalLM, Draft
 from spec_ops.parallel import TensorParallel, shard
 
+RESTARTED, COMPARED = 40, 1000  # after so many rounds
 COLLECTIVES = {"push": {}, "nccl": {"lower_all_reduce": False}}  # switches of passes
 
 
@@ -28,6 +29,31 @@ def join(size: int, alone: bool, device: str) -> TensorParallel:
     if alone:
         return TensorParallel.fake(size, device=device)
     return TensorParallel.connect(device, timeout=60)
+
+
+def check_tokens(
+    ranks: TensorParallel, step: Callable[[], object], output: torch.Tensor, restart: Callable[[int], None], rounds: int
+) -> None:
+    """Run rounds and compare what they emit on all ranks.
+
+    Args:
+        step: a round. output: what it writes, integers.
+        restart: is called before every `RESTARTED` rounds with a number that counts up.
+        rounds: how many.
+
+    Raises:
+        RankError: on every rank, if any of them emitted something else than rank 0.
+    """
+    # One number for all rounds since the last comparison, in arithmetic that wraps: every token of every round counts.
+    total = torch.zeros((), dtype=torch.int64, device=output.device)
+    weights = torch.arange(1, output.numel() + 1, device=output.device)
+    for number in range(rounds):
+        if number % RESTARTED == 0:
+            restart(number // RESTARTED)
+        step()
+        total.mul_(1_000_003).add_((output.flatten() * weights).sum())
+        if number % COMPARED == COMPARED - 1 or number == rounds - 1:
+            ranks.check_same("round", {"tokens": total})
 
 
 def slowest(ranks: TensorParallel, milliseconds: float) -> float:

@@ -294,6 +294,6 @@ def _first_line(error: BaseException) -> str:
 
 def _digest(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        data = value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         return hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + data).hexdigest()
     return hashlib.sha256(repr(value).encode()).hexdigest()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks import __main__ as benchmarks
 from benchmarks.round import profile as round_profile
+from benchmarks.round import ranks as sharing
 from benchmarks.round.measure import CompiledRound, RoundCase, floor_bytes
 from benchmarks.round.profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
 from benchmarks.round.report import above_floor, beside_base, choice_table, describe_choice, judge_auto, kind, with_bf16_ms
@@ -131,6 +134,30 @@ def test_one_rank_alone():
     assert 0.5 * whole["weights_floor_ms"] <= share["weights_floor_ms"] < 0.8 * whole["weights_floor_ms"]
     assert kind(share) == "speculative, one of 2 ranks alone, push"
     assert replace(TINY, tp=2).memory_bytes() < TINY.memory_bytes()
+
+
+def test_a_token_that_differs_once_is_found(monkeypatch):
+    """Ranks compare one number for many rounds: it depends on every token of every round."""
+    monkeypatch.setattr(sharing, "COMPARED", 30)
+
+    def totals(wrong: int | None) -> list[int]:
+        found: list[int] = []
+        output, random, begun = torch.zeros(2, 5, dtype=torch.int64), torch.Generator().manual_seed(0), itertools.count()
+
+        def step() -> None:
+            output.copy_(torch.randint(-1, 100, output.shape, generator=random))
+            if next(begun) == wrong:
+                output[1, 3] += 1
+
+        ranks = SimpleNamespace(check_same=lambda where, values: found.append(values["tokens"].item()))
+        sharing.check_tokens(ranks, step, output, lambda number: None, 70)
+        return found
+
+    right = totals(None)
+    assert len(right) == 3
+    for wrong in (0, 29, 30, 69):
+        differing = [index for index, (a, b) in enumerate(zip(right, totals(wrong), strict=True)) if a != b]
+        assert differing == list(range(wrong // 30, 3))
 
 
 @pytest.mark.parametrize("tree", [{}, {"topk": 2, "tree_tokens": 6}], ids=["chain", "tree"])

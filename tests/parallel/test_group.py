@@ -9,7 +9,7 @@ import torch
 
 from spec_ops.backends.push import of_one_process
 from spec_ops.parallel import RankError, TensorParallel
-from spec_ops.parallel.group import _apart
+from spec_ops.parallel.group import _apart, _digest
 
 TWO = [("a", 0), ("a", 1)]
 
@@ -42,3 +42,12 @@ def test_a_kernel_that_gave_up_is_an_error_of_its_round():
     ranks._pushes.failed.fill_(1)
     with pytest.raises(RankError, match=r"generate: another rank of the 2 is gone, or waits .*: a sum timed out"):
         ranks.check_round(torch.zeros(1))
+
+
+def test_hashes_of_what_ranks_compare():
+    """Of tensors the bytes, the shape and the dtype count, not where they lie; a number may be a tensor without dimensions."""
+    x = torch.arange(6).view(2, 3)
+    same = [x, x.t().contiguous().t(), x.clone()]
+    other = [x.view(3, 2), x.int(), x + 1, x.float(), torch.tensor(3), torch.tensor(4), 3, "3", None]
+    assert len({_digest(value) for value in same}) == 1
+    assert len({_digest(value) for value in [x, *other]}) == 10

@@ -39,7 +39,9 @@ def test_the_oldest_pinned_and_newest_torch_are_tested():
     assert matrix["torch"] == [PINS["torch"]]
     assert [entry["torch"] for entry in matrix["include"]] == [f"{oldest}.0", "newest"]
     conditions = [step["if"] for step in WORKFLOW["jobs"]["test"]["steps"] if "if" in step]
-    assert conditions == [f"matrix.torch != '{PINS['torch']}'"]
+    assert conditions == [f"matrix.torch != '{PINS['torch']}'", "matrix.torch == 'newest'"]
+    unpinned = WORKFLOW["jobs"]["test"]["steps"][-2]["run"]
+    assert set(re.findall(r"/\^([\w-]+)==/d", unpinned)) == {"transformers", "tokenizers", "huggingface-hub"} <= PINS.keys()
 
 
 def test_the_workflow_runs_targets_that_exist():

@@ -18,7 +18,14 @@ from spec_ops.integrations.transformers import experts
 from spec_ops.integrations.transformers.attention import NAME, attending
 from spec_ops.integrations.transformers.fp8 import reading_as_stored
 from spec_ops.integrations.transformers.merging import MergedLinears
-from spec_ops.integrations.transformers.parts import GivenHiddenStates, as_decoder, replaced, watched, with_fixed_rope
+from spec_ops.integrations.transformers.parts import (
+    GivenHiddenStates,
+    as_decoder,
+    cache_argument,
+    replaced,
+    watched,
+    with_fixed_rope,
+)
 from spec_ops.integrations.transformers.probe import (
     Argument,
     CacheSpec,
@@ -131,6 +138,7 @@ class TransformersModel(Target):
         if found.table is not None and (self.position_limit is None or found.table < self.position_limit.count):
             self.position_limit = PositionLimit(found.table, "its table of position embeddings ends there")
         self.decoder = as_decoder(cast(PreTrainedModel, self._watch_layers(decoder, layers) if aux_layers else decoder))
+        self._cache_argument = cache_argument(self.decoder)
         # The model's own LM head, and what its source does to logits after it (soft cap, scale).
         self.head = replaced(model, found.decoder, GivenHiddenStates(found.output))
         with torch.no_grad():
@@ -180,9 +188,8 @@ class TransformersModel(Target):
         _WATCHED.inputs = {}
         hidden = self.decoder(
             position_ids=positions,
-            past_key_values=StepCache(attention, self.spec.latent),
             use_cache=True,
-            **{name: inputs},
+            **{name: inputs, self._cache_argument: StepCache(attention, self.spec.latent)},
         ).last_hidden_state
         aux = [_WATCHED.inputs[layer] for layer in self.config.aux_layers]
         _WATCHED.inputs = None

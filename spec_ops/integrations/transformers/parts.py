@@ -41,6 +41,12 @@ def as_decoder(module: PreTrainedModel) -> PreTrainedModel:
     return twin  # type: ignore[return-value]
 
 
+def cache_argument(module: nn.Module) -> str:
+    """What the `forward` of `module` calls its cache: `cache` in transformers 5.24, `past_key_values` before and in code of
+    others. A decorator that takes the older name too is not there after `as_decoder`."""
+    return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
+
+
 class GivenHiddenStates(nn.Module):
     """Stands in for a decoder: returns hidden states that were computed before, passed as `inputs_embeds`."""
 

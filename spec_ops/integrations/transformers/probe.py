@@ -27,6 +27,7 @@ from spec_ops.integrations.transformers.attention import (
 )
 from spec_ops.integrations.transformers.experts import using_experts
 from spec_ops.integrations.transformers.merging import SiblingLinears
+from spec_ops.integrations.transformers.parts import cache_argument
 from spec_ops.models.checkpoint import MACHINE_ERRORS
 from spec_ops.models.paged import PagedAttention, PagedKVCache, refuse_autocast
 
@@ -245,8 +246,8 @@ def _run(model: PreTrainedModel, tokens: torch.Tensor, argument: Argument) -> tu
         reads.append(_TableReads(positions[part], record))
         try:
             with reads[-1]:
-                step = {"input_ids": tokens[None, part], "position_ids": positions[None, part]}
-                logits.append(model(**step, past_key_values=record, use_cache=True).logits[0])
+                step = {"input_ids": tokens[None, part], "position_ids": positions[None, part], cache_argument(model): record}
+                logits.append(model(**step, use_cache=True).logits[0])
         except NoUpdate as error:
             raise ValueError(
                 f"{argument}: {error.layer} of {name} does not hand its own keys and values to the cache just before it "

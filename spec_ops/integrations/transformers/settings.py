@@ -116,6 +116,7 @@ _REFUSED_ARGUMENTS = {
     "position_ids": "positions count the real tokens of `attention_mask`",
     "token_type_ids": "rounds pass only token ids and positions to the model",
     "past_key_values": "the generator keeps a paged cache of its own",
+    "cache": "the generator keeps a paged cache of its own",  # its name from transformers 5.24 on
     "prefix_allowed_tokens_fn": "it is called after each token, and a round verifies several: pass grammars as `matchers`",
     "negative_prompt_ids": "`guidance_scale` is not",
     "negative_prompt_attention_mask": "`guidance_scale` is not",

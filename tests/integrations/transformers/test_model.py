@@ -3,6 +3,7 @@ compute are refused."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -35,6 +36,30 @@ def own_tokens(model) -> list[list[int]]:
     ids, mask = batch()
     out = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None)
     return out[:, ids.shape[1] :].tolist()
+
+
+def test_a_cache_goes_by_the_name_that_the_model_has_for_it(monkeypatch):
+    """`cache` from transformers 5.24 on, where a decorator still takes `past_key_values`; rounds call what it decorates."""
+    expected = eager_tokens("llama")
+
+    def renamed(own):
+        def forward(self, *, cache=None, **kwargs):
+            assert "past_key_values" not in kwargs
+            return own(self, past_key_values=cache, **kwargs)
+
+        @functools.wraps(forward)
+        def either(self, **kwargs):
+            if "past_key_values" in kwargs:
+                kwargs["cache"] = kwargs.pop("past_key_values")
+            return forward(self, **kwargs)
+
+        return either
+
+    for part in (transformers.LlamaForCausalLM, transformers.LlamaModel):
+        monkeypatch.setattr(part, "forward", renamed(part.forward))
+    ids, mask = batch()
+    with TransformersGenerator(make_model("llama"), make_model("llama", layers=1), **SIZES) as generator:
+        assert generator.generate(ids, mask, **NEW).tokens == expected
 
 
 def test_leaving_the_generator_gives_the_models_back():

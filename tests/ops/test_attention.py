@@ -238,13 +238,13 @@ def poison_unseen(case: Case) -> int:
     return count
 
 
-def spread(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """A copy of `x` whose entries along `dim` reach over more than 2^31 elements; what lies between them is not initialized."""
+def spread(x: torch.Tensor, dim: int, reach: int = 2**31) -> torch.Tensor:
+    """A copy of `x` whose entries along `dim` reach over more than `reach` elements, between which nothing is initialized."""
     strides = list(x.contiguous().stride())
-    strides[dim] = (2**31 // (x.shape[dim] - 1) // 16 + 1) * 16
+    strides[dim] = (reach // (x.shape[dim] - 1) // 16 + 1) * 16
     size = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True)) + 1
     wide = torch.empty(size, dtype=x.dtype, device=x.device).as_strided(x.shape, strides)
-    assert (x.shape[dim] - 1) * wide.stride(dim) >= 2**31
+    assert (x.shape[dim] - 1) * wide.stride(dim) >= reach
     return wide.copy_(x)
 
 

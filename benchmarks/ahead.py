@@ -11,7 +11,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from spec_ops.cli.options import console
+from spec_ops.cli.options import console, writable_file
 
 
 def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -41,7 +41,10 @@ def bench_ahead(
     arch: Annotated[list[int], typer.Option(help="90 for sm_90; may be repeated.")] = [80, 86, 89, 90, 100, 103, 120],  # noqa: B006
     kernel: Annotated[str, typer.Option(help="Only variants whose name contains this.")] = "",
     hashes: Annotated[
-        Path | None, typer.Option(help="Write here a SHA-256 of the PTX of each variant instead; does not run the assembler.")
+        Path | None,
+        typer.Option(
+            callback=writable_file, help="Write here a SHA-256 of the PTX of each variant instead; does not run the assembler."
+        ),
     ] = None,
     compare: Annotated[Path | None, typer.Option(help="Compare such hashes with those in this file.")] = None,
 ) -> None:
@@ -75,6 +78,7 @@ def bench_ahead(
             if a in variant.archs
         }
         if hashes is not None:
+            hashes.parent.mkdir(parents=True, exist_ok=True)
             hashes.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n", encoding="utf-8")
         if known is not None:
             asked = {n: v for n, v in known.items() if kernel in n and any(n.endswith(f" sm_{a}") for a in arch)}

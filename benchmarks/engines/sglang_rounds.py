@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.engines.checkpoints import MODELS, write_shape
 from benchmarks.engines.sglang_worker import MARK
 from benchmarks.rows import write_rows
-from spec_ops.cli.options import console, writable_file
+from spec_ops.cli.options import console, writable_file, writable_folder
 
 WORKER = Path(__file__).with_name("sglang_worker.py")
 OURS = "spec_ops"
@@ -75,7 +75,7 @@ def bench_sglang(
     total_seconds: Annotated[
         float | None, typer.Option(min=1, help="For all engines: each may take an equal share of what is left.")
     ] = None,
-    logs: Annotated[Path | None, typer.Option(help="Folder to keep each engine's log in.")] = None,
+    logs: Annotated[Path | None, typer.Option(callback=writable_folder, help="Folder to keep each engine's log in.")] = None,
     python: Annotated[str, typer.Option(help="Interpreter of the environment that has SGLang.")] = sys.executable,
     engine_option: Annotated[
         list[str] | None, typer.Option(help="NAME=JSON: another argument of sglang.Engine; may be repeated.")

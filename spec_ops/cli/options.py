@@ -33,13 +33,26 @@ def writable_file(path: Path | None) -> Path | None:
     if path is not None:
         if path.is_dir():
             raise typer.BadParameter(f"must be a file, got the folder {path}")
-        # Folders that are missing are made when the file is written.
-        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
-        if not (nearest.is_dir() or nearest == path):
-            raise typer.BadParameter(f"{path} would be in {nearest}, which is a file")
-        if not os.access(nearest, os.W_OK):
-            raise typer.BadParameter(f"{nearest} cannot be written to")
+        _check_place(path)
     return path
+
+
+def writable_folder(path: Path | None) -> Path | None:
+    """Callback of an option: refuses, before anything is measured, a folder that no file could be written to afterwards."""
+    if path is not None:
+        if path.exists() and not path.is_dir():
+            raise typer.BadParameter(f"must be a folder, got the file {path}")
+        _check_place(path)
+    return path
+
+
+def _check_place(path: Path) -> None:
+    """Raise unless `path` can be written. Folders that are missing are made when something is written."""
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not (nearest.is_dir() or nearest == path):
+        raise typer.BadParameter(f"{path} would be in {nearest}, which is a file")
+    if not os.access(nearest, os.W_OK):
+        raise typer.BadParameter(f"{nearest} cannot be written to")
 
 
 def plot_file(path: Path | None) -> Path | None:

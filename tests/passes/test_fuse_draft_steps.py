@@ -284,11 +284,13 @@ def test_tables_that_must_stay(case):
     assert bool(reason) == bool(result.refused)
 
 
-def test_other_page_size_stays():
+@pytest.mark.parametrize("width", [None, 8], ids=["own widths", "one width"])
+def test_other_page_size_stays(width):
     def program(i: Inputs):
         half = {"k": i.k.view(-1, 2, HEADS, DIM), "v": i.v.view(-1, 2, HEADS, DIM)}
         fine = Inputs({**i, **half})
-        return [i.step(i.base + 1), fine.attend(fine.table(i.base + 2, 2), i.base + 2)]
+        tables = i.table(i.base + 1, max_pages=width), fine.table(i.base + 2, 2, max_pages=width)
+        return [i.attend(tables[0], i.base + 1), fine.attend(tables[1], i.base + 2)]
 
     assert fused(program)[3]["page_table"] == 2
 

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import types
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -54,6 +55,12 @@ def test_kernel_compiles(variant, arch):
         assert used.spill_bytes == 0
     ptx = kernel.asm["ptx"]
     assert waits_first(ptx) if arch >= 90 else "griddepcontrol" not in ptx  # which sm_89 and older do not know
+
+
+def test_the_architectures_are_those_of_the_docs():
+    limits = Path(__file__).parents[3] / "docs" / "limits.md"
+    (named,) = re.findall(r"compiles ahead of time for ([\w, \n]*?),? but", limits.read_text(encoding="utf-8"))
+    assert tuple(map(int, re.findall(r"sm_(\d+)", named))) == ahead.ARCHS
 
 
 def waits_first(ptx: str) -> bool:
@@ -242,7 +249,7 @@ def test_cli_compares_hashes(tmp_path, monkeypatch):
     def run(*options: str):
         return CliRunner().invoke(app, ["ahead", "--arch", "90", *options])
 
-    hashes, other = tmp_path / "hashes.json", tmp_path / "other.json"
+    hashes, other = tmp_path / "made" / "hashes.json", tmp_path / "other.json"
     monkeypatch.setattr(ahead, "variants", lambda: [WASTEFUL])
     assert run("--hashes", str(hashes)).exit_code == 0
     assert list(json.loads(hashes.read_text())) == ["wasteful sm_90"]

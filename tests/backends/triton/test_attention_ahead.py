@@ -260,12 +260,27 @@ def test_descriptors_are_read_where_the_hardware_does(arch):
             assert tuning.choose_ragged(arch, shared_kv, head_dim, v_dim, 2, rows).tma == (arch >= 90)
 
 
+def test_every_width_of_heads_is_compiled():
+    """What a launch takes depends on the padded parts that keys and values are read in."""
+
+    def parts(head_dim: int) -> tuple[tuple[int, int], int]:
+        return tuning.head_parts(head_dim), tuning.value_width(head_dim)
+
+    served = [width for width in range(8, 300) if _constraint(head_meta(width), 90) is None]
+    assert (served[0], served[-1]) == (16, 256)
+    for kernel in (steps.split_kv_attention_kernel, steps.ragged_attention_kernel):
+        mine = [v for v in VARIANTS if v.kernel is kernel and not v.constexprs["SHARED_KV"] and "fp8" not in v.name]
+        for arch in ahead.ARCHS:
+            assert {parts(v.constexprs["D"]) for v in mine if arch in v.archs} == set(map(parts, served))
+
+
+def head_meta(width: int) -> AttentionMeta:
+    features = dict.fromkeys(("tree_mask", "window", "sinks", "softcap"), False)
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "page_size": 64, "q_len": 1, "head_dim": width, "v_head_dim": width}
+    return AttentionMeta("mha_draft_decode", torch.bfloat16, torch.bfloat16, **sizes, **features)
+
+
 def test_narrow_heads_are_refused():
     """Keys are read in parts of at least 16: those of a narrower head would run into the next head."""
-    common = {"num_heads": 8, "num_kv_heads": 2, "page_size": 64, "q_len": 1}
-    features = dict.fromkeys(("tree_mask", "window", "sinks", "softcap"), False)
-    for head_dim, refused in ((8, "supports head_dim from 16, not 8"), (16, None)):
-        meta = AttentionMeta(
-            "mha_draft_decode", torch.bfloat16, torch.bfloat16, head_dim=head_dim, v_head_dim=head_dim, **common, **features
-        )
-        assert _constraint(meta, 90) == refused
+    assert _constraint(head_meta(8), 90) == "supports head_dim from 16, not 8"
+    assert _constraint(head_meta(16), 90) is None

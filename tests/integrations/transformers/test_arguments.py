@@ -69,13 +69,14 @@ def test_max_length_without_room():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_id_0_is_a_token_where_no_padding_is_set(side):
-    """Prompts that hold zeros, without and with a mask."""
+    """Nor where it ends rows as well. Prompts that hold zeros, without and with a mask."""
     ids, mask = batch(side)
     ids = torch.where((ids == PAD) & (mask == 1), 5, ids)
     ids[1, 2] = ids[1, 5] = 0
     none = {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
-    ours, theirs = both(ids[1:2], settings=none, max_new_tokens=8)
-    assert torch.equal(ours, theirs)
+    for settings in (none, {**none, "pad_token_id": 0, "eos_token_id": 0}, {**none, "pad_token_id": 0, "eos_token_id": [2, 0]}):
+        ours, theirs = both(ids[1:2], settings=settings, max_new_tokens=8)
+        assert torch.equal(ours, theirs)
     if side == "left":
         for settings in (none, {**none, "eos_token_id": 0}, {**none, "pad_token_id": 4}):
             ours, theirs = both(ids, mask, settings=settings, max_new_tokens=8)

@@ -106,6 +106,24 @@ def test_part_of_the_walk_counts():
     assert found.keep is not None
 
 
+def test_bits_that_a_narrowing_loses():
+    """Above the 31st. They are missing after widening again, unless there were none; in int32 nothing else was left of them."""
+    _, _names, (wide, there_and_back, narrow, few) = trace(
+        lambda b, o, k: (
+            (wide := b.long() << 40),
+            wide.int().long() + 1,
+            (wide.int().long() + 1).int(),
+            wide.clamp(0, 2**31 - 2).int().long() + 1,
+        )
+    )
+    found = canonical(there_and_back)
+    assert found.base not in (None, wide)
+    assert found.offset == 1
+    assert canonical(narrow) == Length(wide, 1)
+    assert canonical(few).base.target is aten.clamp.default
+    assert canonical(few).offset == 1
+
+
 def test_equal_nodes_are_one_value():
     """Graphs for inference come without common-subexpression elimination."""
     _, _names, nodes = trace(

@@ -51,7 +51,8 @@ MLA_16 = Shape("MLA 16 heads", 16, 0, 576, 512)
 MLA_FP8 = MLA_16._replace(label="MLA 16 heads fp8", kv_dtype=FP8)
 
 # The other head sizes of models. In registers and shared memory they are as wide as the next power of two, or as two of them.
-OTHER_SIZES = [Shape(f"GQA 32/8 D{width}", 32, 8, width, width) for width in (16, 32, 48, 80, 96, 112, 160, 192)]
+WIDTHS = (16, 24, 32, 48, 56, 80, 96, 112, 144, 160, 192, 224)
+OTHER_SIZES = [Shape(f"GQA 32/8 D{width}", 32, 8, width, width) for width in WIDTHS]
 
 # (shape, queries, whether they are a tree)
 UNIFORM = [

@@ -165,6 +165,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "spec_ops.page_table(rtt2, req, {len}, PAGE)",
         "spec_ops.page_table(rtt, req, {len}, HALF)",
         "spec_ops.page_table(rtt, req, {len}, PAGE, 5)",
+        "spec_ops.page_table(rtt, req, {len}, HALF, 5)",
     ),
     "fixed": (
         "spec_ops.page_table(rtt, torch.full(({n},), 0), torch.full(({n},), 9), PAGE)",

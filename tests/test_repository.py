@@ -107,3 +107,42 @@ See limits, [below](#below) and [torch](https://pytorch.org).
 ![Badge](https://example.org/badge.svg)
 """
     assert long_description(given) == want
+
+
+def test_tests_mirror_what_they_test():
+    """A folder of tests has the name of a folder of the package, or of what is no package; every layer has such a folder."""
+    others = {"benchmarks", "docs", "examples", "gpu", "helpers", "interpreter", "sglang", "vllm"}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and list(path.rglob("*.py"))}
+    layers = {path.name for path in (ROOT / "spec_ops").iterdir() if (path / "__init__.py").is_file()}
+    assert folders - others == layers
+    for folder in ("backends", "integrations", "passes"):
+        inner = {path.name for path in (ROOT / "tests" / folder).iterdir() if (path / "__init__.py").is_file()}
+        assert all((ROOT / "spec_ops" / folder / name).is_dir() for name in inner), folder
+
+
+TESTS = ROOT / "tests"
+IMPORTS = re.compile(r"^(?:from (tests[\w.]*) import ([\w, ]+)|import (tests[\w.]+))", re.M)
+
+
+def test_helpers_have_a_folder_of_their_own():
+    """A module without tests that several folders use is in `tests/helpers`, which has no tests. A folder may have modules for
+    itself."""
+    for path in (TESTS / "helpers").rglob("*.py"):
+        assert not re.search(r"^def test_", path.read_text(encoding="utf-8"), re.M), path.name
+    shared = []
+    for path in [*TESTS.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for module, names, alone in IMPORTS.findall(path.read_text(encoding="utf-8")):
+            found = [alone] if alone else [module, *(f"{module}.{name.strip()}" for name in names.split(","))]
+            files = [ROOT / (each.replace(".", "/") + ".py") for each in found]
+            inner = [file for file in files if file.is_file() and not file.stem.startswith("test_")]
+            outside = [file for file in inner if file.parent not in (TESTS / "helpers", path.parent)]
+            shared += [f"{path.relative_to(ROOT)}: {file.relative_to(ROOT)}" for file in outside]
+    assert shared == []
+
+
+def test_files_of_gpu_tests_alone_are_in_their_folder():
+    marks = {path: path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py")}
+    whole = [path for path, text in marks.items() if re.search(r"^pytestmark = \[?\s*pytest\.mark\.gpu", text, re.M)]
+    assert len(whole) > 10
+    assert [path.name for path in whole if path.parent != TESTS / "gpu"] == []
+    assert [path.name for path in (TESTS / "gpu").glob("test_*.py") if "mark.gpu" not in marks[path]] == []

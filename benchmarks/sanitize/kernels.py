@@ -38,7 +38,7 @@ from tests.helpers.accept_rows import ROW_KINDS, long_rows
 from tests.helpers.mixtures import FORMS as MOE_FORMS
 from tests.helpers.mixtures import call as moe_call
 from tests.helpers.mixtures import exact as moe_exact
-from tests.interpreter.cases import CASES, Copy, Rng, check
+from tests.helpers.op_cases import CASES, Copy, Rng, check
 
 FP8 = torch.float8_e4m3fn
 SEEDS = 7  # of the random cases of an op: so many have chains and trees

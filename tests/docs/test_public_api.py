@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
+from collections import Counter
 
 import pytest
 
@@ -56,6 +57,18 @@ def test_what_a_package_shows_is_exported(package):
         if str(getattr(thing, "__module__", "")).startswith("spec_ops")
     }
     assert ours <= set(exported) | IMPORTED.get(package, set())
+
+
+def test_what_several_backends_compute_takes_a_backend():
+    import spec_ops
+    from spec_ops.backends import available_backends, get_backend
+
+    computed = Counter(op for name in available_backends() for op in get_backend(name).kernels)
+    several = {op for op, count in computed.items() if count > 1}
+    ops = {name: getattr(spec_ops.ops, name) for name in spec_ops.ops.__all__}
+    taking = {name for name, op in ops.items() if inspect.isfunction(op) and "backend" in inspect.signature(op).parameters}
+    assert len(several) == 10
+    assert taking == several
 
 
 # Of other packages of ours, for the package's own use.

@@ -77,3 +77,15 @@ def test_no_install_command_names_a_package_that_no_index_has():
     files += (ROOT / "spec_ops").rglob("*.py")
     wrong = re.compile(r"pip\s+install\s+['\"]?spec[-_]ops|\bspec-ops\[")
     assert [path.name for path in files if wrong.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_the_page_has_its_parts_in_order():
+    """What it is, a picture, two commands; then from the first use to where to read on."""
+    sections = ["Install", "Hugging Face models", "The operators", "What it gives", "What runs where", "Supported models"]
+    sections += ["When not to use it", "Read on", "Licence and citation"]
+    assert re.findall(r"^## (.*)$", README, re.MULTILINE) == sections
+    opening = README[: README.index("\n## ")]
+    assert opening.index("docs/images/chart.svg") < opening.index("```bash")
+    assert re.findall(r"^make (\w+)", opening, re.MULTILINE) == ["demo", "test"]
+    first = README.split("\n\n")[1]
+    assert len(re.findall(r"[.!?](?:\s|$)", first)) == 1, "one sentence"

@@ -104,9 +104,11 @@ async function look(page, width) {
   const scrolls = (e) => e !== article && (cuts(e.parentElement) || scrolls(e.parentElement));
   const wide = [...article.querySelectorAll("*")].filter((e) => e.getBoundingClientRect().right > width + 1 && !scrolls(e));
   const broken = [...inside.images].filter((image) => !image.complete || !image.naturalWidth);
+  const lines = (e) => e.getClientRects().length;
+  const split = [...article.querySelectorAll("td code")].filter((e) => lines(e) > e.textContent.split(/[ /-]+/).length);
   found.push({ page, width, inner: view.innerWidth, scroll: inside.documentElement.scrollWidth,
     heading: inside.querySelector("h1")?.textContent || "", text: article.innerText.length,
-    wide: wide.slice(0, 3).map(name), broken: broken.map(name),
+    wide: wide.slice(0, 3).map(name), broken: broken.map(name), split: split.slice(0, 3).map(name),
     small: [...article.querySelectorAll("img")].filter((image) => image.getBoundingClientRect().width < 600).map(name) });
 }
 (async () => {
@@ -148,4 +150,5 @@ def test_pages_render_in_a_browser(site, tmp_path):
     assert [row["page"] for row in found if not row["heading"] or row["text"] < 200] == []
     assert [(row["page"], row["broken"]) for row in found if row["broken"]] == []
     assert [(row["page"], row["small"]) for row in found if row["small"]] == [], "drawings too small to read"
+    assert [(row["page"], row["split"]) for row in found if row["split"]] == [], "names in tables broken anywhere"
     assert [(row["page"], row["width"], row["wide"]) for row in found if row["wide"] or row["scroll"] > row["width"]] == []

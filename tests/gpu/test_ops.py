@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
 ]
 
-from tests.interpreter.cases import CASES, OPS, Copy, Rng, check, compare, reference, sampled  # noqa: E402
+from tests.helpers.op_cases import CASES, OPS, Copy, Rng, check, compare, reference, sampled  # noqa: E402
 from tests.ops.test_opcheck import overload  # noqa: E402
 
 ALL_OPS = pytest.mark.parametrize("op", OPS)

@@ -9,7 +9,7 @@ import torch
 from spec_ops.integrations.vllm.attention import attend, metadata_of, pages, write
 from tests.helpers.dense_attention import attend as dense
 from tests.helpers.dense_attention import causal_keys
-from tests.integrations.vllm.stand_ins import common, layer
+from tests.helpers.vllm_stand_ins import common, layer
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, DIM, PAGE, WIDTH = 8, 2, 128, 16, 16

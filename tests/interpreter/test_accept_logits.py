@@ -15,7 +15,7 @@ from spec_ops.ops import accept
 from spec_ops.ops.reference.accept import accept_sampled_logits as reference
 from spec_ops.ops.reference.sampling import sampling_support
 from tests.helpers.accept_rows import ROW_KINDS, long_rows
-from tests.interpreter.cases import compare
+from tests.helpers.op_cases import compare
 from tests.ops.test_accept_logits import KINDS, Case
 
 

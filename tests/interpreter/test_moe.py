@@ -18,7 +18,7 @@ from spec_ops.backends.triton.moe import experts, few, grouped, route
 from spec_ops.backends.triton.runtime.launch import recorded
 from spec_ops.ops.reference import moe as reference
 from tests.helpers.mixtures import FORMS, call, exact
-from tests.interpreter.cases import sampled
+from tests.helpers.op_cases import sampled
 
 
 def check_close(got: torch.Tensor, args: tuple, rounding: float) -> None:

@@ -16,7 +16,7 @@ from spec_ops.backends.triton.runtime import launch
 from spec_ops.backends.triton.sampling import accept
 from spec_ops.backends.triton.tree import full_mask
 from tests.helpers.exact import ALMOST_ONE
-from tests.interpreter.cases import CASES, OPS, Rng, check, compare, kernel, reference, sampled
+from tests.helpers.op_cases import CASES, OPS, Rng, check, compare, kernel, reference, sampled
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 from spec_ops.backends.triton.cache import rope_append as rope
 from spec_ops.ops.reference import rope as reference
-from tests.interpreter.cases import Copy
+from tests.helpers.op_cases import Copy
 
 PAGES, PAGE = 5, 8
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 from spec_ops.backends.triton.sampling import guide, probabilities, search, support
 from spec_ops.ops.reference import sampling as reference
 from tests.gpu.test_sampling import case
-from tests.interpreter.cases import Rng
+from tests.helpers.op_cases import Rng
 from tests.interpreter.resident import resident
 
 # exp2 of a product for exp of a quotient: both arguments, of up to 30.5, are rounded to float32.

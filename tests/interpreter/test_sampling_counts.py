@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 
 from spec_ops.backends.triton.sampling import support
 from spec_ops.ops.reference import sampling as reference
+from tests.helpers.op_cases import Rng
 from tests.helpers.undecided_rows import HOT, undecided_rows
-from tests.interpreter.cases import Rng
 from tests.interpreter.test_sampling import ALONE, CLOSE, VOCAB, settings
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from spec_ops.parallel import RankError, TensorParallel
-from tests.parallel import world
+from tests.helpers import world
 
 
 def test_a_rank_that_dies_ends_the_other(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from spec_ops.decoding import SamplingParams, generate
 from spec_ops.models import load_pair
-from tests.parallel import world
+from tests.helpers import world
 from tests.parallel.models import BATCH, JOBS, NEW_TOKENS, OF_FOUR, make_draft, make_target
 
 

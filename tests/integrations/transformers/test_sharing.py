@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from spec_ops.passes.analysis import counts
+from tests.helpers import world
 from tests.helpers.forked import run_code
 from tests.helpers.tiny_transformers import make_model
 from tests.integrations.transformers.sharing_cases import FAMILIES, JOBS, decoded
-from tests.parallel import world
 
 pytest.importorskip("transformers.distributed", reason="no DistributedConfig in this release")
 pytest.importorskip("accelerate", reason="transformers needs it to divide models")

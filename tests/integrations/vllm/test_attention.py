@@ -21,7 +21,7 @@ from spec_ops.integrations.vllm.attention import (
 )
 from tests.helpers.dense_attention import attend as dense
 from tests.helpers.dense_attention import causal_keys
-from tests.integrations.vllm.stand_ins import DIM, HEADS, KV_HEADS, RANK, ROPE, cache, common, layer
+from tests.helpers.vllm_stand_ins import DIM, HEADS, KV_HEADS, RANK, ROPE, cache, common, layer
 
 CONTEXT, MOST = 48, 4
 LAYOUTS = pytest.mark.parametrize("layout", ["HND", "NHD"])

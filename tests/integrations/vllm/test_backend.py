@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from spec_ops.integrations.vllm import limits
-from tests.integrations.vllm import stand_ins
-from tests.integrations.vllm.stand_ins import DIM, HEADS, KV_HEADS, RANK, ROPE, common, config
+from tests.helpers import vllm_stand_ins as stand_ins
+from tests.helpers.vllm_stand_ins import DIM, HEADS, KV_HEADS, RANK, ROPE, common, config
 
 SPEC = SimpleNamespace(block_size=16)
 

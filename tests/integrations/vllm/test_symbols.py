@@ -12,8 +12,8 @@ from spec_ops.cli import app
 from spec_ops.integrations.engine_symbols import read_module
 from spec_ops.integrations.vllm import plugin, symbols
 from spec_ops.integrations.vllm.symbols import COMMON, WITH_LAYOUTS, WITH_NAMES, WITH_SHAPES
+from tests.helpers import vllm_stand_ins as stand_ins
 from tests.helpers.engine_source import write_source
-from tests.integrations.vllm import stand_ins
 
 TABLES = {"0.26.0": COMMON + WITH_SHAPES, "0.29.0": COMMON + WITH_LAYOUTS, "0.33.0": COMMON + WITH_NAMES + WITH_LAYOUTS}
 BY_RELEASE = pytest.mark.parametrize("release", TABLES)

@@ -1,7 +1,7 @@
 """Arguments for the ops that have Triton kernels, and the comparison of a kernel with the CPU reference, bit for bit.
 
-The same cases run in Triton's interpreter (here) and on a GPU (`tests/gpu/test_ops.py`). A case is the op's arguments in
-the order of its schema, on CPU.
+The same cases run in Triton's interpreter (`tests/interpreter/test_ops.py`) and on a GPU (`tests/gpu/test_ops.py`). A case is
+the op's arguments in the order of its schema, on CPU.
 """
 
 from __future__ import annotations

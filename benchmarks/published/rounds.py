@@ -14,6 +14,8 @@ LABELS = {
     "llama-3.1-8b-shape-32-layers": "Llama 8B",
     "deepseek-v3-width-4-layers": "DeepSeek, 4 layers",
     "gpt-oss-20b-type-24-layers": "gpt-oss 20B",
+    "llama-3.3-70b-shape-80-layers": "Llama 70B",
+    "qwen3-30b-a3b-48-layers": "Qwen3-30B-A3B",
 }
 PARTS_ABOVE = ("+ matmul", "+ attention", "+ other", "+ gaps")  # the floor
 
@@ -255,13 +257,38 @@ def weights(results: Path) -> str:
 
 
 def ranks(results: Path) -> str:
-    """Rounds of several ranks, compared with one."""
+    """Rounds of two ranks beside those of one GPU and beside NCCL's sums."""
     file = "h200x2-round"
-    intro = "Rounds that two GPUs share, milliseconds, with our sums of ranks (push) and NCCL's"
-    intro += (
-        f" (`python -m benchmarks round --tp 1 --tp 2 --collective push --collective nccl`, `benchmarks/results/{file}.json`)"
+    cases: dict[tuple, dict[str, Row]] = {}
+    for row in load(file, results)["rows"]:
+        case = (row["model"], row["bs"], row["context"], row["round"], row["path"])
+        cases.setdefault(case, {})[row["collective"] if row.get("tp") else "one"] = row
+    lines = []
+    for (model, bs, context, kind, path), found in sorted(cases.items(), key=lambda case: (label(case[0][0]), *case[0][1:])):
+        shared = found.get("push")
+        if shared is None:
+            continue
+        times = [f"{found[way]['ms']:.2f}" if way in found else "" for way in ("one", "push", "nccl")]
+        faster = f"{found['one']['ms'] / shared['ms']:.2f}" if "one" in found else ""
+        name = label(model) + ("" if path == "own" else ", transformers")
+        lines.append([name, f"{bs}, {context}", kind, *times, faster, f"{shared['floor_ms'] / shared['ms']:.2f}"])
+    intro = (
+        "Rounds on one GPU and on two, milliseconds (`python -m benchmarks round --tp 1 --tp 2 --collective push --collective"
     )
-    return _judged(intro, [file], results, ("speculative", "plain"))
+    intro += (
+        f" nccl`, `benchmarks/results/{file}.json`). The share is that of the bytes floor of two GPUs in the time of our sums:"
+    )
+    header = (
+        "model",
+        "batch, context",
+        "kind",
+        "one GPU",
+        "two, our sums",
+        "two, NCCL's sums",
+        "speed-up",
+        "share of the floor",
+    )
+    return paragraph(intro) + "\n\n" + table(header, lines)
 
 
 def collectives(results: Path) -> str:

@@ -1,4 +1,4 @@
-"""What the backend refuses when an engine starts, in words: never a wrong token, never other kernels in silence."""
+"""What the backend refuses by name when an engine starts, so that no token is wrong and no other kernel is used silently."""
 
 from __future__ import annotations
 

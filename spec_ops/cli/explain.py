@@ -176,7 +176,8 @@ def _cannot_call(fn: Callable, *args: Any) -> str | None:
 
 
 def _load(file: Path, name: str) -> Callable:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    # Not its own name, which may be that of a module in use: `random.py`, `types.py`.
+    spec = importlib.util.spec_from_file_location(f"_explained_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise _bad_factory(f"{file} is no Python file; write FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)

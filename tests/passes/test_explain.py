@@ -174,6 +174,16 @@ def test_a_factory_that_imports_its_neighbour(run):
     assert "warning: mha_draft_decode runs on `reference`" in output
 
 
+@pytest.mark.parametrize("name", ["random", "spec_ops"])
+def test_a_file_may_be_called_as_a_module_in_use(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setitem(sys.modules, name, used := sys.modules[name])
+    (tmp_path / f"{name}.py").write_text(f"{NEIGHBOUR}\ndef make(): return step, *ARGS")
+    result = CliRunner().invoke(app, ["explain", f"{tmp_path / name}.py:make"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert sys.modules[name] is used
+
+
 def test_a_module_in_another_dtype(run):
     code, output = run("module", "--arch", "sm90", "--dtype", "bfloat16")
     assert code == 0, output

@@ -318,7 +318,8 @@ def _read_call(
     """Check the arguments of `TransformersGenerator.generate`, before anything runs."""
     model_config: Any = target.decoder.config
     if generation_config is not None:
-        overrides = {**set_values(generation_config), **overrides}
+        known = vars(GenerationConfig())  # checkpoints' configurations hold other entries too, which `generate` ignores
+        overrides = {**{name: value for name, value in set_values(generation_config).items() if name in known}, **overrides}
     elif misplaced := model_config._get_generation_parameters():
         raise ValueError(f"generate: settings must be in the target's `generation_config`, its `config` holds {misplaced}")
     settings = resolve_settings(target.generation_config, overrides, vocab_size=target.config.vocab_size, seed=seed)

@@ -318,7 +318,8 @@ def test_max_time_ends_rows_after_a_round(monkeypatch):
 
 
 def test_settings_in_a_generation_config_are_honoured():
-    config = GenerationConfig(max_new_tokens=7, do_sample=True, top_k=1, eos_token_id=[], return_dict_in_generate=True)
+    settings = {"max_new_tokens": 7, "do_sample": True, "top_k": 1, "eos_token_id": [], "return_dict_in_generate": True}
+    config = GenerationConfig(**settings, chat_format="chatml")  # which transformers does not know, and ignores
     out = speculative_generate(make_model("llama"), None, *batch(), generation_config=config)
     assert out.tokens == [row[:7] for row in eager_tokens("llama")]
     with pytest.raises(ValueError, match=r"`guidance_scale` must be 1.0, got 1.2"):

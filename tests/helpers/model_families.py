@@ -182,12 +182,12 @@ def page(results: dict[str, Result]) -> str:
         "",
         "`python -m tests.helpers.model_families` writes this page.",
         "",
-        "| model type | class | result |",
+        "| model type | result | class |",
         "|---|---|---|",
     ]
     for family, result in results.items():
         said = result.outcome if not result.reason else f"{result.outcome}: {result.reason}"
-        lines.append(f"| {family} | {FAMILIES[family]} | {said} |")
+        lines.append(f"| {family} | {said} | {FAMILIES[family]} |")
     return "\n".join(lines) + "\n"
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 
 from spec_ops.decoding.arguments import TokenChoice
@@ -184,7 +186,8 @@ class Buckets:
                     of_length = "" if length is None else f" and {length} draft steps"
                     message = f"compiling the round for batch size {bucket}{of_length} (once; later calls reuse it)"
                     bar.write(message, file=sys.stderr)
-                self.rounds[key] = compile_with_passes(module, invariant=self.invariant)
+                compiled = compile_with_passes(module, invariant=self.invariant)
+                self.rounds[key] = functools.partial(_run_compiled, compiled)
             else:
                 self.rounds[key] = functools.partial(self._run_eagerly, module) if self.invariant else module
         return self.rounds[key]
@@ -192,3 +195,16 @@ class Buckets:
     def _run_eagerly(self, module: Callable[[], None]) -> None:
         with self.eagerly():
             module()
+
+
+def _run_compiled(compiled: Callable[[], None]) -> None:
+    try:
+        compiled()
+    except torch._dynamo.exc.Unsupported as error:
+        text = str(error)
+        reason = next(line.strip() for line in text.splitlines() if line.strip())
+        places = re.findall(r'File "(.+?)", line (\d+)', text.partition("from user code")[2])
+        where = f" ({':'.join(places[-1])})" if places else ""
+        raise RuntimeError(
+            f"generate: the models do not become one graph, which `compile=True` needs: {reason}{where}; pass `compile=False`"
+        ) from error

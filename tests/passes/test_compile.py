@@ -90,6 +90,23 @@ def test_more_rounds_than_dynamos_recompile_limit(monkeypatch):
     assert len(generator.buckets.rounds) == limit + 1
 
 
+class Branching(CausalLM):
+    """A forward that decides something by its tokens' values, as some models of transformers do."""
+
+    def forward(self, tokens, positions, attention):
+        return super().forward(tokens + 1 if tokens.max() > 1000 else tokens, positions, attention)
+
+
+def test_a_model_that_is_no_graph_says_what_to_do():
+    torch._dynamo.reset()
+    generator = Generator(Branching(model_config(False)), compile=True, **OPTIONS)
+    message = r"generate: the models do not become one graph, .*: Data-dependent branching \(.*test_compile.py:\d+\); pass `"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            generator.generate([[1, 2]], max_new_tokens=3)
+    assert Generator(generator.target, **OPTIONS).generate([[1, 2]], max_new_tokens=3).tokens
+
+
 def has_cpp_compiler() -> bool:
     try:
         return bool(get_cpp_compiler())

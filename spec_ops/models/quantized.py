@@ -198,10 +198,12 @@ def is_quantized(module: nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and (type(weight.data) is not torch.Tensor or weight.element_size() < 2)
 
 
-def check_plain(op: str, argument: str, model: nn.Module) -> None:
-    """Raises a ValueError of `op` that names a weight of `argument` which is quantized: state dicts do not hold such."""
+def check_plain(op: str, argument: str, model: nn.Module, shared: nn.Module | None = None) -> None:
+    """Raises a ValueError of `op` that names a weight of `argument` which is quantized: state dicts do not hold such. Those of
+    `shared` may be."""
+    others = set() if shared is None else set(shared.modules())
     for name, module in model.named_modules():
-        if is_quantized(module):
+        if module not in others and is_quantized(module):
             weight: Any = module.weight.data
             got = weight.dtype if type(weight) is torch.Tensor else type(weight).__name__
             where = f"{name}.weight" if name else "weight"

@@ -24,6 +24,7 @@ _SECONDS = "a finite number above 0"
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How the backends say that a peer is gone, in messages of `RuntimeError`; NCCL's are of a type of their own.
 _GONE = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "Socket", "recvValue", "NCCL")
+_made: dict[str, TensorParallel] = {}  # by the name of the group, the last one of each
 
 
 class RankError(RuntimeError):
@@ -70,13 +71,13 @@ class TensorParallel:
         self._pushes: PushWorkspace | None = None
         self.device = torch.device("cpu")
         self.alone = is_fake(chosen)
-        if self.alone:
-            return
-        # What hosts exchange must not come between the collectives of a round.
-        self._host = dist.new_group(dist.get_process_group_ranks(chosen), backend="gloo")
-        if torch.cuda.is_available() and torch.device("cuda") in chosen._device_types:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-            self._pushes = self._connect(self.device, timeout)
+        if not self.alone:
+            # What hosts exchange must not come between the collectives of a round.
+            self._host = dist.new_group(dist.get_process_group_ranks(chosen), backend="gloo")
+            if torch.cuda.is_available() and torch.device("cuda") in chosen._device_types:
+                self.device = torch.device("cuda", torch.cuda.current_device())
+                self._pushes = self._connect(self.device, timeout)
+        _made[self.name] = self
 
     @classmethod
     def connect(cls, device: torch.device | str, *, timeout: float = 600.0, check_rounds: bool = False) -> TensorParallel:
@@ -132,6 +133,12 @@ class TensorParallel:
         if ranks.device.type == "cuda" and rank == 0 and most_bytes(size) is not None:
             ranks._pushes = without_others(ranks.name, size, ranks.device)
         return ranks
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> TensorParallel:
+        """The ranks of `group`: those that were made of it last, or new ones. All ranks must call it."""
+        made = _made.get(group.group_name)
+        return made if made is not None and made.group is group else cls(group)
 
     def _connect(self, device: torch.device, timeout: float) -> PushWorkspace | None:
         """Memory that all ranks write to; None if there is a rank that cannot, which rank 0 says."""
@@ -191,6 +198,15 @@ class TensorParallel:
             box = [value]
             dist.broadcast_object_list(box, group_src=0, group=self._host)
         return box[0]
+
+    def every(self, value: bool) -> bool:
+        """Whether `value` is true on every rank."""
+        if self.alone:
+            return value
+        theirs: list[Any] = [None] * self.size
+        with self.guard("exchange"):
+            dist.all_gather_object(theirs, value, group=self._host)
+        return all(theirs)
 
     def check_same(self, where: str, values: dict[str, Any]) -> None:
         """Compare values on all ranks by their hashes.

@@ -49,9 +49,23 @@ class VocabParallelHead(DividedHead):
         logits = F.linear(hidden, self.weight)
         if self.padding is not None:
             logits = logits.masked_fill(self.padding, -torch.inf)
+        return likeliest_of_shares(logits, self.first, self.ranks)
+
+
+def likeliest_of_shares(logits: torch.Tensor, first: torch.Tensor, ranks: TensorParallel) -> torch.Tensor:
+    """The likeliest tokens `[...]` int64 over the logits of all ranks. They exchange 8 bytes a row.
+
+    Args:
+        logits: `[..., n]` of this rank's share of the vocabulary, at most 32 bits each; `n` may be 0 if other ranks have more.
+        first: int64, the token of the first of them.
+        ranks: who shares the vocabulary, in its order.
+    """
+    if logits.shape[-1]:
         ids = logits.argmax(-1)
-        keys = pack(logits.gather(-1, ids[..., None])[..., 0], ids + self.first)
-        return unpack_ids(self.ranks.largest(keys))
+        keys = pack(logits.gather(-1, ids[..., None])[..., 0], ids + first)
+    else:
+        keys = first.new_full(logits.shape[:-1], torch.iinfo(torch.int64).min)
+    return unpack_ids(ranks.largest(keys))
 
 
 def pack(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ ranks. The latent rows of MLA, the norms, the routers and the embedding are on e
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -67,7 +68,8 @@ def shard(
     Args:
         model: a `CausalLM`, or a draft of this package. It may be on the meta device if there are `tensors`; it is left alone.
         ranks: who shares it.
-        target: for an EAGLE-3 or MTP draft, the share of its target, whose embedding (and LM head) it uses.
+        target: for an EAGLE-3 or MTP draft, the share of its target, whose embedding (and LM head) it uses. An EAGLE-3 head may
+            have an embedding of its own, which stays whole; its target may be one that transformers has divided.
         tensors: the weights by the names of `state_dict` (for drafts of `own_state_dict`): tensors, or the slices that
             `open_tensors` gives, of which only this rank's parts are read. Default: the model's own.
         device, dtype: of the result; default those of the tensors.
@@ -90,7 +92,7 @@ def shard(
     if not isinstance(model, (CausalLM, Eagle3Draft, MTPDraft)):
         raise ValueError(f"shard: `model` must be a CausalLM or a draft of spec_ops.models, got {type(model).__name__}")
     if tensors is None:
-        check_plain("shard", "model", model)
+        check_plain("shard", "model", model, shared=target)
         tensors = model.state_dict() if isinstance(model, CausalLM) else model.own_state_dict()
     config = shard_config(model.config, ranks.size)
     with torch.device("meta"):
@@ -113,9 +115,13 @@ def shard(
             )
         else:
             share = MTPDraft(config, target)
-    if not isinstance(model, MTPDraft):
+    state: Mapping[str, Any]
+    if target is not None and (isinstance(model, MTPDraft) or model.lm_head is target.lm_head):
+        share.lm_head = target.lm_head
+        state = {name: value for name, value in share.own_state_dict().items() if not name.startswith("lm_head.")}
+    else:
         share.lm_head = VocabParallelHead(config.hidden_size, model.lm_head.out_features, ranks)
-    state = share.state_dict() if isinstance(model, CausalLM) else share.own_state_dict()
+        state = share.state_dict() if isinstance(model, CausalLM) else share.own_state_dict()
     cuts = _cuts(share, model.config, ranks)
     loaded = {}
     for name, expected in state.items():
@@ -129,12 +135,25 @@ def shard(
         kind = (dtype or part.dtype) if part.is_floating_point() else part.dtype
         loaded[name] = part.to(device or part.device, kind, copy=True, memory_format=torch.contiguous_format)
     share.load_state_dict(loaded, strict=isinstance(model, CausalLM), assign=True)
-    weight = share.lm_head.weight
     if isinstance(share.lm_head, VocabParallelHead):
-        share.lm_head.to(weight.device)  # its buffers, which no checkpoint has
+        share.lm_head.to(share.lm_head.weight.device)  # its buffers, which no checkpoint has
+    if target is not None and _has_own_embedding(model, target):
+        share.embed = copy.deepcopy(model.embed).to(device, dtype)
     _add_up(share, ranks)
     share.ranks = ranks
-    return share.eval().requires_grad_(False)
+    theirs = () if target is None else {id(p) for p in target.parameters()}
+    for parameter in share.parameters():
+        if id(parameter) not in theirs:
+            parameter.requires_grad_(False)
+    return share.eval()
+
+
+def _has_own_embedding(draft: Any, target: Target) -> bool:
+    """Whether a draft has another embedding than its target: some checkpoints of EAGLE-3 heads do."""
+    own, theirs = draft.embed.weight, target.embed.weight
+    if draft.embed is target.embed or own.is_meta or theirs.is_meta:
+        return False
+    return type(own) is not type(theirs) or own.shape != theirs.shape or not torch.equal(own.to(theirs), theirs)
 
 
 def _add_up(model: nn.Module, ranks: TensorParallel) -> None:

@@ -79,6 +79,7 @@ MIXTURES = {
         **{**_GQA, **_MOE}, n_group=2, topk_group=1, first_k_dense_replace=1, use_qk_norm=True
     ),
 }
+BIASED = {"qwen2": lambda: transformers.Qwen2Config(**_COMMON, num_key_value_heads=2)}  # queries, keys and values have biases
 
 
 @torch.no_grad()
@@ -101,7 +102,9 @@ def _fill(model: PreTrainedModel) -> PreTrainedModel:
 @cache
 def eager_model(name: str) -> PreTrainedModel:
     """The model with transformers' own eager attention: what ours is compared with. Not to be changed."""
-    return _fill(AutoModelForCausalLM.from_config({**CONFIGS, **MIXTURES}[name](), attn_implementation="eager").eval())
+    return _fill(
+        AutoModelForCausalLM.from_config({**CONFIGS, **MIXTURES, **BIASED}[name](), attn_implementation="eager").eval()
+    )
 
 
 def make_model(name: str, attention: str = "spec_ops", layers: int = 3) -> PreTrainedModel:

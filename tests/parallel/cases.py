@@ -11,7 +11,7 @@ import torch
 from spec_ops.decoding import Generator, PromptLookup, SamplingParams, generate
 from spec_ops.models import load_pair as load_whole
 from spec_ops.parallel import RankError, TensorParallel, load_pair, shard
-from spec_ops.parallel.layers import VocabParallelHead
+from spec_ops.parallel.layers import VocabParallelHead, likeliest_of_shares
 from tests.parallel.models import BATCH, JOBS, NEW_TOKENS, OF_FOUR, make_draft, make_target
 
 
@@ -51,6 +51,24 @@ def case_head(ranks: TensorParallel) -> dict[str, Any]:
                 ]
             )
     return {"found": found}
+
+
+def case_shares(ranks: TensorParallel) -> dict[str, Any]:
+    """Likeliest tokens of shares that differ in size; some ranks hold none."""
+    found = {}
+    for vocab in (1, 3, 5, 13):
+        logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
+        logits[0] = -torch.inf
+        shares = logits.chunk(ranks.size, -1)
+        mine = shares[ranks.rank] if ranks.rank < len(shares) else logits[:, :0]
+        first = torch.tensor(sum(share.shape[-1] for share in shares[: ranks.rank]))
+        found[vocab] = torch.equal(likeliest_of_shares(mine, first, ranks), logits.argmax(-1))
+    return found
+
+
+def case_every(ranks: TensorParallel) -> dict[str, Any]:
+    values = {"all": True, "none": False, "the first": ranks.rank == 0}
+    return {name: ranks.every(value) for name, value in values.items()}
 
 
 def case_shipped_pair(ranks: TensorParallel) -> dict[str, Any]:

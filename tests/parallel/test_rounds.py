@@ -46,6 +46,14 @@ def test_vocabulary_that_the_ranks_do_not_divide(ranks):
             assert equal
 
 
+def test_shares_of_different_sizes(ranks):
+    assert all(result == dict.fromkeys(("1", "3", "5", "13"), True) for result in of(ranks, "case_shares"))
+
+
+def test_what_is_true_on_every_rank(ranks):
+    assert all(result == {"all": True, "none": False, "the first": False} for result in of(ranks, "case_every"))
+
+
 def test_shipped_pair_from_slices(ranks):
     target, draft, tokenizer = load_pair()
     prompt = [tokenizer.encode("class Matrix:\n    def __init__(self")]

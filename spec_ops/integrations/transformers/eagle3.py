@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.probe import Argument
+from spec_ops.integrations.transformers.sharing import all_of
 from spec_ops.models.checkpoint import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -107,7 +108,7 @@ def load_eagle3(path: str | Path, target: PreTrainedModel) -> tuple[Transformers
                 **norms,
             )
         draft.draft_to_target = None if to_target is None else to_target.to(weight.device)
-        if embedding is not None and not torch.equal(embedding.to(weight), weight):
+        if embedding is not None and not torch.equal(embedding.to(weight), all_of(weight)):
             draft.embed = nn.Embedding.from_pretrained(embedding)
         expected_state = {n: v for n, v in draft.own_state_dict().items() if n != "draft_to_target"}
         if "lm_head.weight" not in state and to_target is None:

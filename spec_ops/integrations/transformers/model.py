@@ -35,9 +35,10 @@ from spec_ops.integrations.transformers.probe import (
     extend_from_start,
     probe,
 )
-from spec_ops.integrations.transformers.sharing import ranks_of
+from spec_ops.integrations.transformers.sharing import HeadCalls, exchanged, ranks_of
 from spec_ops.integrations.transformers.torchao_int4 import computing_int4
 from spec_ops.models.config import KVRows
+from spec_ops.models.layers import likeliest
 from spec_ops.models.paged import PagedKVCache
 from spec_ops.models.target import PositionLimit, Target, TargetOutput
 
@@ -88,6 +89,7 @@ class TransformersModel(Target):
 
     config: TransformersSizes
     decoder: PreTrainedModel
+    _chooses = False  # whether the LM head alone decides which token is the likeliest
 
     def __init__(
         self,
@@ -145,8 +147,12 @@ class TransformersModel(Target):
             pages = PagedKVCache(self.config, 1, len(found.tokens), dtype=self.embed.weight.dtype, device=found.tokens.device)
             step = extend_from_start(pages, len(found.tokens), backend="reference")
             positions = torch.arange(len(found.tokens), device=found.tokens.device)
-            logits = self.logits(self(found.tokens, positions, step).hidden)
+            hidden = self(found.tokens, positions, step).hidden
+            with HeadCalls(self.lm_head) as calls:
+                logits = self.logits(hidden)
             check_logits(type(model).__name__, logits, found.logits, self._argument)
+            if self.ranks is not None and (head := exchanged(self.lm_head, self.ranks, hidden)) is not None:
+                self.lm_head, self._chooses = head, self.ranks.every(calls.alone(hidden, logits))
 
     @property
     def apart(self) -> dict[str, str]:
@@ -201,6 +207,9 @@ class TransformersModel(Target):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         return self.head(inputs_embeds=rows, use_cache=False).logits.view(*hidden.shape[:-1], -1)
+
+    def argmax(self, hidden: torch.Tensor) -> torch.Tensor:
+        return likeliest(self.lm_head, hidden) if self._chooses else super().argmax(hidden)
 
     def _check_attention(self) -> None:
         found = self.decoder.config.get_text_config()._attn_implementation
@@ -287,7 +296,7 @@ class _Switched:
         """The same for all holders."""
         with _switching:
             if self.merged is None:
-                self.merged = MergedLinears(model, found.siblings, found.decoder)
+                self.merged = MergedLinears(model, found.siblings, found.decoder, found.rowwise)
             return self.merged
 
 

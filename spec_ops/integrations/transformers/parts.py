@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import PreTrainedModel
 
 from spec_ops.models.target import PositionLimit
@@ -101,37 +100,5 @@ def with_fixed_rope(decoder: nn.Module) -> tuple[nn.Module, PositionLimit | None
                 )
         fixed = {layer: "default" if layer in moving else k for layer, k in kinds.items()}
         twin.rope_type = fixed if isinstance(kind, dict) else "default"  # type: ignore[assignment]
-        if not isinstance(kind, dict) and limit is not None and _looks_at_positions(twin):
-            twin = _looked_up(twin, limit.count)
         decoder = replaced(decoder, name, twin)
     return decoder, limit
-
-
-def _looks_at_positions(rope: nn.Module) -> bool:
-    """Whether a forward decides something by its positions' values, as PhiMoE's does by the longest: no graph can. One that
-    takes other arguments stays as it is."""
-    device = rope.get_buffer("inv_freq").device
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        try:
-            rope.forward(torch.empty(1, device=device), torch.zeros(1, 2, dtype=torch.int64, device=device))
-        except DataDependentOutputException:
-            return True
-        except (TypeError, IndexError, RuntimeError):
-            return False
-    return False
-
-
-def _looked_up(rope: nn.Module, count: int) -> nn.Module:
-    """`rope` whose angles, which are the same for any longest position, are computed once for `count` positions."""
-    device = rope.get_buffer("inv_freq").device
-    with torch.no_grad():
-        tables = rope.forward(torch.empty(1, device=device), torch.arange(count, device=device)[None])
-    twin = _shallow(rope)
-    names = [f"table_{i}" for i in range(len(tables))]
-    twin._buffers.update({name: table[0] for name, table in zip(names, tables, strict=True)})
-
-    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(twin.get_buffer(name)[position_ids].to(x.dtype) for name in names)
-
-    twin.forward = forward  # type: ignore[method-assign]
-    return twin

@@ -83,6 +83,7 @@ class Probed:
         output: type of that module's output.
         table: rows of the table in which the model looks positions up; None if it has none.
         siblings: names of linear layers that read one value.
+        rowwise: those that are divided among processes, and whose output is the product with the rows of this one.
     """
 
     spec: CacheSpec
@@ -92,6 +93,7 @@ class Probed:
     output: type
     table: int | None
     siblings: tuple[tuple[str, ...], ...]
+    rowwise: frozenset[str]
 
 
 class StepCache(Cache):
@@ -206,7 +208,7 @@ def probe(model: PreTrainedModel, argument: Argument, own_experts: dict[str, str
     if calls.first is None or calls.output is None or not hasattr(calls.output, "last_hidden_state"):
         raise ValueError(f"{argument}: {name} has no decoder module that turns tokens into hidden states")
     spec = CacheSpec(tuple(record.rows[layer] for layer in range(layers)), logits.shape[-1])
-    return Probed(spec, tokens, want, calls.first, type(calls.output), table, linears.groups())
+    return Probed(spec, tokens, want, calls.first, type(calls.output), table, linears.groups(), linears.rowwise)
 
 
 def _slides(config: Any) -> bool:

@@ -54,6 +54,9 @@ def bench_round(
     alone: Annotated[
         bool, typer.Option("--alone", help="With --tp on one GPU: the first rank, with its own parts for those of the others.")
     ] = False,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="With --tp: also rounds whose ranks share mixtures by expert.")
+    ] = False,
     check_rounds: Annotated[
         int, typer.Option(min=0, help="With --tp: also so many rounds whose tokens the ranks compare.")
     ] = 0,
@@ -99,6 +102,12 @@ def bench_round(
     if alone and "transformers" in path:
         raise typer.BadParameter("divides models of spec_ops alone: leave out --path transformers", param_hint="--alone")
     shared: list[dict[str, Any]] = [{"tp": n, "alone": alone, "collective": who} for n in tp if n > 1 for who in collective]
+    if expert_parallel:
+        if dense := [name for name in model if SHAPES[name].target.mixture is None]:
+            raise typer.BadParameter(
+                f"shares mixtures of experts, of which {dense[0]} has none", param_hint="--expert-parallel"
+            )
+        shared += [ranks | {"expert_parallel": True} for ranks in shared]
     whole: list[dict[str, Any]] = [{}] if 1 in tp else []
     choices = [choice | ranks for ranks in whole + shared for choice in choices]
     if naive and tree_width > 1:

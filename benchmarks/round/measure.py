@@ -62,6 +62,7 @@ class RoundCase:
         weights: of the linear layers of target and draft, one of `stored.KINDS`; None: they are of `dtype`.
         tp: ranks that share the models, in as many processes; alone: only the first of them runs (`ranks.py`).
         collective: who computes their sums: `"push"`, our kernels where they do; `"nccl"`.
+        expert_parallel: with ranks, a mixture's experts are shared whole.
         check_rounds: with ranks, so many rounds more, of which they compare the tokens.
     """
 
@@ -93,6 +94,7 @@ class RoundCase:
     tp: int = 1
     alone: bool = False
     collective: str = "push"
+    expert_parallel: bool = False
     check_rounds: int = 0
 
     def __str__(self) -> str:
@@ -111,7 +113,8 @@ class RoundCase:
         """What its rows say of how tokens are chosen and weights are stored; nothing for a greedy round of unchanged logits
         and 16 bits."""
         settings = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        flags = {name: value for name in ("penalties", "invariant", "weights") if (value := getattr(self, name))}
+        names = ("penalties", "invariant", "weights", "expert_parallel")
+        flags = {name: value for name in names if (value := getattr(self, name))}
         shared = {"tp": self.tp, "collective": self.collective, "gpus": self.processes} if self.tp > 1 else {}
         return ({"sampled": True, **settings} if self.sampled else {}) | flags | shared
 
@@ -147,7 +150,9 @@ class RoundCase:
     def build(self, device: str, ranks: TensorParallel) -> tuple[Target, Draft]:
         """Target and draft, or a rank's shares of them."""
         dtype = getattr(torch, self.dtype)
-        return self.shape.build(device, dtype) if self.tp == 1 else sharing.shares(self.shape, ranks, device, dtype)
+        if self.tp == 1:
+            return self.shape.build(device, dtype)
+        return sharing.shares(self.shape, ranks, device, dtype, self.expert_parallel)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -91,10 +91,12 @@ def _random(state: Mapping[str, torch.Tensor], device: str) -> dict[str, Any]:
     return {name: RandomWeight(tensor, device) for name, tensor in state.items()}
 
 
-def shares(shape: Shape, ranks: TensorParallel, device: str, dtype: torch.dtype) -> tuple[CausalLM, Draft]:
-    """This rank's share of a target and its draft. `device`: on "meta" they take no memory."""
+def shares(
+    shape: Shape, ranks: TensorParallel, device: str, dtype: torch.dtype, expert_parallel: bool = False
+) -> tuple[CausalLM, Draft]:
+    """This rank's share of a target and its draft. `device`: on "meta" they take no memory. `expert_parallel`: see `shard`."""
     torch.manual_seed(0)  # what every rank holds is the same on all
     whole, draft = shape.build("meta", dtype)
-    target = shard(whole, ranks, tensors=_random(whole.state_dict(), device), device=device)
-    weights = _random(draft.own_state_dict(), device)
-    return target, shard(draft, ranks, target=target, tensors=weights, device=device)
+    options: dict[str, Any] = {"device": device, "expert_parallel": expert_parallel}
+    target = shard(whole, ranks, tensors=_random(whole.state_dict(), device), **options)
+    return target, shard(draft, ranks, target=target, tensors=_random(draft.own_state_dict(), device), **options)

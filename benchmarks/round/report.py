@@ -24,7 +24,10 @@ def above_floor(row: dict[str, Any]) -> dict[str, float] | None:
 
 # What a row says of how tokens are chosen, and weights are stored and shared; one without them is of a greedy round of
 # unchanged logits and weights of 16 bits in one process.
-CHOICE = ("sampled", "temperature", "top_k", "top_p", "min_p", "penalties", "invariant", "weights", "tp", "collective", "gpus")
+CHOICE = (
+    "sampled", "temperature", "top_k", "top_p", "min_p", "penalties", "invariant", "weights", "tp", "collective", "gpus",
+    "expert_parallel",
+)  # fmt: skip
 
 
 def kind(row: Mapping[str, Any]) -> str:
@@ -37,7 +40,8 @@ def kind(row: Mapping[str, Any]) -> str:
 
 def _ranks(row: Mapping[str, Any]) -> str:
     alone = " alone" if row["gpus"] < row["tp"] else ""
-    return f"one of {row['tp']} ranks{alone}, {row['collective']}"
+    experts = ", whole experts" if row.get("expert_parallel") else ""
+    return f"one of {row['tp']} ranks{alone}, {row['collective']}{experts}"
 
 
 def choice(row: Mapping[str, Any]) -> tuple:

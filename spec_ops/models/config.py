@@ -54,6 +54,7 @@ class MixtureConfig:
         limit: the clamp of the experts' activation; None for none.
         alpha: SiLU is `g * sigmoid(alpha * g)`.
         beta: added to the up projection.
+        local_experts: how many of the experts a rank holds where ranks share them by expert; 0 for all.
 
     Raises:
         FieldError: a value of another type or out of range, by name.
@@ -74,12 +75,13 @@ class MixtureConfig:
     limit: float | None = None
     alpha: float = 1.0
     beta: float = 0.0
+    local_experts: int = 0
 
     def __post_init__(self) -> None:
         check = Fields(vars(self), _mixture_error)
         for name in ("num_experts", "experts_per_token", "intermediate_size", "groups", "top_groups"):
             check.integer(name)
-        for name in ("shared_intermediate_size", "first_dense"):
+        for name in ("shared_intermediate_size", "first_dense", "local_experts"):
             check.integer(name, 0)
         for name in ("correction_bias", "renormalize", "biases"):
             check.flag(name)
@@ -92,6 +94,8 @@ class MixtureConfig:
             raise check.error("num_experts", f"must be at most 1024, got {self.num_experts}")
         if check.text("scoring") not in ("softmax", "sigmoid"):
             raise check.error("scoring", f"must be 'softmax' or 'sigmoid', got {self.scoring!r}")
+        if self.local_experts and self.num_experts % self.local_experts:
+            raise check.error("local_experts", f"must divide `num_experts` {self.num_experts}, got {self.local_experts}")
         if self.num_experts % self.groups:
             raise check.error("groups", f"must divide `num_experts` {self.num_experts}, got {self.groups}")
         if self.correction_bias and self.groups > 1 and self.num_experts == self.groups:

@@ -173,8 +173,13 @@ class MLP(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router, experts, and where the configuration has one an expert that every token goes to."""
+    """A router, experts, and where the configuration has one an expert that every token goes to.
 
+    Attributes:
+        first_expert: the first of the `local_experts` that are here, a 0-dim int64 buffer; None where all are.
+    """
+
+    first_expert: torch.Tensor | None
     correction_bias: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
@@ -184,15 +189,19 @@ class Mixture(nn.Module):
         self.mixture = mixture
         count, hidden, inner = mixture.num_experts, config.hidden_size, mixture.intermediate_size
         self.router = nn.Linear(hidden, count, bias=mixture.biases)
+        # A buffer, so that all ranks compile one and the same graph.
+        first = torch.zeros((), dtype=torch.int64, device="cpu") if mixture.local_experts else None
+        self.register_buffer("first_expert", first, persistent=False)
+        held = mixture.local_experts or count
         # Always float32, as the op reads it.
         bias = nn.Parameter(torch.zeros(count, dtype=torch.float32)) if mixture.correction_bias else None
         self.register_parameter("correction_bias", bias)
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, hidden))
-        self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
+        self.gate_up_proj = nn.Parameter(torch.empty(held, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(held, hidden, inner))
         nn.init.normal_(self.gate_up_proj, std=hidden**-0.5)
         nn.init.normal_(self.down_proj, std=inner**-0.5)
         for name, width in (("gate_up_bias", 2 * inner), ("down_bias", hidden)):
-            self.register_parameter(name, nn.Parameter(torch.zeros(count, width)) if mixture.biases else None)
+            self.register_parameter(name, nn.Parameter(torch.zeros(held, width)) if mixture.biases else None)
         self.shared = MLP(config, mixture.shared_intermediate_size) if mixture.shared_intermediate_size else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -207,6 +216,9 @@ class Mixture(nn.Module):
             renormalize=mixture.renormalize,
             scale=mixture.scale,
         )
+        if self.first_expert is not None:
+            here = ids - self.first_expert
+            ids = torch.where((here >= 0) & (here < mixture.local_experts), here, -1)
         out = moe_experts(
             rows,
             ids,

@@ -1,8 +1,9 @@
 """Shares of our models: which part of every weight a rank holds, and models made of such parts.
 
-Attention is divided by heads, an MLP by its width, and so is every expert of a mixture. What each of these blocks computes on a
-rank is a part of a sum, which the ranks add up: two sums a layer. A KV head that there are not enough of is held by several
-ranks. The latent rows of MLA, the norms, the routers and the embedding are on every rank; the LM head is divided by tokens.
+Attention is divided by heads, an MLP by its width, and a mixture by the width of its experts or by expert. What each block
+computes on a rank is a part of a sum, which the ranks add up: two sums a layer. A KV head that there are not enough of is held
+by several ranks. The latent rows of MLA, the norms, the routers and the embedding are on every rank; the LM head is divided by
+tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ from spec_ops.parallel.layers import VocabParallelHead
 _M = TypeVar("_M", bound="Target | Draft")
 
 
-def shard_config(config: ModelConfig, size: int) -> ModelConfig:
+def shard_config(config: ModelConfig, size: int, *, expert_parallel: bool = False) -> ModelConfig:
     """The sizes of one rank's share, among `size` ranks. Residual stream, layers and vocabulary stay whole.
+
+    Args:
+        config: of the whole model.
+        size: how many ranks there are.
+        expert_parallel: as in `shard`.
 
     Raises:
         ValueError: naming the size that the ranks do not divide.
@@ -48,9 +54,14 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
             raise ValueError(f"shard: `num_kv_heads` must be a multiple or a divisor of the {size} ranks, got {heads}")
         sizes["num_kv_heads"] = max(1, heads // size)
     if (mixture := config.mixture) is not None:
-        inner = share("mixture.intermediate_size", mixture.intermediate_size)
-        always = share("mixture.shared_intermediate_size", mixture.shared_intermediate_size)
-        sizes["mixture"] = replace(mixture, intermediate_size=inner, shared_intermediate_size=always)
+        divided: dict[str, Any] = {
+            "shared_intermediate_size": share("mixture.shared_intermediate_size", mixture.shared_intermediate_size)
+        }
+        if expert_parallel:
+            divided["local_experts"] = share("mixture.num_experts", mixture.num_experts)
+        else:
+            divided["intermediate_size"] = share("mixture.intermediate_size", mixture.intermediate_size)
+        sizes["mixture"] = replace(mixture, **divided)
     return replace(config, **sizes)
 
 
@@ -62,6 +73,7 @@ def shard(
     tensors: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    expert_parallel: bool = False,
 ) -> _M:
     """This rank's share of a model.
 
@@ -73,6 +85,8 @@ def shard(
         tensors: the weights by the names of `state_dict` (for drafts of `own_state_dict`): tensors, or the slices that
             `open_tensors` gives, of which only this rank's parts are read. Default: the model's own.
         device, dtype: of the result; default those of the tensors.
+        expert_parallel: a rank holds some of a mixture's experts, whole, instead of a part of each. Fewer and larger products;
+            but a round lasts as long as that of the rank that most experts of its tokens are on.
 
     Returns:
         A model of the same class with the sizes of `shard_config`, whose `ranks` are these; in evaluation mode, and without
@@ -86,7 +100,8 @@ def shard(
         if not isinstance(model.model, CausalLM):
             raise ValueError(f"shard: `model` must draft with a CausalLM, got {type(model.model).__name__}")
         inner = tensors if tensors is None else {name.removeprefix("model."): tensors[name] for name in tensors}
-        whole: Any = StandaloneDraft(shard(model.model, ranks, tensors=inner, device=device, dtype=dtype))
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "expert_parallel": expert_parallel}
+        whole: Any = StandaloneDraft(shard(model.model, ranks, tensors=inner, **options))
         whole.ranks = ranks
         return whole.eval()
     if not isinstance(model, (CausalLM, Eagle3Draft, MTPDraft)):
@@ -94,7 +109,7 @@ def shard(
     if tensors is None:
         check_plain("shard", "model", model, shared=target)
         tensors = model.state_dict() if isinstance(model, CausalLM) else model.own_state_dict()
-    config = shard_config(model.config, ranks.size)
+    config = shard_config(model.config, ranks.size, expert_parallel=expert_parallel)
     with torch.device("meta"):
         share: Any
         if isinstance(model, CausalLM):
@@ -139,6 +154,10 @@ def shard(
         share.lm_head.to(share.lm_head.weight.device)  # its buffers, which no checkpoint has
     if target is not None and _has_own_embedding(model, target):
         share.embed = copy.deepcopy(model.embed).to(device, dtype)
+    for module in share.modules():
+        if isinstance(module, Mixture) and module.first_expert is not None:
+            first = module.mixture.local_experts * ranks.rank
+            module.first_expert = torch.tensor(first, dtype=torch.int64, device=module.down_proj.device)
     _add_up(share, ranks)
     share.ranks = ranks
     theirs = () if target is None else {id(p) for p in target.parameters()}
@@ -245,12 +264,15 @@ def _cuts(model: nn.Module, whole: ModelConfig, ranks: TensorParallel) -> dict[s
             parts = {"gate_proj.weight": rows, "up_proj.weight": rows, "down_proj.weight": columns}
         elif isinstance(module, Mixture):
             halves = Part(rank, size, 1, blocks=2)
-            parts = {
-                "gate_up_proj": halves,
-                "gate_up_bias": halves,
-                "down_proj": Part(rank, size, 2),
-                "down_bias": OnFirst(rank),
-            }
+            if module.first_expert is not None:
+                parts = dict.fromkeys(("gate_up_proj", "gate_up_bias", "down_proj", "down_bias"), rows)
+            else:
+                parts = {
+                    "gate_up_proj": halves,
+                    "gate_up_bias": halves,
+                    "down_proj": Part(rank, size, 2),
+                    "down_bias": OnFirst(rank),
+                }
         elif isinstance(module, VocabParallelHead):
             parts = {"weight": Part(rank, size, padded=True)}
         cuts.update({f"{path}.{name}": part for name, part in parts.items()})

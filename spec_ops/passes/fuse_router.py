@@ -41,7 +41,7 @@ class FuseRouter(GraphPass):
         for node in calls(graph, moe_experts_op):
             arch = context.arch if context.arch is not None else device_arch(value(arg(node, "x")).device)
             ids, weights = arg(node, "topk_ids"), arg(node, "topk_weights")
-            if arch is None or _is_routed(ids):
+            if arch is None or _is_routed(ids, weights):
                 continue
             try:
                 router = routers.find(ids, weights)
@@ -56,9 +56,10 @@ class FuseRouter(GraphPass):
             result.did(node, f"{form.k} of {experts} experts{groups}{weights} in one launch")
 
 
-def _is_routed(node: Any) -> bool:
-    """Whether `node` comes from the op already."""
-    sources: tuple[Any, ...] = (node, *node.all_input_nodes) if isinstance(node, fx.Node) else ()
+def _is_routed(*nodes: Any) -> bool:
+    """Whether one of `nodes` comes from the op already; ranks that share experts see only some of the ids as it gives them."""
+    given = [node for node in nodes if isinstance(node, fx.Node)]
+    sources: list[Any] = [source for node in given for source in (node, *node.all_input_nodes)]
     return any(one.target is operator.getitem and one.args[0].target is route_experts_op for one in sources)
 
 

@@ -136,6 +136,15 @@ def test_one_rank_alone():
     assert replace(TINY, tp=2).memory_bytes() < TINY.memory_bytes()
 
 
+def test_a_rank_that_holds_whole_experts():
+    """As many bytes as a share of each, whichever it is."""
+    made = replace(TINY, model="tiny-experts", tp=2, alone=True, bandwidth=1e9, contexts=(40,))
+    (inside,), (whole,) = (list(CompiledRound(replace(made, expert_parallel=flag)).rows()) for flag in (False, True))
+    assert whole["weights_floor_ms"] == inside["weights_floor_ms"]
+    assert whole["expert_parallel"]
+    assert kind(whole) == "speculative, one of 2 ranks alone, push, whole experts"
+
+
 def test_a_token_that_differs_once_is_found(monkeypatch):
     """Ranks compare one number for many rounds: it depends on every token of every round."""
     monkeypatch.setattr(sharing, "COMPARED", 30)

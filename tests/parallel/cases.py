@@ -17,10 +17,10 @@ from tests.parallel.models import BATCH, JOBS, NEW_TOKENS, OF_FOUR, make_draft, 
 
 def decoded(job, ranks: TensorParallel) -> list[list[int]]:
     whole = make_target(job.kind)
-    target = shard(whole, ranks)
+    target = shard(whole, ranks, expert_parallel=job.expert_parallel)
     draft = make_draft(job, target)  # its embedding and head are the share's
     if job.divided and job.draft not in (None, "lookup"):
-        draft = shard(make_draft(job, whole), ranks, target=target)
+        draft = shard(make_draft(job, whole), ranks, target=target, expert_parallel=job.expert_parallel)
     return generate(target, draft, BATCH, job.config, max_new_tokens=NEW_TOKENS, page_size=4, sampling=job.sampling).tokens
 
 
@@ -155,6 +155,8 @@ def case_sizes(ranks: TensorParallel) -> dict[str, Any]:
         "mixture.shared_intermediate_size": {"mixture": MixtureConfig(4, 2, 24, 17)},
     }
     found = {n: refused(lambda c=c: shard_config(dataclasses.replace(config, **c), size)) for n, c in changed.items()}
+    odd = dataclasses.replace(config, mixture=MixtureConfig(size + 1, 2, 24))
+    found["mixture.num_experts"] = refused(lambda: shard_config(odd, size, expert_parallel=True))
     return {**found, "target": refused(lambda: shard(make_draft(JOBS["chain"], make_target("gqa")), ranks))}
 
 

@@ -30,6 +30,7 @@ class Job:
     kind: str
     draft: str | None = "eagle3"
     divided: bool = True
+    expert_parallel: bool = False
     config: SpeculationConfig = field(default_factory=lambda: SpeculationConfig(3))
     sampling: SamplingParams | None = None
 
@@ -56,10 +57,12 @@ JOBS = {
     "mla, tree, whole draft": Job("mla", "mtp", divided=False, config=TREE),
     "mixture": Job("mixture", "mtp"),
     "sigmoid mixture": Job("sigmoid mixture", "standalone", divided=False),
+    "whole experts": Job("mixture", "mtp", expert_parallel=True),
+    "whole experts, tree": Job("sigmoid mixture", "standalone", expert_parallel=True, config=TREE),
 }
 NEW_TOKENS = 16
 # With four ranks, what is different there: shares of a head, of a short vocabulary, and of an expert.
-OF_FOUR = ("whole draft, tree", "sampled chain", "shared KV head", "mla", "mixture")
+OF_FOUR = ("whole draft, tree", "sampled chain", "shared KV head", "mla", "mixture", "whole experts")
 
 
 def model_config(mla: bool, num_layers: int, **sizes: Any) -> ModelConfig:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from spec_ops.cli import app
 from spec_ops.decoding import Generator, SpeculationConfig
-from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig
+from spec_ops.models import CausalLM, Eagle3Draft, MixtureConfig, ModelConfig
 from spec_ops.parallel import TensorParallel, shard
 from spec_ops.passes import GraphReport, explain
 from spec_ops.passes.analysis.counts import COLLECTIVES, CUDA_GRAPHS, HOST_COPIES
@@ -51,6 +51,25 @@ def test_a_round_of_ranks_is_one_graph_without_nccl(size):
     assert plan.matches("lower_all_reduce") == sums + 1 + STEPS
     assert plan.after["all_reduce_add"] > 0  # fused with the norms
     assert plan.verdict().startswith(f"Plan for one of {size} ranks on sm_90, bf16: 1 CUDA graph, no host syncs, no NCCL coll")
+
+
+def test_whole_experts_are_planned_like_shares_of_all():
+    """What a rank does not hold is left out of the ids: no kernel more, and norms, router and experts as before."""
+    config = dataclasses.replace(LLAMA, hidden_size=2048, aux_layers=(), mixture=MixtureConfig(128, 8, 768))
+    ranks, plans = TensorParallel.fake(2), []
+    for expert_parallel in (False, True):
+        with torch.device("meta"):
+            whole = CausalLM(config)
+        target = shard(whole, ranks, dtype=torch.bfloat16, expert_parallel=expert_parallel)
+        assert target.layers[0].mlp.gate_up_proj.shape[:2] == ((64, 1536) if expert_parallel else (128, 768))
+        torch._dynamo.reset()
+        with torch.no_grad():
+            plans.append(explain(Generator(target, max_batch_size=1, max_seq_len=64).round(1), arch=90))
+    inside, whole_experts = plans
+    differing = {name for name, count in inside.after.items() if whole_experts.after[name] != count}
+    assert differing == {"calls"}  # comparisons of ids, which Inductor makes one kernel of
+    assert inside.matches("fuse_norm_linear") == whole_experts.matches("fuse_norm_linear") > 0
+    assert "router" not in whole_experts.text()
 
 
 def test_all_ranks_have_one_graph():

@@ -92,6 +92,8 @@ def compile(
         return functools.partial(
             compile, passes=passes, mode=mode, fullgraph=fullgraph, dynamic=dynamic, options=options, invariant=invariant
         )
+    if isinstance(fn, OptimizedModule):
+        fn = fn._orig_mod  # Dynamo would not trace its call
     if not callable(fn):
         raise TypeError(f"compile: `fn` must be a function or a module, got {type(fn).__name__}")
     compiler = _Compiler(_InductorWithPasses(passes, mode, options, dynamic, invariant), fullgraph, dynamic)

@@ -117,7 +117,9 @@ class PassManager(CustomGraphPass):
         every_graph: bool = False,
         invariant: bool = False,
     ) -> None:
-        switches = dict(switches or {})
+        switches = {} if switches is None else switches
+        if not isinstance(switches, Mapping) or not all(isinstance(on, bool) for on in switches.values()):
+            raise ValueError(f"passes: must map names of passes to True or False, got {switches!r}")
         if unknown := set(switches) - set(pass_names()):
             raise ValueError(f"passes: unknown pass {sorted(unknown)}; there are {list(pass_names())}")
         self.passes = tuple(p for p in PASSES if switches.get(p.name, True))
@@ -263,16 +265,18 @@ def enabled(
 
 
 def install(switches: Mapping[str, bool] | None = None) -> Callable[[], None]:
-    """Run our passes in all later Inductor compilations of this process, also those of plain `torch.compile`.
+    """Run our passes in all later Inductor compilations of this thread, also those of plain `torch.compile`.
 
-    Passes that the user installed run before ours, and passes that are installed afterwards stay too. Inductor's
-    `shape_padding` is off meanwhile. If ours are installed twice they run once, with the later switches until these are undone.
+    Torch 2.13 keeps its compiler's settings for each thread: every thread that compiles has to call this. (What `compile`
+    returns may be called in any.) Passes that the user installed run before ours, and those that are installed afterwards stay.
+    Inductor's `shape_padding` is off meanwhile. If ours are installed twice they run once, with the later switches until these
+    are undone.
 
     Args:
         switches: pass name to on or off; passes that are not named are on.
 
     Returns:
-        The function that undoes it.
+        The function that undoes it, in the same thread.
 
     Raises:
         ValueError: an unknown pass name.

@@ -164,6 +164,8 @@ def test_a_compiled_module_is_a_module(without_inductor):
     assert copied.weight is not module.weight
     torch.testing.assert_close(copied(x.double()), module(x.double()))
     torch.nn.Sequential(compiled)(x.double())  # as a part of another
+    for again in (spec_ops.compile(compiled), spec_ops.compile(theirs)):
+        torch.testing.assert_close(again(x.double()), module(x.double()))
 
 
 def test_as_a_decorator(without_inductor):

@@ -201,6 +201,9 @@ def test_switches():
     assert counters["inductor"]["spec_ops_select_backends"] == 0
     with pytest.raises(ValueError, match="no_such_pass"):
         spec_ops.compile(step, passes={"no_such_pass": True})
+    for wrong in (["split_argmax"], {"split_argmax": "no"}, {"split_argmax": 0}):
+        with pytest.raises(ValueError, match=r"passes: must map names of passes to True or False, got [\[{]'split_argmax'"):
+            spec_ops.compile(step, passes=wrong)
 
 
 def test_cache_key_depends_on_all_that_decides():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
+import re
 from collections.abc import Callable, Generator
 
 # Inductor otherwise starts a pool of compiling processes for each pytest worker, though all cores are busy already.
@@ -35,12 +37,25 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--seeds", type=int, metavar="N", help="random programs and prompts that each fuzzing test tries, 0 to N - 1"
+        "--seeds",
+        type=read_seeds,
+        metavar="N|FIRST-LAST",
+        help="random programs and prompts that each fuzzing test tries: seeds 0 to N - 1, or those from FIRST to LAST",
     )
     parser.addoption("--all-families", action="store_true", help="try every model family of transformers, not a share of them")
     parser.addoption(
         "--all-variants", action="store_true", help="compile every variant of the Triton kernels, not a share of them"
     )
+
+
+def read_seeds(text: str) -> range:
+    """The value of `--seeds`."""
+    if (parts := re.fullmatch(r"(\d+)(?:-(\d+))?", text)) is not None:
+        first, last = parts.groups()
+        found = range(int(first)) if last is None else range(int(first), int(last) + 1)
+        if found:
+            return found
+    raise argparse.ArgumentTypeError(f"must be N, at least 1, or FIRST-LAST, got {text!r}")
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +64,7 @@ def seeds(request: pytest.FixtureRequest) -> Callable[[int], range]:
 
     def chosen(default: int) -> range:
         given = request.config.getoption("--seeds")
-        return range(default if given is None else given)
+        return range(default) if given is None else given
 
     return chosen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import runpy
 import sys
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 import spec_ops
+from tests.conftest import read_seeds
 from tests.helpers.paths import ROOT
 
 tomllib = pytest.importorskip("tomllib", reason="comes with Python 3.11")
@@ -146,3 +148,11 @@ def test_files_of_gpu_tests_alone_are_in_their_folder():
     assert len(whole) > 10
     assert [path.name for path in whole if path.parent != TESTS / "gpu"] == []
     assert [path.name for path in (TESTS / "gpu").glob("test_*.py") if "mark.gpu" not in marks[path]] == []
+
+
+def test_seeds_of_fuzzing_tests():
+    assert read_seeds("3") == range(3)
+    assert read_seeds("1000-1002") == range(1000, 1003)
+    for wrong in ("0", "-1", "3-2", "a", "1-", "1-2-3", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"must be N, at least 1, or FIRST-LAST, got '{wrong}'"):
+            read_seeds(wrong)

@@ -1,7 +1,8 @@
 """Random arguments of `generate`, each in one of the forms that users have them in: the same tensor as from transformers, or an
 error from both.
 
-With `--seeds 1000` as many; seed `n` alone: `python -m tests.integrations.transformers.test_argument_fuzz n`.
+With `--seeds 1000` as many, with `--seeds 1000-1999` others; seed `n` alone:
+`python -m tests.integrations.transformers.test_argument_fuzz n`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Random models, prompts and settings: greedy tokens are those of `generate`, sampled ones repeat with their seed.
 
-With `--seeds 1000` as many; seed `n` alone: `python -m tests.integrations.transformers.test_generation_fuzz n`.
+With `--seeds 1000` as many, with `--seeds 1000-1999` others; seed `n` alone:
+`python -m tests.integrations.transformers.test_generation_fuzz n`.
 """
 
 from __future__ import annotations

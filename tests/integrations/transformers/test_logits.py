@@ -1,6 +1,7 @@
 """All that changes logits, in one call: what `generate` makes of each position's logits, a round is given to make of them.
 
-With `--seeds 1000` as many random calls; seed `n` alone: `python -m tests.integrations.transformers.test_logits n`.
+With `--seeds 1000` as many random calls, with `--seeds 1000-1999` others; seed `n` alone:
+`python -m tests.integrations.transformers.test_logits n`.
 """
 
 from __future__ import annotations

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
 
 from spec_ops.backends.triton.runtime import launch
 
@@ -43,3 +49,19 @@ def test_a_context_is_made_once_cuda_is_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: made.append(0))
     launch._make_context()
     assert made == [0]
+
+
+@triton.jit
+def nothing_kernel(PDL: triton.language.constexpr):
+    pass
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter launches nothing")
+@pytest.mark.parametrize(("arch", "known"), [(80, False), (86, False), (89, False), (90, True), (100, True), (120, True)])
+def test_kernels_may_be_early_from_sm_90_on(monkeypatch, arch, known):
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_target=lambda: GPUTarget("cuda", arch, 32))
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "_has_pdl", functools.cache(launch._has_pdl.__wrapped__))
+    for early in (False, True):
+        given = launch.pdl_arguments(nothing_kernel, early)
+        assert given == ({"PDL": True, "launch_pdl": early} if known else {"PDL": False})

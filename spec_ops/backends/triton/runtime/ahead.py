@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton.attention.tuning import SHARED
-from spec_ops.backends.triton.runtime.launch import Launch
+from spec_ops.backends.triton.runtime.launch import Launch, knows_pdl
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120)
 # Bytes that one block may use: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
@@ -50,7 +50,7 @@ class Variant:
         signature: Triton type of each argument that is no constant: `"*bf16"`, `"i32"`, `"fp32"`, a tuple of types for a tuple
             argument. `":16"` at the end (`"*bf16:16"`, `"i64:16"`) promises a multiple of 16, as a launch finds for aligned
             pointers and for strides; without it nothing is vectorized.
-        constexprs: value of each constexpr (but `PDL`, which is true from sm_90 on: `launch.py`), and of each other argument
+        constexprs: value of each constexpr (but `PDL`: `launch.knows_pdl`), and of each other argument
             that a launch makes a constant: None, and integers of value 1 such as the stride of a last dimension.
         num_warps, num_stages: as in the launch.
         hot: on the path of a decode step, where no spill is tolerated.
@@ -174,7 +174,7 @@ def compiled(variant: Variant, arch: int) -> triton.compiler.CompiledKernel:
             f"compile_ahead: `variant.kernel` must be a compiled @triton.jit function, got {type(kernel).__name__}; "
             "unset TRITON_INTERPRET"
         )
-    constexprs = dict(variant.constexprs) | ({"PDL": arch >= 90} if "PDL" in kernel.arg_names else {})
+    constexprs = dict(variant.constexprs) | ({"PDL": knows_pdl(arch)} if "PDL" in kernel.arg_names else {})
     given = [*variant.signature, *constexprs]
     if sorted(given) != sorted(kernel.arg_names):
         wanted = f"must name each of {kernel.arg_names} once"

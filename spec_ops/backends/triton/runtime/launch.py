@@ -146,10 +146,15 @@ def pdl_arguments(kernel: Any, early: bool) -> dict[str, bool]:
     return {"PDL": False}
 
 
+def knows_pdl(arch: int) -> bool:
+    """Whether a GPU has the instructions of programmatic dependent launch; assemblers refuse them for others."""
+    return arch >= 90
+
+
 @functools.cache
 def _has_pdl(device: int) -> bool:
     target = driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
+    return target.backend == "cuda" and knows_pdl(target.arch)
 
 
 @contextlib.contextmanager

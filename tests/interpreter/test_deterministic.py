@@ -90,7 +90,7 @@ def test_keys_that_no_query_sees(kind, mode, window_left):
 
 @pytest.mark.parametrize("mode", ["verify_chain", "verify_tree", "extend"])
 def test_windows_that_hide_nothing(mode):
-    case = made("mha", mode, lens=[0, 3, 30], q_lens=[0, 1, 3])
+    case = made("mha", mode, lens=[0, 3, 30], q_lens=[2, 9, 3])
     check(case, run(case, window_left=2**31 - 1))
 
 

@@ -11,8 +11,10 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 
 from spec_ops.backends.triton.attention import launcher, variants
 from spec_ops.backends.triton.attention.deterministic import launcher as deterministic
+from spec_ops.backends.triton.attention.hopper import gqa, mla, mla_few
 from spec_ops.backends.triton.runtime import cooperative
 from spec_ops.backends.triton.runtime.cooperative import resident_or_none
+from spec_ops.backends.triton.runtime.launch import Target, recorded
 
 
 @pytest.mark.parametrize(("family", "uniform", "ragged"), [(launcher, None, 65_534), (deterministic, 65_535, 65_535)])
@@ -61,6 +63,34 @@ def test_a_refused_grid_is_not_tried_again(contexts):
     contexts[0] = 1
     assert resident_or_none(("kernel", 132), start) is None
     assert start.tried == 1
+
+
+@pytest.mark.parametrize("arch", [86, 90, 100])
+@pytest.mark.parametrize(
+    ("shape", "q_len"),
+    [(variants.GQA_64, 16), (variants.MLA_16, 1), (variants.MLA_128, 1)],
+    ids=lambda part: getattr(part, "label", part),
+)
+def test_a_grid_that_is_too_large_is_launched_otherwise(contexts, monkeypatch, shape, q_len, arch):
+    """Whatever waits for other programs is refused, on Hopper its own kernels too: what does not wait is left."""
+    refused, launched = [], []
+
+    def launch(kernel, grid, *args, **options):
+        if not options.get("launch_cooperative_grid"):
+            launched.append(options["COOPERATIVE"])
+            return
+        refused.append(kernel.__name__)
+        raise RuntimeError(Refusing().message)
+
+    for module in (launcher, gqa, mla, mla_few):
+        monkeypatch.setattr(module, "launch", launch)
+    call = variants.call_of(shape, 8, q_len)
+    with recorded(Target(arch, 132)):
+        for calls in (1, 2):
+            assert launcher.attention(call).shape == (8, q_len, shape.heads, shape.v_dim)
+            assert launched == [False] * calls
+    assert refused[-1] == "split_kv_attention_kernel"
+    assert len(refused) == (2 if arch == 90 else 1)
 
 
 def test_other_failures_are_raised_each_time(contexts):

@@ -172,6 +172,8 @@ def probe(model: PreTrainedModel, argument: Argument, own_experts: dict[str, str
         ValueError: the model cannot run on these ops; the message says which part of it.
         RuntimeError: autocast is enabled.
     """
+    if model.device.type == "meta":
+        raise ValueError(f"{argument} must have its weights loaded, got {type(model).__name__} on the device meta")
     refuse_autocast(argument.where, model.device)
     config = model.config.get_text_config()
     name = type(model).__name__

@@ -261,6 +261,8 @@ def test_a_model_without_weights_is_refused():
         model.get_input_embeddings().weight.zero_()
     with pytest.raises(ValueError, match="embeddings of LlamaForCausalLM are zero"):
         TransformersModel(model)
+    with pytest.raises(ValueError, match="`model` must have its weights loaded, got LlamaForCausalLM on the device meta"):
+        TransformersModel(model.to("meta"))
 
 
 def _roll_output(_module, _args, output):

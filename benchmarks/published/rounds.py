@@ -235,11 +235,10 @@ def _judged(intro: str, files: Sequence[str], results: Path, kinds: Sequence[str
 
 def sampled(results: Path) -> str:
     """Rounds that sample, and rounds that change logits, beside those that do not."""
-    files = "h200-round-sampled", "h200-round-penalties"
+    file = "h200-round-sampled"
     intro = "What sampling adds to a round, and what a bias, penalties and a token bitmask add, milliseconds; each pair"
-    intro += " measured in one call (`python -m benchmarks round --sampled --penalties`,"
-    intro += f" {' and '.join(f'`benchmarks/results/{file}.json`' for file in files)})"
-    return _judged(intro, files, results)
+    intro += f" measured in one call (`python -m benchmarks round --sampled --penalties`, `benchmarks/results/{file}.json`)"
+    return _judged(intro, [file], results)
 
 
 def invariant(results: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from benchmarks.published.text import load, paragraph, short, table
+from benchmarks.published.text import load, paragraph, short, table, without_empty_columns
 from benchmarks.sampling.cases import JOBS
 from benchmarks.sampling.kernels import OURS, READ
 from benchmarks.sampling.report import ahead, by_case
@@ -21,9 +21,10 @@ def sampling(results: Path) -> str:
     intro = "Sampling from logits on one H200, bf16, vocabulary of 128,256, CUDA-graph replay over rotating buffers,"
     intro += f" microseconds (`python -m benchmarks sampling`, `benchmarks/results/{FILE}.json`). The floor is the bytes of the"
     intro += ' logits over the copy rate; "reading" is a kernel that does nothing but read them; for FlashInfer the fastest of'
-    intro += " its functions is shown. The logits are peaked as a language model's. A request has four rows in"
-    intro += f" verify ({JOBS['verify']}) and accept ({JOBS['accept']}):"
+    intro += " its functions is shown. The logits are peaked as a language model's."
     rows = load(FILE, results)["rows"]
+    if of_requests := [f"{job} ({JOBS[job]})" for job in ("verify", "accept") if any(row["job"] == job for row in rows)]:
+        intro += f" A request has four rows in {' and '.join(of_requests)}:"
     lines = []
     for (job, vocab, count, setting, logits), found in by_case(rows).items():
         if vocab != VOCAB or count not in ROWS or logits != LOGITS or setting not in SETTINGS:
@@ -40,4 +41,4 @@ def sampling(results: Path) -> str:
             told.append(f"{job} {mean:.2f} ({min(ratios):.2f} to {max(ratios):.1f} over {len(ratios)} cases)")
     outro = f"Times as fast as FlashInfer over the file's cases, flat logits too, geometric mean: {'; '.join(told)}."
     header = ("job", "rows", "cut", "floor", "reading", "spec_ops", "FlashInfer", "torch")
-    return "\n\n".join([paragraph(intro), table(header, lines), *([paragraph(outro)] if told else [])])
+    return "\n\n".join([paragraph(intro), table(*without_empty_columns(header, lines)), *([paragraph(outro)] if told else [])])

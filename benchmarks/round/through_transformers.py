@@ -10,6 +10,8 @@ from benchmarks.round.shapes import Shape
 from spec_ops.models import Draft, Eagle3Draft
 from spec_ops.parallel import TensorParallel, shard
 
+EMBEDDING = "model.embed_tokens"
+
 if TYPE_CHECKING:
     from spec_ops.integrations.transformers import TransformersModel
 
@@ -28,12 +30,23 @@ def build_model(shape: Shape, device: torch.device | str, dtype: torch.dtype, ra
     if ranks is None:
         with torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    from transformers.distributed import DistributedConfig
-
-    plan = DistributedConfig(tp_size=ranks.size, tp_plan={"model.embed_tokens": "replicate"})
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     # A checkpoint without tensors: every rank draws its own parts.
-    return kind.from_pretrained(None, config=config, state_dict={}, dtype=dtype, distributed_config=plan).eval()
+    options: dict[str, Any] = {"config": config, "state_dict": {}, "dtype": dtype}
+    try:
+        model = kind.from_pretrained(None, distributed_config=_plan(ranks.size, {EMBEDDING: "replicate"}), **options)
+    except ValueError as error:
+        if "replicate" not in str(error):
+            raise
+        # transformers 5.17 has no such style: a rank holds some tokens of the embedding, which is one sum more.
+        model = kind.from_pretrained(None, distributed_config=_plan(ranks.size), **options)
+    return model.eval()
+
+
+def _plan(ranks: int, styles: dict[str, str] | None = None) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(tp_size=ranks) if styles is None else DistributedConfig(tp_size=ranks, tp_plan=styles)
 
 
 def taken_over(model: Any, shape: Shape) -> tuple[TransformersModel, Draft]:

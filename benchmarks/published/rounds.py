@@ -265,7 +265,7 @@ def ranks(results: Path) -> str:
     lines = []
     for (model, bs, context, kind, path), found in sorted(cases.items(), key=lambda case: (label(case[0][0]), *case[0][1:])):
         shared = found.get("push")
-        if shared is None:
+        if shared is None or shared["layers"] == 1:  # whose tokens were compared; no model
             continue
         times = [f"{found[way]['ms']:.2f}" if way in found else "" for way in ("one", "push", "nccl")]
         faster = f"{found['one']['ms'] / shared['ms']:.2f}" if "one" in found else ""

@@ -1,8 +1,8 @@
 """`spec_ops.explain`.
 
 A plan for a stated architecture is traced as if the tensors were on that GPU, also where there is none: a copy to the host is
-a no-op on the CPU, and would not be counted. Dynamo and Inductor trace them on the device `meta`, since a torch without CUDA
-cannot index a fake CUDA tensor; just before the passes, what is on `meta` is put on `cuda`.
+a no-op on the CPU, and would not be counted. Dynamo traces them on the device `meta`, since a torch without CUDA cannot index a
+fake CUDA tensor; before Inductor's first graph pass, what is on `meta` is put on `cuda`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from spec_ops.passes.analysis.graph import EAGER, arg, attention_calls
 from spec_ops.passes.compile import with_own_code
-from spec_ops.passes.manager import SLOT, chained, enabled, parts_of
+from spec_ops.passes.manager import chained, enabled, parts_of
 from spec_ops.passes.report import GraphReport
 
 ARCHS = {"Turing": (75,), "Ampere": (80, 86, 87), "Ada": (89,), "Hopper": (90,), "Blackwell": (100, 103, 110, 120, 121)}
@@ -86,6 +86,7 @@ def _plan(
     def inner_compile(graph_module: fx.GraphModule, example_inputs: Any, **options: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx_inner
 
+        _put_on_cuda(example_inputs)
         return compile_fx_inner(graph_module, example_inputs, **options)
 
     def backend(graph_module: fx.GraphModule, example_inputs: list) -> Any:
@@ -125,8 +126,9 @@ def _as_on_gpu(host: set[int]) -> Iterator[None]:
         return fake
 
     settings = {
-        SLOT: chained([_OnCuda(), *parts_of(getattr(inductor_config, SLOT))]),
-        "joint_graph_constant_folding": False,  # it folds `full(...) + 1` by computing it, on the device
+        "joint_custom_pre_pass": chained([*parts_of(inductor_config.joint_custom_pre_pass), _OnCuda()]),
+        # It folds `full(...) + 1` by computing it, on the device.
+        "joint_graph_constant_folding": inductor_config.joint_graph_constant_folding and torch.cuda.is_available(),
     }
     with mock.patch.object(FakeTensorConverter, "from_real_tensor", moved), inductor_config.patch(settings):
         yield

@@ -8,24 +8,46 @@ from unittest import mock
 
 import torch
 
-from spec_ops.decoding import Generator, PromptLookup, SamplingParams, generate
+import spec_ops.passes
+from spec_ops.decoding import Generator, PromptLookup, SamplingParams, SpeculationConfig, generate
 from spec_ops.models import load_pair as load_whole
 from spec_ops.parallel import RankError, TensorParallel, load_pair, shard
 from spec_ops.parallel.layers import VocabParallelHead, likeliest_of_shares
+from spec_ops.passes import PassManager
 from tests.parallel.models import BATCH, JOBS, NEW_TOKENS, OF_FOUR, make_draft, make_target
 
 
-def decoded(job, ranks: TensorParallel) -> list[list[int]]:
+def decoded(job, ranks: TensorParallel, **options: Any) -> list[list[int]]:
     whole = make_target(job.kind)
     target = shard(whole, ranks, expert_parallel=job.expert_parallel)
     draft = make_draft(job, target)  # its embedding and head are the share's
     if job.divided and job.draft not in (None, "lookup"):
         draft = shard(make_draft(job, whole), ranks, target=target, expert_parallel=job.expert_parallel)
-    return generate(target, draft, BATCH, job.config, max_new_tokens=NEW_TOKENS, page_size=4, sampling=job.sampling).tokens
+    options |= {"max_new_tokens": NEW_TOKENS, "page_size": 4, "sampling": job.sampling}
+    return generate(target, draft, BATCH, job.config, **options).tokens
 
 
 def case_tokens(ranks: TensorParallel) -> dict[str, Any]:
     return {name: decoded(job, ranks) for name, job in JOBS.items() if ranks.size == 2 or name in OF_FOUR}
+
+
+def case_compiled(ranks: TensorParallel) -> dict[str, Any]:
+    """Rounds as Inductor lowers them, with our passes and without; no C++ is built."""
+    if ranks.size > 2:
+        return {}
+    from tests.helpers.inductor_unbuilt import unbuilt
+
+    found: dict[str, Any] = {}
+    plain = mock.patch.object(
+        spec_ops.passes, "compile", lambda module, **_: torch.compile(module, fullgraph=True, dynamic=False)
+    )
+    run, counts = PassManager.__call__, []
+    watched = mock.patch.object(PassManager, "__call__", lambda self, graph: counts.append(run(self, graph)))
+    for name, context in (("passes", watched), ("no passes", plain)):
+        torch._dynamo.reset()
+        with context, unbuilt():
+            found[name] = decoded(dataclasses.replace(JOBS["chain"], config=SpeculationConfig(1)), ranks, compile=True)
+    return {**found, "graphs": len(counts)}
 
 
 def case_head(ranks: TensorParallel) -> dict[str, Any]:

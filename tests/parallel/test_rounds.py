@@ -39,6 +39,15 @@ def test_tokens_are_those_of_one_process(ranks, alone, job):
             assert found[job] == alone[job]
 
 
+def test_tokens_of_compiled_rounds(ranks, alone):
+    """With our passes and without."""
+    if len(ranks) > 2:
+        pytest.skip("two processes show it")
+    for found in of(ranks, "case_compiled"):
+        assert found["graphs"] == 1
+        assert found["passes"] == found["no passes"] == alone["chain"]
+
+
 def test_vocabulary_that_the_ranks_do_not_divide(ranks):
     for result in of(ranks, "case_head"):
         for got, expected, equal in result["found"]:

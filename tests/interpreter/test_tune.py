@@ -16,6 +16,8 @@ from spec_ops.backends.triton.attention import tuning
 
 @pytest.fixture
 def small(monkeypatch):
+    # The reference's own error bounds the others'. In float32 it is a matter of chance: for one draw in ten it is too small.
+    torch.manual_seed(0)
     for module in (tune, tune_shapes):
         monkeypatch.setattr(module, "DTYPE", torch.float32)  # numpy has no bfloat16
     monkeypatch.setattr(tune_shapes, "BATCHES", (Batch(2, 100, 100),))

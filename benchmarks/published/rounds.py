@@ -260,23 +260,23 @@ def ranks(results: Path) -> str:
     file = "h200x2-round"
     cases: dict[tuple, dict[str, Row]] = {}
     for row in load(file, results)["rows"]:
+        if row.get("expert_parallel") or row["layers"] == 1:  # beside no other; whose tokens were compared
+            continue
         case = (row["model"], row["bs"], row["context"], row["round"], row["path"])
         cases.setdefault(case, {})[row["collective"] if row.get("tp") else "one"] = row
     lines = []
     for (model, bs, context, kind, path), found in sorted(cases.items(), key=lambda case: (label(case[0][0]), *case[0][1:])):
         shared = found.get("push")
-        if shared is None or shared["layers"] == 1:  # whose tokens were compared; no model
+        if shared is None:
             continue
         times = [f"{found[way]['ms']:.2f}" if way in found else "" for way in ("one", "push", "nccl")]
         faster = f"{found['one']['ms'] / shared['ms']:.2f}" if "one" in found else ""
         name = label(model) + ("" if path == "own" else ", transformers")
         lines.append([name, f"{bs}, {context}", kind, *times, faster, f"{shared['floor_ms'] / shared['ms']:.2f}"])
-    intro = (
-        "Rounds on one GPU and on two, milliseconds (`python -m benchmarks round --tp 1 --tp 2 --collective push --collective"
-    )
-    intro += (
-        f" nccl`, `benchmarks/results/{file}.json`). The share is that of the bytes floor of two GPUs in the time of our sums:"
-    )
+    intro = "Rounds on one GPU and on two, milliseconds"
+    intro += " (`python -m benchmarks round --tp 1 --tp 2 --collective push --collective nccl`,"
+    intro += f" `benchmarks/results/{file}.json`). The last column is the bytes floor of two GPUs, divided by the time with our"
+    intro += " sums:"
     header = (
         "model",
         "batch, context",

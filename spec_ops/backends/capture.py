@@ -1,4 +1,4 @@
-"""What CUDA knows of graph captures and torch does not tell: which one records a stream, and how to allocate beside one.
+"""What torch does not tell of graph captures: which one records a stream, what memory it may use, how to allocate beside one.
 
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html
 """
@@ -46,6 +46,35 @@ def capture_of_current_stream(index: int) -> int:
             f"{status.value}, not {_ACTIVE} (active): an earlier call has ended or invalidated it"
         )
     return number.value
+
+
+@functools.lru_cache(maxsize=64)  # captures that are under way, by their ids
+def pool_of_capture(index: int, capture: int) -> tuple[int, int] | int:
+    """The pool that torch serves the capture with this id, of the current stream of CUDA device `index`, from; `capture` itself
+    if it has none.
+
+    Graphs of one pool must not be replayed at the same time, since each one's intermediate results lie in it.
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#sharing-memory-across-captures
+
+    It has none if it was begun by something else than torch, or another allocator than torch's own serves it.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return capture
+    probe = torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", index))
+    place = probe.data_ptr()
+    for segment in torch.cuda.memory_snapshot(include_traces=False):
+        if segment["device"] == index and 0 <= place - segment["address"] < segment["total_size"]:
+            return segment["segment_pool_id"] if any(segment["segment_pool_id"]) else capture
+    return capture
+
+
+def pools_in_use() -> set[tuple[int, tuple[int, int]]]:
+    """Of each device, its index with the id of each pool of torch's that holds memory.
+
+    A pool that a capture was served from holds some until its graphs and their results are gone. It is then given back by
+    `cudaFree`, which waits for what runs on the device.
+    """
+    return {(segment["device"], segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot(include_traces=False)}
 
 
 def current_context() -> int:

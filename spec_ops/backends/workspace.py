@@ -1,23 +1,40 @@
 """Scratch memory and semaphores that kernels of other packages keep between launches.
 
 Owned here rather than by an op's schema: a buffer declared as mutated would be copied by functionalization, and a buffer that
-is allocated and zeroed per call costs a launch. One per use, device and stream; zeroed once, since the kernels leave their
-semaphores at zero; never moved, and freed by `release_workspaces` alone, since CUDA graphs hold its address.
+is allocated and zeroed per call costs a launch. Zeroed once, since the kernels leave their semaphores at zero; never moved,
+since CUDA graphs hold its address.
 """
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from spec_ops.backends.capture import capture_of_current_stream, relax_this_thread
+from spec_ops.backends.capture import capture_of_current_stream, pool_of_capture, pools_in_use, relax_this_thread
 
 _Buffers = TypeVar("_Buffers", bound=dict)
 LOCK = threading.RLock()  # of all that is kept: two threads must not make a buffer twice, and get one each
-_buffers: dict[tuple[str, torch.device, int], torch.Tensor] = {}
+
+
+class _Key(NamedTuple):
+    """Who shares a buffer: launches that never run at the same time.
+
+    Attributes:
+        stream: of the launches; of a capture too, whose branches on several streams run at the same time.
+        pool: of the CUDA graph that holds the launches (`pool_of_capture`); None outside of captures. A graph is replayed on
+            any stream, at the same time as what was launched on the stream that it was captured on.
+    """
+
+    use: str
+    device: torch.device
+    stream: int
+    pool: tuple[int, int] | int | None
+
+
+_buffers: dict[_Key, torch.Tensor] = {}
 _kept: list[dict[Any, Any]] = [_buffers]
 
 
@@ -42,30 +59,42 @@ def release_workspaces() -> None:
 
 
 def workspace(use: str, device: torch.device, num_bytes: int) -> torch.Tensor:
-    """`[num_bytes]` uint8, the same at every call with this `use` on the current stream of `device`; zero at the first.
+    """`[num_bytes]` uint8, zero at the first call; the same at every call with this `use` on the current stream of `device`.
 
-    Graphs that were captured on one stream share a buffer: do not replay two of them at the same time.
+    While that stream is captured, the same for all graphs that share a memory pool: others may be replayed at the same time.
+    A graph's buffer is freed when another graph needs a new one and the pool is gone, or by `release_workspaces`.
 
     Raises:
-        ValueError: `use` has a smaller buffer already. RuntimeError: the first call comes inside a CUDA graph capture.
+        ValueError: `use` has a smaller buffer already.
     """
-    device = indexed(device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (use, device, stream)
+    key = _key(use, indexed(device))
     found = _buffers.get(key)
     if found is None:
         with LOCK:
             found = _buffers.get(key)
             if found is None:
-                if device.type == "cuda" and capture_of_current_stream(device.index):
-                    raise RuntimeError(
-                        f"workspace {use!r}: its first use on a stream must come before a CUDA graph capture: call the same "
-                        "step once, or `spec_ops.backends.warm_up`, on that stream"
-                    )
-                found = _buffers[key] = zeros_outside_graph_pools(device, num_bytes)
+                if key.pool is not None:
+                    _free_those_of_gone_pools()
+                found = _buffers[key] = zeros_outside_graph_pools(key.device, num_bytes)
     if found.numel() < num_bytes:
         raise ValueError(f"workspace {use!r}: `num_bytes` must be at most {found.numel()}, got {num_bytes}")
     return found[:num_bytes]
+
+
+def _key(use: str, device: torch.device) -> _Key:
+    if device.type != "cuda":
+        return _Key(use, device, 0, None)
+    capture = capture_of_current_stream(device.index)
+    pool = pool_of_capture(device.index, capture) if capture else None
+    return _Key(use, device, torch._C._cuda_getCurrentRawStream(device.index), pool)
+
+
+def _free_those_of_gone_pools() -> None:
+    """A process may capture any number of graphs, one after the other, each with a pool of its own."""
+    in_use = pools_in_use()  # under the lock: of a buffer that another thread has just made, the pool is among them
+    for key in list(_buffers):
+        if isinstance(key.pool, tuple) and (key.device.index, key.pool) not in in_use:
+            del _buffers[key]
 
 
 def indexed(device: torch.device) -> torch.device:

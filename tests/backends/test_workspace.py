@@ -8,13 +8,14 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from spec_ops.backends import workspace
+from spec_ops.backends import capture, workspace
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
@@ -55,12 +56,19 @@ class Now(threading.local):
 
     stream = 7
     capture = 0
+    pool: tuple[int, int] | int = (0, 0)
+    in_use: frozenset = frozenset()
 
 
 @pytest.fixture
 def now(monkeypatch) -> Now:
-    """Counters without a GPU: slabs in host memory, and streams and captures as the test says."""
+    """Counters and workspaces without a GPU: in host memory, and streams, captures and pools as the test says."""
     said = Now()
+    monkeypatch.setattr(workspace, "_buffers", {})
+    monkeypatch.setattr(workspace, "capture_of_current_stream", lambda index: said.capture)
+    monkeypatch.setattr(workspace, "pool_of_capture", lambda index, number: said.pool)
+    monkeypatch.setattr(workspace, "pools_in_use", lambda: said.in_use)
+    monkeypatch.setattr(workspace, "zeros_outside_graph_pools", lambda _, n: torch.zeros(n, dtype=torch.uint8))
     monkeypatch.setattr(counters, "_sets", {})
     monkeypatch.setattr(counters, "_room", {})
     monkeypatch.setattr(counters, "_slabs", {})
@@ -145,6 +153,106 @@ def test_the_first_call_may_not_be_captured(now):
     now.capture = 1
     with pytest.raises(RuntimeError, match="must come before a CUDA graph capture"):
         counters.arrival_counters(GPU, 1)
+
+
+def in_graph(now: Now, number: int, pool: tuple[int, int] | int, device: torch.device = GPU) -> torch.Tensor:
+    """The workspace of a launch in capture `number`, which torch serves from `pool`."""
+    now.capture, now.pool = number, pool
+    now.in_use |= {(device.index, pool)}
+    return workspace.workspace("graphs", device, 64)
+
+
+def test_graphs_of_one_stream_have_one_workspace_a_pool(now):
+    eager = workspace.workspace("graphs", GPU, 64)
+    first, second = in_graph(now, 1, (1, 0)), in_graph(now, 2, (2, 0))
+    assert len({t.data_ptr() for t in (eager, first, second)}) == 3
+    assert in_graph(now, 3, (1, 0)).data_ptr() == first.data_ptr()
+    without_pool = [in_graph(now, number, number) for number in (4, 5)]
+    assert len({t.data_ptr() for t in (eager, first, second, *without_pool)}) == 5
+    now.capture = 0
+    assert workspace.workspace("graphs", GPU, 64).data_ptr() == eager.data_ptr()
+
+
+def test_branches_of_one_graph_have_workspaces_of_their_own(now):
+    """Those that run at the same time were captured on streams of their own."""
+    first = in_graph(now, 1, (1, 0))
+    now.stream = 8
+    assert in_graph(now, 1, (1, 0)).data_ptr() != first.data_ptr()
+
+
+def test_workspaces_of_gone_pools_are_freed(now):
+    """When the next graph needs one: of its device alone, and only where torch tells that the graphs are gone."""
+    other = torch.device("cuda", 1)
+    eager = workspace.workspace("graphs", GPU, 64)
+    gone = weakref.ref(in_graph(now, 1, (1, 0)).untyped_storage())
+    held = [in_graph(now, 2, (2, 0)), in_graph(now, 3, 3), in_graph(now, 4, (1, 0), other)]
+    now.in_use -= {(0, (1, 0)), (0, 3)}
+    in_graph(now, 5, (2, 0))
+    assert gone() is not None
+    in_graph(now, 6, (6, 0))
+    assert gone() is None
+    again = [in_graph(now, 7, (2, 0)), in_graph(now, 3, 3), in_graph(now, 4, (1, 0), other)]
+    assert [t.data_ptr() for t in again] == [t.data_ptr() for t in held]
+    now.capture = 0
+    assert workspace.workspace("graphs", GPU, 64).data_ptr() == eager.data_ptr()
+
+
+def segment(device: int, address: int, size: int, pool: tuple[int, int]) -> dict:
+    """Of `torch.cuda.memory_snapshot`."""
+    return {"device": device, "address": address, "total_size": size, "segment_pool_id": pool}
+
+
+class Snapshots:
+    """torch's memory, whose next tensor lies at `next`, and how often it was asked for all of it."""
+
+    def __init__(self, monkeypatch, *segments: dict) -> None:
+        self.next, self.asked, self.segments = 0, 0, segments
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", self.snapshot)
+        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: self)
+        capture.pool_of_capture.cache_clear()
+
+    def data_ptr(self) -> int:
+        return self.next
+
+    def snapshot(self, include_traces: bool) -> tuple[dict, ...]:
+        assert not include_traces
+        self.asked += 1
+        return self.segments
+
+
+@pytest.fixture
+def snapshots(monkeypatch):
+    memory = [segment(1, 400, 100, (9, 0)), segment(0, 100, 100, (0, 0)), segment(0, 200, 100, (3, 0)),
+              segment(0, 400, 100, (0, 4))]  # fmt: skip
+    yield Snapshots(monkeypatch, *memory)
+    capture.pool_of_capture.cache_clear()
+
+
+@pytest.mark.parametrize(("address", "pool"), [(200, (3, 0)), (299, (3, 0)), (400, (0, 4)), (150, 77), (300, 77), (20, 77)])
+def test_the_pool_of_a_capture_is_where_its_tensors_lie(address, pool, snapshots):
+    snapshots.next = address
+    assert [capture.pool_of_capture(0, 77) for _ in range(3)] == [pool] * 3
+    assert snapshots.asked == 1
+
+
+def test_each_capture_is_looked_up(snapshots):
+    pools = []
+    for number, address in enumerate((200, 400, 200)):
+        snapshots.next = address
+        pools.append(capture.pool_of_capture(0, number))
+    assert pools == [(3, 0), (0, 4), (3, 0)]
+
+
+def test_another_allocator_tells_no_pool(snapshots, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    snapshots.next = 200
+    assert capture.pool_of_capture(0, 77) == 77
+    assert snapshots.asked == 0
+
+
+def test_pools_in_use_are_those_that_hold_memory(snapshots):
+    assert capture.pools_in_use() == {(0, (0, 0)), (0, (3, 0)), (0, (0, 4)), (1, (9, 0))}
 
 
 @pytest.mark.parametrize("error", [RuntimeError("an illegal memory access"), torch.cuda.OutOfMemoryError("no memory left")])

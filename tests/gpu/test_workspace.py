@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
 ]
 
-from spec_ops.backends.capture import capture_of_current_stream  # noqa: E402
+from spec_ops.backends import workspace as scratch  # noqa: E402
+from spec_ops.backends.capture import capture_of_current_stream, pool_of_capture  # noqa: E402
 from spec_ops.backends.triton.attention import launcher as steps  # noqa: E402
 from spec_ops.backends.triton.runtime import cooperative, counters, launch  # noqa: E402
-from spec_ops.backends.workspace import zeros_outside_graph_pools  # noqa: E402
+from spec_ops.backends.workspace import workspace, zeros_outside_graph_pools  # noqa: E402
 from tests.backends.test_workspace import disjoint, in_threads  # noqa: E402
 from tests.helpers.attention_calls import SERVED, call, static_call  # noqa: E402
 
@@ -83,6 +86,107 @@ def test_a_buffer_is_made_while_another_thread_captures():
     assert not buffers[0].any()
     graph.replay()
     assert torch.equal(y, x * 2 + 1)
+
+
+@pytest.fixture
+def place(monkeypatch) -> torch.device:
+    """The GPU, where nobody keeps a workspace yet."""
+    monkeypatch.setattr(scratch, "_buffers", {})
+    monkeypatch.setattr(scratch, "_kept", [scratch._buffers])
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def captured(body: Callable[[], Any], **where: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of `body`, and what `body` returned."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **where):
+        made = body()
+        torch.zeros(1, device="cuda")  # an empty graph warns
+    return graph, made
+
+
+def test_graphs_have_one_workspace_a_pool(place):
+    """All are captured on one stream; the first use of a workspace is in a capture."""
+    stream, shared = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def body() -> torch.Tensor:
+        index = place.index
+        pools.append(pool_of_capture(index, capture_of_current_stream(index)))
+        return workspace("graphs", place, 1 << 20)
+
+    pools: list[tuple[int, int] | int] = []
+    graphs, buffers = zip(*(captured(body, stream=stream, pool=pool) for pool in (None, None, shared, shared)), strict=True)
+    assert pools == [graph.pool() for graph in graphs]
+    assert pools[2:] == [shared] * 2
+    same = captured(body, stream=stream, pool=graphs[0].pool())[1]
+    assert same.data_ptr() == buffers[0].data_ptr()
+    with torch.cuda.stream(stream):
+        eager = workspace("graphs", place, 1 << 20)
+    assert buffers[2].data_ptr() == buffers[3].data_ptr()
+    assert len({buffer.data_ptr() for buffer in (eager, *buffers)}) == 4
+    assert not any(buffer.any() for buffer in (eager, *buffers))
+
+
+def test_graphs_of_one_stream_are_replayed_at_the_same_time(place):
+    """Each fills its workspace, waits until the other has, and reads it."""
+    torch.cuda._sleep(1)  # its kernel is loaded before a capture
+    zeros = torch.zeros(1 << 10, dtype=torch.uint8, device=place)
+    filled = [zeros.clone() for _ in range(2)]
+
+    def body(value: int) -> Callable[[], torch.Tensor]:
+        def fill_and_read() -> torch.Tensor:
+            buffer = workspace("replayed", place, 1 << 10)
+            buffer.fill_(value)
+            torch.cuda._sleep(100_000_000)  # some 50 ms
+            return filled[value - 1].copy_(buffer)
+
+        return fill_and_read
+
+    graphs = [captured(body(value))[0] for value in (1, 2)]
+    torch.cuda.synchronize()
+    for graph in graphs:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.replay()
+    torch.cuda.synchronize()
+    assert [out.unique().tolist() for out in filled] == [[1], [2]]
+
+
+def test_a_workspace_that_a_branch_of_a_graph_uses(place):
+    """Branches on streams of their own run at the same time."""
+    side = torch.cuda.Stream()
+
+    def body() -> list[torch.Tensor]:
+        main = torch.cuda.current_stream()
+        first = workspace("branches", place, 1 << 20)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            second = workspace("branches", place, 1 << 20)
+            second.add_(1)
+        main.wait_stream(side)
+        return [first, second]
+
+    graph, (first, second) = captured(body)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not first.any()
+    assert bool((second == 1).all())
+
+
+def test_workspaces_do_not_outlive_their_graphs_for_long(place):
+    """A graph's workspace goes when the next one needs its own; `release_workspaces` frees all."""
+    size = 64 << 20
+    captured(lambda: workspace("before", place, 64))  # what torch allocates once
+    before = torch.cuda.memory_allocated()
+    for _ in range(4):
+        captured(lambda: workspace("many", place, size))[0].replay()
+        assert torch.cuda.memory_allocated() - before <= size + (4 << 20)
+        assert [key.use for key in scratch._buffers] == ["many"]
+    kept = [captured(lambda: workspace("many", place, size)) for _ in range(2)]
+    assert len(scratch._buffers) == 2
+    kept.clear()
+    scratch.release_workspaces()
+    assert torch.cuda.memory_allocated() <= before
+    assert not scratch._buffers
 
 
 @pytest.mark.parametrize("family", SERVED)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spec_ops.backends.call import AttentionCall
+from spec_ops.backends.capture import capture_of_current_stream
 from spec_ops.backends.flashinfer.gqa import clear_ragged
 from spec_ops.backends.flashinfer.provider import scratch
 from spec_ops.backends.workspace import LOCK, kept
@@ -72,7 +73,7 @@ _wrappers: dict[tuple[str, str, torch.device, int], _Wrapper] = kept({})  # each
 
 
 def _wrapper_for(kind: str, kernel: str, device: torch.device) -> _Wrapper:
-    """One per kind, device and stream."""
+    """One per kind, device and stream: no graph holds its calls."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (kind, kernel, device, stream)
     with LOCK:
@@ -103,6 +104,11 @@ def plan(call: AttentionCall, kernel: str) -> Planned:
 def _attend(kernel: str, call: AttentionCall) -> torch.Tensor:
     if call.q.numel() == 0 or call.seq_lens.shape[0] == 0:
         return call.q.new_zeros(*call.q.shape[:-1], call.v_head_dim)
+    if call.q.is_cuda and capture_of_current_stream(call.q.device.index):
+        raise RuntimeError(
+            f"flashinfer-{kernel}: must be called outside of CUDA graph captures, and {call.step} was called in one: it plans "
+            "on the host, so a replay would use the lengths of the capture; name another `backend`"
+        )
     wrapper = _wrapper_for(call.step[:3], kernel, call.q.device)
     with wrapper.lock:
         planned = _plan(call, wrapper.planner)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spec_ops
 from spec_ops.backends import AttentionCall, padding, registry, workspace
@@ -347,6 +348,20 @@ def test_a_wrapper_plans_anew_but_is_made_once(fakes):
         assert_same(planned.fa2(args), reference.attention(args))
     names = [path.rsplit(".", 1)[1] for path, _ in fakes.calls]
     assert names == ["__init__", "plan", "run", "plan", "run"]
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "fa3"])
+def test_plans_are_not_captured(kernel, fakes, monkeypatch):
+    """Tensors without memory stand for those of a GPU."""
+    asked = []
+    monkeypatch.setattr(planned, "capture_of_current_stream", lambda index: asked.append(index) or 5)
+    call = gqa_call([70, 33], 2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call = replace(call, q=torch.empty(call.q.shape, device="cuda:0"))
+        with pytest.raises(RuntimeError, match=f"flashinfer-{kernel}: must be called outside of CUDA graph captures"):
+            getattr(planned, kernel)(call)
+    assert asked == [0]
+    assert fakes.calls == []
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])

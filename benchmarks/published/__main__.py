@@ -11,7 +11,6 @@ is left alone: it is a record of what was tried, with numbers of code that is go
 from __future__ import annotations
 
 import argparse
-import functools
 import re
 import sys
 import textwrap
@@ -35,7 +34,6 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "choice": kernels.choice,
     "sampling": sampling.sampling,
     "rounds": rounds.rounds,
-    "rounds-h100": functools.partial(rounds.rounds, name="h100-round"),
     "above": rounds.above,
     "again": rounds.again,
     "backends": rounds.backends,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 from unittest import mock
 
@@ -48,6 +49,34 @@ def case_compiled(ranks: TensorParallel) -> dict[str, Any]:
         with context, unbuilt():
             found[name] = decoded(dataclasses.replace(JOBS["chain"], config=SpeculationConfig(1)), ranks, compile=True)
     return {**found, "graphs": len(counts)}
+
+
+def case_selected_rows(ranks: TensorParallel) -> dict[str, Any]:
+    """Sums of the rows that are used, of parts in small integers: no order of adding rounds. The last rank is late."""
+    from spec_ops.passes.hoist_row_select import HoistRowSelect
+    from tests.helpers.pass_harness import capture, run_pass
+
+    drawn = torch.Generator().manual_seed(ranks.rank)
+    x, up, down = (torch.randint(-3, 4, shape, generator=drawn).float() for shape in ((3, 4, 8), (8, 16), (16, 8)))
+    row = torch.tensor([1, 3, 0])
+
+    def of_a_sum(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        return ranks.all_reduce((x @ up).relu() @ down)[torch.arange(3), row]
+
+    def of_all_requests(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        parts = torch.ops._c10d_functional.all_gather_into_tensor(x, ranks.size, ranks.name)
+        return (torch.ops._c10d_functional.wait_tensor(parts) @ up)[:, row]
+
+    found = {}
+    for fn in (of_a_sum, of_all_requests):
+        expected = fn(x, row)
+        module, inputs = capture(fn, x, row)
+        matches = run_pass(HoistRowSelect(), module).matches
+        ranks.every(True)
+        time.sleep(0.2 * (ranks.rank == ranks.size - 1))
+        (got,) = module(*inputs)
+        found[fn.__name__] = [matches, torch.equal(got, expected)]
+    return found
 
 
 def case_head(ranks: TensorParallel) -> dict[str, Any]:

@@ -48,6 +48,11 @@ def test_tokens_of_compiled_rounds(ranks, alone):
         assert found["passes"] == found["no passes"] == alone["chain"]
 
 
+def test_sums_of_selected_rows(ranks):
+    """One rank is late: what the others have sent is not there before they waited for it."""
+    assert all(result == {"of_a_sum": [1, True], "of_all_requests": [1, True]} for result in of(ranks, "case_selected_rows"))
+
+
 def test_vocabulary_that_the_ranks_do_not_divide(ranks):
     for result in of(ranks, "case_head"):
         for got, expected, equal in result["found"]:

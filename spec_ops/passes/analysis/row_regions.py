@@ -24,12 +24,12 @@ from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, attention_call, h
 from spec_ops.passes.analysis.lengths import Values
 from spec_ops.passes.analysis.replacement import escapes
 from spec_ops.passes.analysis.rows import (
-    SEVERAL_RESULTS,
     Axis,
     Demand,
     NotRowwiseError,
     Plan,
     RowSpace,
+    has_rows,
     is_product,
     plan,
     shape_of,
@@ -156,8 +156,8 @@ def find_region(selections: list[Selection], order: Order, context: PassContext)
     barred: dict[fx.Node, str] = {}
     while True:
         region = search.walk(barred)
-        # A node of several results has no rows to gather from: its parts are gathered.
-        lost = {n: why for n, why in region.stops.items() if n.target in SEVERAL_RESULTS}
+        # What reads it is gathered in its place: the parts of several results, a sum of ranks that was waited for.
+        lost = {n: why for n, why in region.stops.items() if not has_rows(n)}
         if not lost:
             return region
         for node, why in lost.items():

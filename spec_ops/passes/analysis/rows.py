@@ -354,6 +354,8 @@ SEVERAL_RESULTS = frozenset((
     aten.topk.default, aten.split.Tensor, aten.split_with_sizes.default, *_NORMS,
 ))  # fmt: skip
 
+_WAITS = (c10d.wait_tensor.default,) if dist.is_available() else ()
+
 _RULES: dict[Any, Callable[[fx.Node, Layout, RowSpace], Plan]] = {
     **dict.fromkeys(RESHAPES, _reshape),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _permute),
@@ -372,14 +374,19 @@ _RULES: dict[Any, Callable[[fx.Node, Layout, RowSpace], Plan]] = {
     aten.gather.default: _gather,
     aten._to_copy.default: _pointwise,
     operator.getitem: _getitem,
-    # Ranks have one graph, so they leave out the same rows.
-    **dict.fromkeys((c10d.all_reduce.default, c10d.wait_tensor.default) if dist.is_available() else (), _same),
+    # Ranks make the same calls, so they leave out the same rows.
+    **dict.fromkeys((c10d.all_reduce.default, *_WAITS) if dist.is_available() else (), _same),
 }
 
 
 def is_pointwise(target: Any) -> bool:
     tags = getattr(target, "tags", ())
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags and not target._schema.is_mutable
+
+
+def has_rows(node: fx.Node) -> bool:
+    """Whether rows can be gathered from `node`: not from several results, nor from one that is there after a `wait_tensor`."""
+    return node.target not in SEVERAL_RESULTS and not any(user.target in _WAITS for user in node.users)
 
 
 def is_product(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ is left alone: it is a record of what was tried, with numbers of code that is go
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 import textwrap
@@ -34,6 +35,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "choice": kernels.choice,
     "sampling": sampling.sampling,
     "rounds": rounds.rounds,
+    "rounds-h100": functools.partial(rounds.rounds, name="h100-round"),
     "above": rounds.above,
     "again": rounds.again,
     "backends": rounds.backends,

@@ -97,8 +97,8 @@ def _beside(found: dict[str, Any]) -> dict[tuple, dict[str, Row]]:
     return beside
 
 
-def rounds(results: Path) -> str:
-    found = load_rounds("h200-round", results)
+def rounds(results: Path, name: str = "h200-round") -> str:
+    found = load_rounds(name, results)
     beside, lines = _beside(found), []
     for (model, bs, context), kinds in beside.items():
         if (row := kinds.get("speculative")) is None:
@@ -113,7 +113,7 @@ def rounds(results: Path) -> str:
     intro += f" {listed((row['steps'] for row in shown), str)} steps"
     if all((row["graph_launches"], row["host_launches"], row["host_syncs"]) == (1, 0, 0) for row in shown):
         intro += ", each one graph launch, no other launch and no sync"
-    intro += " (`python -m benchmarks round`, `benchmarks/results/h200-round.json`). Milliseconds; the floor is the bytes of"
+    intro += f" (`python -m benchmarks round`, `benchmarks/results/{name}.json`). Milliseconds; the floor is the bytes of"
     intro += " weights and KV over the copy rate."
     if any("matmul_ms" in row for row in shown):
         intro += " The time above the floor goes to matrix products, attention, other kernels and gaps (below zero: kernels"
@@ -121,11 +121,11 @@ def rounds(results: Path) -> str:
     if lengths := {row["accept_length"] for row in shown if "accept_length" in row}:
         intro += f" Tokens/s assume an accept length of {listed(lengths, '{:g}'.format)}"
         others = {kind for kinds in beside.values() for kind in kinds}
+        plain = "plain compiled decoding with the same ops"
         if others >= {"plain", "assisted"}:
-            intro += (
-                "; the last columns are plain compiled decoding with the same ops, and transformers' assisted generation at"
-            )
-            intro += " the same accept length"
+            intro += f"; the last columns are {plain}, and transformers' assisted generation at the same accept length"
+        elif "plain" in others:
+            intro += f"; the last column is {plain}"
         intro += "."
     intro += f" {found['remark']}" if "remark" in found else ""
     header = ("model", "batch, context", "round", "floor", "share", *PARTS_ABOVE, "kernels", "tokens/s", "plain", "assisted")

@@ -20,10 +20,13 @@ def check_invariant(target: Target, drafts: bool, config: SpeculationConfig, bac
         known = None if value in (None, "auto") else get_backend(value)
         if known is not None and not known.deterministic:
             raise ValueError(f"Generator: `{name}` must be batch-invariant with `invariant=True`, got {value!r}")
+        if known is not None and drafts and config.topk > 1 and not known.tree_paths:
+            raise ValueError(
+                f"Generator: `config.topk` must be 1 with `invariant=True` and the backend {value!r}, whose paths of trees are "
+                f"not chains, got {config.topk}"
+            )
     if weight.device.type == "cuda" and weight.dtype == torch.float32:
         raise ValueError("Generator: `target` must be bfloat16 or float16 on CUDA with `invariant=True`, got torch.float32")
-    if weight.device.type == "cuda" and drafts and config.topk > 1:
-        raise ValueError(f"Generator: `config.topk` must be 1 on CUDA with `invariant=True`, got {config.topk}")
     if target.ranks is not None:
         raise ValueError("Generator: `target` must be whole on one GPU with `invariant=True`, got one that ranks share")
 

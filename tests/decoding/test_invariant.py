@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
+from spec_ops.backends import get_backend, register_backend, unregister_backend
 from spec_ops.decoding import Generator, PromptLookup, SpeculationConfig
+from spec_ops.decoding.fitting import check_invariant
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.drafts import Eagle3Draft, StandaloneDraft
 from spec_ops.models.pretrained import load_pair
@@ -122,6 +126,23 @@ def test_shipped_pair():
     want = history(Generator(target, **options(max_seq_len=64)), prompts, 20)
     for config in (SpeculationConfig(3), SpeculationConfig(3, topk=2, num_draft_tokens=6)):
         assert same(history(Generator(target, draft, config, **options(max_seq_len=64)), prompts, 20), want)
+
+
+def test_trees_need_a_backend_whose_paths_are_chains(target):
+    """On the GPU too: there it is `triton-deterministic`, which declares that."""
+    tree = eagle(target), SpeculationConfig(3, topk=2, num_draft_tokens=6)
+    assert get_backend("triton-deterministic").tree_paths
+    on_gpu = mock.Mock(ranks=None)
+    on_gpu.embed.weight = mock.Mock(device=torch.device("cuda"), dtype=torch.bfloat16)
+    check_invariant(on_gpu, True, tree[1], "triton-deterministic", None)
+    plain = dataclasses.replace(get_backend("reference-deterministic"), name="chains-only", tree_paths=False)
+    register_backend(plain)
+    try:
+        Generator(target, eagle(target), SpeculationConfig(3), **options(backend="chains-only"))
+        with pytest.raises(ValueError, match="must be 1 with `invariant=True` and the backend 'chains-only'"):
+            Generator(target, *tree, **options(backend="chains-only"))
+    finally:
+        unregister_backend("chains-only")
 
 
 def test_refused(target):

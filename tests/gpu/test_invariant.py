@@ -118,7 +118,7 @@ def test_two_processes_agree():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_texts_of_the_shipped_pair(dtype):
-    """Compiled rounds: plain, several lengths of chains, together and alone."""
+    """Compiled rounds: plain, several lengths of chains, trees, together and alone."""
     target, draft, tokenizer = load_pair(device="cuda", dtype=dtype)
     prompts = held_out_prompts(tokenizer, 8, 96)
 
@@ -129,6 +129,8 @@ def test_texts_of_the_shipped_pair(dtype):
     want = texts()
     for steps in (1, 3, 5):
         assert texts(draft, SpeculationConfig(steps)) == want, steps
+    for topk, nodes in ((2, 6), (4, 16)):
+        assert texts(draft, SpeculationConfig(3, topk=topk, num_draft_tokens=nodes)) == want, topk
     assert texts(draft, SpeculationConfig(3), prefill_chunk_size=32, page_size=64) == want
     assert texts(prompts=prompts[3:4], max_batch_size=1) == want[3:4]
     assert texts(draft, SpeculationConfig(3), prompts=prompts[5:6], max_batch_size=1) == want[5:6]

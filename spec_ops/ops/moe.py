@@ -45,7 +45,7 @@ moe_experts_op = define_op(
     reference.moe_experts,
     lambda x, *_rest, **_scales: x.new_empty(x.shape),
     cuda="spec_ops.backends.triton.moe.experts:moe_experts",
-    invariant="invariant",  # a token at a time: otherwise which experts others go to decides how sums are divided
+    invariant="invariant",  # otherwise which experts others go to decides how sums are divided
 )
 
 # A mixture between the two parts of an RMS norm, and before one (`linear.py`). They have no public wrappers: `fuse_norm_linear`

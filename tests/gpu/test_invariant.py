@@ -17,7 +17,8 @@ from spec_ops.models.pretrained import load_pair
 from spec_ops.ops.eager_invariance import BatchInvariant
 from spec_ops.ops.invariant import add_rms_norm_op, batched_mm_op, rms_norm_op, row_sum_op
 from spec_ops.ops.linear import skinny_mm_op
-from spec_ops.ops.moe import moe_experts
+from spec_ops.ops.moe import moe_experts_op
+from tests.helpers.mixtures import FORMS, PUBLISHED, STORED, call, stored_call
 
 pytestmark = pytest.mark.gpu
 
@@ -82,14 +83,25 @@ def test_sums_and_norms(n):
     torch.testing.assert_close(rms_norm_op(x, weight, 1e-5, False), F.rms_norm(x, (n,), weight, 1e-5), rtol=2**-6, atol=2**-6)
 
 
-def test_experts():
-    gate_up, down = normal(16, 512, 256, seed=1) / 16, normal(16, 256, 256, seed=2) / 16
-    x, ids = normal(40, 256), torch.randn(40, 16, device="cuda").topk(4).indices
-    weights = torch.rand(40, 4, device="cuda")
+@pytest.mark.parametrize("kind", ["plain", *STORED])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [FORMS["Qwen3-MoE"], PUBLISHED], ids=["gate and up", "published"])
+def test_experts(form, dtype, kind):
+    """Tiles of 64 and of 128 rows; others who go elsewhere, and whose rows are NaN."""
+    sizes = (1200, 2, 8, 576, 320)
+    args = call(form, *sizes, dtype) if kind == "plain" else stored_call(form, kind, *sizes, dtype=dtype)
+    x, ids, weights, *rest = (a.cuda() if isinstance(a, torch.Tensor) else a for a in args)
     with BatchInvariant():
-        whole = moe_experts(x, ids, weights, gate_up, down)
-        for rows in (slice(0, 1), slice(3, 7), slice(39, 40)):
-            assert torch.equal(bits(moe_experts(x[rows], ids[rows], weights[rows], gate_up, down)), bits(whole[rows]))
+        whole = moe_experts_op(x, ids, weights, *rest)
+        for count in (*ROWS, 200, 600):
+            for start in {0, len(x) - count}:
+                rows = slice(start, start + count)
+                got = moe_experts_op(x[rows], ids[rows], weights[rows], *rest)
+                assert torch.equal(bits(got), bits(whole[rows])), (count, start)
+        x[1:], ids[1:] = float("nan"), ids[:1].clone()
+        for count in (1, 2, 40, 1200):
+            got = moe_experts_op(x[:count], ids[:count], weights[:count], *rest)
+            assert torch.equal(bits(got)[0], bits(whole)[0]), count
 
 
 @pytest.mark.parametrize("function", [F.silu, torch.cos, torch.exp, lambda x: x.float().softmax(-1), lambda x: F.gelu(x)])

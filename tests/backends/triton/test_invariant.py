@@ -8,16 +8,26 @@ import pytest
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
+from spec_ops.backends.triton.attention import variants as attention
 from spec_ops.backends.triton.linear import invariant
+from spec_ops.backends.triton.moe import grouped
 from spec_ops.backends.triton.runtime import ahead
 
 VARIANTS = {variant.name: variant for variant in invariant.ahead() if 90 in variant.archs}
+EXPERTS = {variant.name: variant for variant in grouped.ahead() if "invariant" in variant.name}
+ATTENTION = {v.name: v for v in attention.ahead() if v.name.startswith("deterministic") and 90 in v.archs}
+ALL = VARIANTS | EXPERTS | ATTENTION
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+def products(variant: ahead.Variant, arch: int) -> set[str]:
+    """Its instructions that multiply matrices, with their shapes."""
+    return set(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)\S*", ahead.compiled(variant, arch).asm["ptx"]))
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_compiled_code(name):
     """No float is added by an atomic instruction, in any order that comes, and no multiplication was fused with an addition."""
-    ptx = ahead.compiled(VARIANTS[name], 90).asm["ptx"]
+    ptx = ahead.compiled(ALL[name], 90).asm["ptx"]
     assert not re.findall(r"\b(?:atom|red)\.\S*\.(?:f|bf)\d+", ptx)
     assert "fma.rn" not in ptx
 
@@ -32,3 +42,25 @@ def test_tiles_of_a_weight_share_their_splits():
             by_weight.setdefault((n, k), set()).add((variant.constexprs["SPLITS"], *ends))
     assert len(by_weight) == 2
     assert all(len(orders) == 1 for orders in by_weight.values())
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_tiles_of_experts_share_their_instruction(arch):
+    """Those of few tokens and of many, where both are used."""
+    pairs = [
+        (v, EXPERTS[n.replace(" 4 tokens", " 4096 tokens")]) for n, v in EXPERTS.items() if " 4 tokens" in n and "sum" not in n
+    ]
+    pairs = [pair for pair in pairs if arch in pair[0].archs]
+    assert len(pairs) == (6 if arch >= 89 else 4)
+    for few, many in pairs:
+        assert few.constexprs["BLOCK_M"] < many.constexprs["BLOCK_M"]
+        assert len(products(few, arch)) == 1
+        assert products(few, arch) == products(many, arch)
+
+
+@pytest.mark.parametrize("shape", ["GQA 64/8 D64", "GQA 32/8 D128"])
+def test_attention_of_chains_and_trees_shares_its_instructions(shape):
+    kinds = ("attention", "extend", "tree attention")
+    found = [products(ATTENTION[f"deterministic {kind}, {shape} on sm_90"], 90) for kind in kinds]
+    assert found[0]
+    assert found[1:] == found[:1] * 2

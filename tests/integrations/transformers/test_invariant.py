@@ -17,11 +17,15 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe"])
 def test_drafts_do_not_change_the_text(family):
     config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(0)
-    target, draft = (model(config(num_hidden_layers=layers, **SIZES)).to(torch.bfloat16).eval() for layers in (2, 1))
+    sizes = SIZES | (EXPERTS if family.endswith("Moe") else {})
+    target, draft = (model(config(num_hidden_layers=layers, **sizes)).to(torch.bfloat16).eval() for layers in (2, 1))
     ids, settings = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]]), {"max_new_tokens": 16, "do_sample": False}
     with TransformersGenerator(target, invariant=True, max_seq_len=32) as generator:
         want = generator.generate(ids, **settings)

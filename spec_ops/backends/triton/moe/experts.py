@@ -19,27 +19,19 @@ def moe_experts(
     transposed: bool, limit: float | None, alpha: float, beta: float, gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None, invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """See `spec_ops.ops.moe`; raises as `grouped_experts` does. `invariant`: a launch for each token, so that neither the tile
-    nor the sharing of a sum depends on the others.
+    """See `spec_ops.ops.moe`; raises as `grouped_experts` does, which takes any number of tokens if `invariant`: `few_experts`
+    divides its sums by which experts the others go to.
 
     Raises:
         ValueError: weights of float8 before sm_89, which cannot convert them.
     """
     if gate_up.dtype == torch.float8_e4m3fn and (arch := arch_of(x.device)) < 89:
         raise ValueError(f"moe_experts: `gate_up` of float8_e4m3fn needs sm_89 or newer, got sm_{arch}")
-    if invariant:
-        out = x.new_empty(x.shape)
-        for i in range(x.shape[0]):
-            out[i : i + 1] = moe_experts(
-                x[i : i + 1].clone(), topk_ids[i : i + 1], topk_weights[i : i + 1], gate_up, down, gate_up_bias, down_bias,
-                activation, gated, interleaved, transposed, limit, alpha, beta, gate_up_scale, down_scale,
-            )  # fmt: skip
-        return out
     args = (
         x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias, activation, gated, interleaved, transposed, limit,
         alpha, beta, gate_up_scale, down_scale,
     )  # fmt: skip
-    return few_experts(*args) if _few(*args) else grouped_experts(*args)
+    return few_experts(*args) if not invariant and _few(*args) else grouped_experts(*args, invariant=invariant)
 
 
 def _few(

@@ -4,6 +4,10 @@ Pairs of a token and one of its experts are sorted by expert on the device. An e
 many tiles there are is known to the device alone, so the grid has as many as there may be, and the rest returns at once. No
 weight is copied, those of 8 and 4 bits are dequantized in registers, and what the products leave between them is bounded
 (`TEMPORARY`).
+
+A pair's row depends on its token and its expert alone: the program that has some columns of it adds up all of k, and a token's
+rows are added in the order of its slots. So the kernels are batch-invariant if the tile does not follow the number of pairs, or
+only in ways that change no row's order along k (`invariant_blocks`).
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.expert_format import inner_of
+from spec_ops.backends.triton.linear.invariant import UNFUSED
 from spec_ops.backends.triton.linear.quantized import numbers
 from spec_ops.backends.triton.moe.activation import activated, gated
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, MXFP4, meta_call
 from spec_ops.backends.triton.moe.stored import block_scales, formats, scale_arguments, scale_constants, scaled_fp4
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
-from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, recorded
+from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, recorded
 
 TEMPORARY = 1 << 29  # bytes between the products: more tokens are worked on in turn
 SUM_BLOCK = 1024
@@ -212,6 +217,15 @@ def choose(pairs: int, experts: int, dtype: torch.dtype) -> Blocks:
     return Blocks(16, 64, 64, 4, 4) if wide < 32 else Blocks(64, 64, 64, 4, 3) if wide < 128 else Blocks(128, 64, 64, 8, 3)
 
 
+def invariant_blocks(pairs: int, experts: int, dtype: torch.dtype, arch: int) -> Blocks:
+    """As `choose`, but whatever it returns for a dtype and an architecture adds up a row in the same steps of k by the same
+    instruction (on Hopper a `wgmma` of 64 rows by a group of four warps), and so has the same bits."""
+    if dtype == torch.float32:
+        return Blocks(32, 64, 32, 4, 2)
+    one_instruction = not 100 <= arch < 120  # there `tcgen05.mma` of 64 rows and of 128 are two
+    return Blocks(128, 64, 64, 8, 3) if one_instruction and pairs // experts >= 128 else Blocks(64, 64, 64, 4, 3)
+
+
 class Sorted(NamedTuple):
     """Pairs sorted by expert.
 
@@ -240,7 +254,7 @@ def grouped_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, activation: str, gated: bool, interleaved: bool,
     transposed: bool, limit: float | None, alpha: float, beta: float, gate_up_scale: torch.Tensor | None = None,
-    down_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None, invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """See `spec_ops.ops.moe.moe_experts`.
 
@@ -259,7 +273,7 @@ def grouped_experts(
         _run(
             x[chunk], ids[chunk], weights[chunk], gate_up, down, gate_up_bias, down_bias, out[chunk],
             {"GATED": gated, "INTERLEAVED": interleaved, "ACTIVATION": activation}, transposed, (limit, alpha, beta),
-            gate_up_scale, down_scale,
+            gate_up_scale, down_scale, invariant,
         )  # fmt: skip
     return out
 
@@ -268,11 +282,12 @@ def _run(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, out: torch.Tensor, form: dict[str, Any],
     transposed: bool, numbers: tuple[float | None, float, float], gate_up_scale: torch.Tensor | None,
-    down_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None, invariant: bool,
 ) -> None:  # fmt: skip
     (tokens, k), experts, hidden = ids.shape, gate_up.shape[0], x.shape[1]
     inner, pairs = down.shape[1] if transposed else inner_of(down), tokens * k
-    blocks = choose(pairs, experts, x.dtype)
+    options: dict[str, Any] = UNFUSED if invariant else {}
+    blocks = invariant_blocks(pairs, experts, x.dtype, arch_of(x.device)) if invariant else choose(pairs, experts, x.dtype)
     first, second = formats(gate_up, gate_up_scale, down, down_scale, form["GATED"], form["INTERLEAVED"])
     order, offsets = sorted_pairs(ids, experts)
     h = x.new_empty(pairs, inner)
@@ -284,19 +299,19 @@ def _run(
                 grouped_gate_up_kernel, (triton.cdiv(inner, blocks.block_n), tiles),
                 x, gate_up, *scale_arguments(gate_up_scale, first), gate_up_bias, order, offsets, h, pairs, experts, hidden,
                 inner, x.stride(0), *_strides(gate_up, transposed), *_bias_strides(gate_up_bias), *numbers, TOP_K=k, **form,
-                **_constants(experts, blocks), **scale_constants(first),
+                **_constants(experts, blocks), **scale_constants(first), **options,
             )  # fmt: skip
         if pairs:
             launch(
                 grouped_down_kernel, (triton.cdiv(hidden, blocks.block_n), tiles),
                 h, down, *scale_arguments(down_scale, second)[:4], down_bias, order, offsets, made, pairs, experts, hidden,
                 inner, *_strides(down, transposed), *_bias_strides(down_bias), **_constants(experts, blocks),
-                **scale_constants(second),
+                **scale_constants(second), **options,
             )  # fmt: skip
         launch(
             weighted_sum_kernel, (tokens, triton.cdiv(hidden, SUM_BLOCK)),
             made, ids, weights, out, experts, hidden, *ids.stride(), *weights.stride(), TOP_K=k, BLOCK=SUM_BLOCK,
-            num_warps=4,
+            num_warps=4, **options,
         )  # fmt: skip
 
 
@@ -330,3 +345,18 @@ def ahead() -> Iterator[Variant]:
         for made in launches:
             archs = tuple(arch for arch in ARCHS if arch >= (89 if form is FLOAT8 else 80))
             yield variant_of(f"{made.kernel.__name__}, {name}", made, archs=archs, hot=False)
+    for name, sizes, form in (
+        ("Qwen3-MoE", (128, 8, 2048, 768), {}),
+        ("gpt-oss in MXFP4", (32, 4, 2880, 2880), MXFP4),
+        ("Qwen3-MoE in float8", (128, 8, 2048, 768), FLOAT8),
+    ):
+        for tokens in (4, 4096):
+            with recorded() as launches:
+                grouped_experts(*meta_call(tokens, *sizes, **form), invariant=True)  # type: ignore[misc]
+            # The last kernel is the same for any number of tokens.
+            for made in launches if tokens == 4 else launches[:-1]:
+                archs = tuple(arch for arch in ARCHS if arch >= (89 if form is FLOAT8 else 80))
+                archs = tuple(arch for arch in archs if made.options["num_warps"] == 4 or not 100 <= arch < 120)
+                yield variant_of(
+                    f"{made.kernel.__name__}, {name}, {tokens} tokens, invariant", made, archs=archs, hot=False, options=UNFUSED
+                )

@@ -7,6 +7,7 @@ import typer
 from benchmarks.accept import bench_accept
 from benchmarks.ahead import bench_ahead
 from benchmarks.collectives import bench_collectives
+from benchmarks.engines.sglang_requests import bench_requests
 from benchmarks.engines.sglang_rounds import bench_sglang
 from benchmarks.invariance import bench_invariance
 from benchmarks.kernels.command import bench_kernels
@@ -29,6 +30,7 @@ app.command("moe", short_help="Mixtures of experts at few tokens, beside the byt
 app.command("collectives", short_help="Sums over ranks: microseconds.")(bench_collectives)
 app.command("invariance", short_help="Texts that must be equal in bfloat16, and what that costs.")(bench_invariance)
 app.command("sglang", short_help="SGLang's rounds by attention backend, this package's among them.")(bench_sglang)
+app.command("sglang-requests", short_help="Texts of SGLang engines, whose requests join and leave.")(bench_requests)
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
 app.command("accept", short_help="Accept length of a target and its draft.")(bench_accept)
 app.command("prompts", short_help="Many prompts of unequal lengths: rows refilled, groups, one by one.")(bench_prompts)

@@ -6,19 +6,15 @@ accepted lengths are simulated, so that every backend does the same work.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,14 +22,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.engines.checkpoints import MODELS, write_shape
-from benchmarks.engines.sglang_worker import MARK
+from benchmarks.engines.process import Row, rows_of
+from benchmarks.engines.sglang_profile import per_round
 from benchmarks.rows import write_rows
 from spec_ops.cli.options import console, writable_file, writable_folder
 
 WORKER = Path(__file__).with_name("sglang_worker.py")
 OURS = "spec_ops"
 BACKENDS = [OURS, "fa3", "triton", "flashinfer"]
-Row = dict[str, Any]
 
 
 def parse_backend(text: str) -> tuple[str, int]:
@@ -75,6 +71,9 @@ def bench_sglang(
     total_seconds: Annotated[
         float | None, typer.Option(min=1, help="For all engines: each may take an equal share of what is left.")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also count graphs, copies and waits of the first case's rounds.")
+    ] = False,
     logs: Annotated[Path | None, typer.Option(callback=writable_folder, help="Folder to keep each engine's log in.")] = None,
     python: Annotated[str, typer.Option(help="Interpreter of the environment that has SGLang.")] = sys.executable,
     engine_option: Annotated[
@@ -107,6 +106,8 @@ def bench_sglang(
                 "engine": engine, "cases": cases, "rounds": rounds, "repeats": repeats, "vocab_size": _vocab_size(target),
                 "tokens_per_round": accept_length if steps else 1.0,
             }  # fmt: skip
+            if profile:
+                job["profile"] = str(Path(folder) / f"profile-{number}")
             common = {
                 "engine": "sglang", "backend": name, "page_size": page_size, "model": model, "layers": layers, "steps": steps,
                 "tp": tp, "simulated_accept_length": accept_length if steps else None,
@@ -115,12 +116,15 @@ def bench_sglang(
                 try:
                     log = None if logs is None else logs / f"{name}-{page_size}.log"
                     for row in run(python, job, share, accept_length if steps else None, log):
-                        if "bs" not in row:
+                        if "profiled" in row:
+                            _add_profile(rows, common | row, Path(job["profile"]))
+                            continue
+                        if not _is_case(row):
                             common |= row
                             continue
                         rows.append(common | row)
                         console.print(f"{name}, {row['bs']} x {row['context']}: {row['ms_per_round']:.2f} ms", soft_wrap=True)
-                except RuntimeError as error:
+                except (RuntimeError, ValueError) as error:
                     failed = True
                     console.print(f"[red]{name}[/red]: {escape(str(error))}", soft_wrap=True)
             if json is not None:
@@ -128,6 +132,19 @@ def bench_sglang(
     show(console, rows)
     if failed:
         raise typer.Exit(1)
+
+
+def _add_profile(rows: Sequence[Row], told: Row, folder: Path) -> None:
+    """To the row of the case that was profiled: what the trace says of a round of the first rank."""
+    traces = sorted(folder.glob("*TP-0*.trace.json.gz"))
+    if not traces:
+        raise RuntimeError(f"--profile: the engine wrote no *TP-0*.trace.json.gz to {folder}")
+    found = per_round(traces[0], told["rounds"])
+    bs, context = told["profiled"]
+    for row in rows:
+        if (row["backend"], row["page_size"], row["bs"], row["context"]) == (told["backend"], told["page_size"], bs, context):
+            row["profile"] = found
+    console.print(f"{told['backend']}, a round of {bs} x {context}: {found}", soft_wrap=True, highlight=False)
 
 
 def _vocab_size(target: Path) -> int:
@@ -160,81 +177,18 @@ def engine_arguments(
 def run(
     python: str, job: dict[str, Any], seconds: float, accept_length: float | None, log_file: Path | None = None
 ) -> Iterator[Row]:
-    """The rows of one engine, as they come; what it says besides goes to `log_file`.
-
-    Raises:
-        RuntimeError: there is no such `python`; the engine ended before its last case, or took longer than `seconds`; with the
-            end of its log.
-    """
+    """The rows of one engine, as they come; what it says besides goes to `log_file`. A RuntimeError as of `rows_of`."""
     environment = {**os.environ, "SGLANG_SIMULATE_ACC_LEN": str(accept_length)}
     if accept_length is None:
         del environment["SGLANG_SIMULATE_ACC_LEN"]
-    command = [python, str(WORKER), json.dumps(job)]
-    with _text_file(log_file) as log, _finally_at_sigterm():
-        try:
-            process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
-                start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            raise RuntimeError(f"no engine starts with --python {python}: {error.strerror}") from error
-        late = threading.Event()
-        timer = threading.Timer(seconds, lambda: (late.set(), _end(process)))
-        timer.start()
-        count = 0
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if (row := _row(line)) is not None:
-                    count += "bs" in row
-                    yield row
-            process.wait()
-        finally:
-            timer.cancel()
-            _end(process)
-        if count < len(job["cases"]):
-            log.seek(0)
-            end = [line.strip() for line in log.read().splitlines() if line.strip()][-8:]
-            limit = f"took longer than {round(seconds, 1):g} s (--seconds, --total-seconds)"
-            why = limit if late.is_set() else f"ended with {process.returncode}"
-            raise RuntimeError("\n".join((f"{why} after {count} of {len(job['cases'])} cases", *end)))
+    return rows_of(
+        python, WORKER, job, seconds, log_file, results=len(job["cases"]), is_result=_is_case,
+        limit="--seconds, --total-seconds", environment=environment,
+    )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _finally_at_sigterm() -> Iterator[None]:
-    """SIGTERM, as `timeout` and schedulers send it, runs `finally`: else the engine would keep the GPU's memory."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _text_file(path: Path | None) -> IO[str]:
-    """A new one to write and read, which is gone with its end where no `path` is given."""
-    if path is None:
-        return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("w+", encoding="utf-8", errors="replace")
-
-
-def _row(line: str) -> Row | None:
-    """What the worker says in `line`; None if it is of something else that prints there, or of two processes at once."""
-    if not line.startswith(MARK):
-        return None
-    try:
-        row = json.loads(line.removeprefix(MARK))
-    except ValueError:
-        return None
-    whole = isinstance(row, dict) and ("bs" not in row or {"context", "ms_per_round"} <= row.keys())
-    return row if whole else None
-
-
-def _end(process: subprocess.Popen) -> None:
-    """The engine's processes too, which are of its group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _is_case(row: Row) -> bool:
+    return {"bs", "context", "ms_per_round"} <= row.keys()
 
 
 def over_fastest(rows: Sequence[Row]) -> float | None:

@@ -1,4 +1,4 @@
-"""One SGLang engine whose rounds are timed: `python sglang_worker.py JSON`, a line of JSON for each case.
+"""One SGLang engine whose rounds are timed: `python sglang_worker.py JSON_FILE`, a line of JSON for each case.
 
 It runs in SGLang's environment and needs nothing of this repository. A round's time is the difference between the fastest long
 call and the fastest short call, divided by the number of rounds that the long one has more. So prefill (in the engine's prefix
@@ -12,6 +12,7 @@ import json
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 MARK = "ROW "
@@ -47,13 +48,25 @@ def measure(engine: Any, job: dict[str, Any], batch_size: int, context: int) -> 
     }  # fmt: skip
 
 
+def profile(engine: Any, job: dict[str, Any], batch_size: int, context: int) -> dict[str, Any]:
+    """A case once more under torch's profiler: the rounds in the trace that the engine writes to `job["profile"]`."""
+    drawn = random.Random(batch_size * 1_000_003 + context)
+    prompts = [[drawn.randrange(10, job["vocab_size"]) for _ in range(context)] for _ in range(batch_size)]
+    new_tokens = 1 + int(job["rounds"][1] * job["tokens_per_round"])
+    generate(engine, prompts, new_tokens)
+    engine.start_profile(output_dir=job["profile"], activities=["CPU", "GPU"], with_stack=False, record_shapes=False)
+    _, rounds, _ = generate(engine, prompts, new_tokens)
+    engine.stop_profile()
+    return {"profiled": [batch_size, context], "rounds": rounds}
+
+
 def _ms_between(short: Call, long: Call) -> float:
     """Milliseconds of each round by which the calls differ."""
     return round((long[0] - short[0]) / max(long[1] - short[1], 1) * 1e3, 4)
 
 
 def main() -> None:
-    job = json.loads(sys.argv[1])
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     import sglang
 
     start = time.perf_counter()
@@ -62,6 +75,8 @@ def main() -> None:
         print(MARK + json.dumps({"version": sglang.__version__, "start_s": round(time.perf_counter() - start, 1)}), flush=True)
         for batch_size, context in job["cases"]:
             print(MARK + json.dumps(measure(engine, job, batch_size, context)), flush=True)
+        if "profile" in job:
+            print(MARK + json.dumps(profile(engine, job, *job["cases"][0])), flush=True)
     finally:
         engine.shutdown()
 

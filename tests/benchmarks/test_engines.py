@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from benchmarks.engines import process as engine_process
 from benchmarks.engines import sglang_rounds, sglang_worker
 from benchmarks.engines.checkpoints import MODELS, write_shape
 from benchmarks.engines.sglang_rounds import over_fastest
@@ -21,7 +22,7 @@ from tests.helpers.command_line import refusal, run_benchmarks
 
 # A round takes 2 ms with our backend and 4 with others, a call 100 ms besides.
 SGLANG = """
-import os, signal, time
+import gzip, json, os, signal, time
 
 __version__ = "0.5.14"
 
@@ -43,6 +44,8 @@ class Engine:
             os.kill(os.getppid(), signal.SIGTERM)
         if self.given["attention_backend"] in ("slow", "terminated"):
             time.sleep(60)
+        if isinstance(sampling_params, list):
+            return self.texts(input_ids, sampling_params)
         assert len({tuple(ids) for ids in input_ids}) == len(input_ids)
         tokens = sampling_params["max_new_tokens"]
         rounds = round((tokens - 1) / (self.simulated or 1))
@@ -52,8 +55,40 @@ class Engine:
             about |= {"spec_verify_ct": rounds, "spec_accept_length": self.simulated}
         return [{"meta_info": about} for _ in input_ids]
 
+    def texts(self, prompts, sampling):
+        told = []  # tokens go by the prompt; an engine without overlap ends its third text otherwise
+        for i, (prompt, one) in enumerate(zip(prompts, sampling)):
+            ids = [(sum(prompt) + k) % 200 for k in range(one["max_new_tokens"])]
+            if i == 2 and self.given["disable_overlap_schedule"]:
+                ids[-1] += 1
+            told.append({"output_ids": ids, "meta_info": {"spec_verify_ct": len(ids)}})
+        return told
+
+    def start_profile(self, output_dir, **options):
+        self.folder = output_dir
+
+    def stop_profile(self):
+        if self.given["attention_backend"] == "silent":
+            return
+        os.makedirs(self.folder)
+        with gzip.open(self.folder + "/1-TP-0.trace.json.gz", "wt") as file:
+            json.dump({"traceEvents": TRACE * 12}, file)
+
     def shutdown(self):
         pass
+
+
+# A round: a graph of two kernels, one kernel beside it, a copy to the host that is waited for, one to the GPU.
+TRACE = [
+    {"cat": "cuda_runtime", "name": "cudaGraphLaunch"},
+    {"cat": "kernel", "name": "a", "args": {"graph node id": 5}},
+    {"cat": "kernel", "name": "b", "args": {"graph node id": 6}},
+    {"cat": "kernel", "name": "b", "args": {"graph node id": 0}},
+    {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 32}},
+    {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 8}},
+    {"cat": "cuda_runtime", "name": "cudaEventSynchronize"},
+    {"cat": "cpu_op", "name": "aten::add"},
+]
 """
 
 
@@ -87,6 +122,20 @@ def test_rounds_of_two_backends(sglang, tmp_path, steps):
         assert row["ms_per_round"] == pytest.approx(2 if row["backend"] == "spec_ops" else 4, abs=1.9)
     assert over_fastest(rows) < 1
     assert "of the time of the fastest other backend" in result.output
+
+
+def test_what_a_profile_counts(sglang, tmp_path):
+    path = tmp_path / "rows.json"
+    way = ("--case", "3x16", "--backend", "silent", "--backend", "spec_ops", "--profile")
+    result = run_benchmarks("sglang", *SHORT, *way, "--json", str(path))
+    assert result.exit_code == 1
+    assert "silent: --profile: the engine wrote no *TP-0*.trace.json.gz" in result.output
+    rows = {(row["backend"], row["bs"]): row for row in json.loads(path.read_text())["rows"]}
+    assert set(rows) == {(backend, bs) for backend in ("silent", "spec_ops") for bs in (2, 3)}
+    assert rows["spec_ops", 2]["profile"] == {
+        "graphs": 1, "kernels_outside_graphs": 1, "copies_to_host": 1, "bytes_to_host": 32, "host_waits": 1,
+    }  # fmt: skip
+    assert "profile" not in rows["spec_ops", 3]
 
 
 def test_an_engine_that_does_not_start_leaves_the_others(sglang, tmp_path):
@@ -160,8 +209,8 @@ def test_lines_that_are_no_rows(sglang, tmp_path, garbage):
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen]:
     """The engines' processes that were ended."""
     processes: list[subprocess.Popen] = []
-    end = sglang_rounds._end
-    monkeypatch.setattr(sglang_rounds, "_end", lambda process: (end(process), processes.append(process)))
+    end = engine_process._end
+    monkeypatch.setattr(engine_process, "_end", lambda process: (end(process), processes.append(process)))
     return processes
 
 
@@ -225,3 +274,19 @@ def test_transformers_knows_the_shape(name, tmp_path):
         assert config.num_key_value_heads == shape.num_kv_heads == head["num_key_value_heads"]
     if shape.mixture is not None:
         assert (config.num_experts, config.moe_intermediate_size) == (128, 768)
+
+
+def test_texts_of_requests(sglang, tmp_path):
+    """Where texts part, float32 tells how far apart the two tokens are: these are no ties."""
+    path = tmp_path / "rows.json"
+    way = ("--backend", "spec_ops", "--backend", "broken", "--requests", "5", "--running", "2", "--json", str(path))
+    result = run_benchmarks("sglang-requests", *way)
+    assert result.exit_code == 1
+    assert result.output.count("broken: ended with 1 after 0 of 1 cases") == 3
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["backend"], row["overlap"], row["steps"]) for row in rows] == [
+        ("spec_ops", True, 3), ("spec_ops", False, 3), ("spec_ops", True, 0),
+    ]  # fmt: skip
+    assert [row["equal"] for row in rows] == [5, 4, 5]
+    assert rows[0]["largest_gap"] == rows[2]["largest_gap"] == 0
+    assert rows[1]["largest_gap"] > 0.5

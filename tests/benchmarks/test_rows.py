@@ -57,7 +57,7 @@ def test_the_readme_names_every_command():
     """And no other: each module that can be run, and each command of `python -m benchmarks`."""
     folder = ROOT / "benchmarks"
     text = (folder / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"^\| `python -m (benchmarks[\w. ]*?)(?: FILES)?` \|", text, re.M))
+    named = set(re.findall(r"^\| `python -m (benchmarks[\w. -]*?)(?: FILES)?` \|", text, re.M))
     commands = {f"benchmarks {command.name}" for command in app.registered_commands}
     assert {name for name in named if " " in name} == commands
     scripts = {

@@ -67,6 +67,6 @@ def test_the_readme_names_every_command():
     }
     # The command line itself, processes of `round` and `sglang`, a part of `sanitize`, the picture of `kernels`, the documents'
     # numbers.
-    beside = {"benchmarks", "benchmarks.round.worker", "benchmarks.engines.sglang_worker"}
+    beside = {"benchmarks", "benchmarks.round.worker", "benchmarks.engines.sglang_worker", "benchmarks.engines.sglang_texts"}
     beside |= {"benchmarks.sanitize.kernels", "benchmarks.kernels.roofline"}
     assert {name for name in named if " " not in name} == scripts - beside - {"benchmarks.published"}

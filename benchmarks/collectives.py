@@ -11,6 +11,7 @@ ranks. Every result is compared with the sum of the parts.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +23,12 @@ import typer
 
 from benchmarks.rows import write_rows
 from benchmarks.timing import median_ms, side_stream
-from spec_ops.backends.push import PushWorkspace, most_bytes, of_one_process
+from spec_ops.backends.push import PushWorkspace, connected, most_bytes, of_one_process, workspace_of
 from spec_ops.cli.options import writable_file
+from spec_ops.parallel import TensorParallel
 
-CALLS, ROUNDS, REPLAYS = 50, 8, 20  # different parts, how often they are in a graph, and how often that is replayed
+PARTS = 50  # different ones, which the sums take in turn
+TIMED, SAMPLES = 400, 20  # sums between two events at least: their graph is replayed back to back; and times of these
 COLUMNS = 4096  # of the norm
 SECONDS = 20  # that a kernel waits
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -37,6 +40,7 @@ def bench_collectives(
     late: Annotated[
         int | None, typer.Option(min=1, help="Under torchrun: no times, but so many sums with a rank late at random, compared.")
     ] = None,
+    calls: Annotated[int, typer.Option(min=1, help="Sums in a CUDA graph.")] = 50,
     json: Annotated[Path | None, typer.Option(callback=writable_file, help="Write the figures to this file.")] = None,
 ) -> None:
     """Microseconds of sums over ranks in CUDA graphs; under torchrun beside NCCL and torch's symmetric memory."""
@@ -49,7 +53,7 @@ def bench_collectives(
         _with_late_ranks(late)
         return
     sizes = [size << 10 for size in kb or (8, 32, 64, 128, 256)]
-    rows = _of_processes(sizes) if several else _of_one_process(ranks or [2, 4, 8], sizes)
+    rows = _of_processes(sizes, calls) if several else _of_one_process(ranks or [2, 4, 8], sizes, calls)
     if several and dist.get_rank():
         return
     for row in rows:
@@ -60,10 +64,13 @@ def bench_collectives(
 
 def _with_late_ranks(sums: int) -> None:
     from benchmarks.late_ranks import replay_late
-    from spec_ops.backends.push import workspace_of
-    from spec_ops.parallel import TensorParallel
 
     ranks = TensorParallel.connect("cuda", timeout=SECONDS)
+    if not _connected(ranks):
+        dist.destroy_process_group()
+        if ranks.rank:
+            raise typer.Exit(2)
+        raise typer.BadParameter("needs 2, 4 or 8 GPUs of one host that have peer access to one another", param_hint="--late")
     pushes = workspace_of("collectives", ranks.name, ranks.device)
     done, wrong = replay_late(pushes, sums, lambda so_far: print(f"{so_far} sums", flush=True) if ranks.rank == 0 else None)
     print(f"rank {ranks.rank}: {done} sums, {wrong} numbers differ", flush=True)
@@ -71,7 +78,12 @@ def _with_late_ranks(sums: int) -> None:
         raise typer.Exit(1)
 
 
-def _of_one_process(counts: list[int], sizes: list[int]) -> list[dict[str, Any]]:
+def _connected(ranks: TensorParallel) -> bool:
+    """Whether the ranks can write to one another's memory. If not, rank 0 was told why when they met."""
+    return (ranks.name, str(ranks.device)) in connected()
+
+
+def _of_one_process(counts: list[int], sizes: list[int], calls: int) -> list[dict[str, Any]]:
     """All ranks on one GPU, in one launch."""
     rows = []
     for count in counts:
@@ -79,39 +91,34 @@ def _of_one_process(counts: list[int], sizes: list[int]) -> list[dict[str, Any]]
             raise typer.BadParameter(f"must be 2, 4 or 8, got {count}", param_hint="--ranks")
         for size in sizes:
             workspace = of_one_process(count, torch.device("cuda"), max(sizes), SECONDS * 1_000_000)
-            parts = torch.randn(CALLS, count, size // 2 // COLUMNS, COLUMNS, device="cuda").bfloat16()
+            parts = torch.randn(PARTS, count, size // 2 // COLUMNS, COLUMNS, device="cuda").bfloat16()
             for way, call in _ours(workspace, parts[0], count).items():
-                rows.append({"ranks": count, "gpus": 1, "kib": size >> 10, "way": way, **_measured(call, parts)})
+                rows.append({"ranks": count, "gpus": 1, "kib": size >> 10, "way": way, **_measured(call, parts, calls)})
                 if workspace.failed.item():
                     raise RuntimeError(f"{way}: a rank waited in vain")
     return rows
 
 
-def _of_processes(sizes: list[int]) -> list[dict[str, Any]]:
+def _of_processes(sizes: list[int], calls: int) -> list[dict[str, Any]]:
     """A GPU for each rank."""
     import torch.distributed._symmetric_memory as symmetric
-
-    from spec_ops.backends.push import connected, workspace_of
-    from spec_ops.parallel import TensorParallel
 
     ranks = TensorParallel.connect("cuda", timeout=SECONDS)
     rows = []
     for size in sizes:
         generator = torch.Generator("cuda").manual_seed(ranks.rank)
-        parts = torch.randn(CALLS, 1, size // 2 // COLUMNS, COLUMNS, device="cuda", generator=generator).bfloat16()
-        shared = symmetric.empty(parts[0].numel(), dtype=torch.bfloat16, device=parts.device)
-        symmetric.rendezvous(shared, ranks.group)
-
-        ways: dict[str, Call] = {
-            "NCCL": lambda part: ranks.all_reduce(part),
-            "symm_mem one-shot": _torchs(torch.ops.symm_mem.one_shot_all_reduce, shared, ranks.name),
-            "symm_mem two-shot": _torchs(torch.ops.symm_mem.two_shot_all_reduce_, shared, ranks.name),
-        }
-        most = most_bytes(ranks.size)
-        if (ranks.name, str(ranks.device)) in connected() and most is not None and size <= most:
-            ways |= _ours(workspace_of("collectives", ranks.name, ranks.device), parts[0], 1)
+        parts = torch.randn(PARTS, 1, size // 2 // COLUMNS, COLUMNS, device="cuda", generator=generator).bfloat16()
+        ways: dict[str, Call] = {"NCCL": ranks.all_reduce}
+        if _connected(ranks):
+            shared = symmetric.empty(parts[0].numel(), dtype=torch.bfloat16, device=parts.device)
+            symmetric.rendezvous(shared, ranks.group)
+            ways["symm_mem one-shot"] = _torchs(torch.ops.symm_mem.one_shot_all_reduce, shared, ranks.name)
+            ways["symm_mem two-shot"] = _torchs(torch.ops.symm_mem.two_shot_all_reduce_, shared, ranks.name)
+            workspace = workspace_of("collectives", ranks.name, ranks.device)
+            if size <= workspace.slot_bytes:
+                ways |= _ours(workspace, parts[0], 1)
         for way, call in ways.items():
-            figures = _measured(call, parts, ranks)
+            figures = _measured(call, parts, calls, ranks)
             rows.append({"ranks": ranks.size, "gpus": ranks.size, "kib": size >> 10, "way": way, **figures})
     return rows
 
@@ -145,20 +152,25 @@ def _ours(workspace: PushWorkspace, part: torch.Tensor, local: int) -> dict[str,
     return {"push": alone, "push, residual and norm": with_norm}
 
 
-def _measured(call: Call, parts: torch.Tensor, ranks: Any = None) -> dict[str, Any]:
+def _measured(call: Call, parts: torch.Tensor, calls: int, ranks: TensorParallel | None = None) -> dict[str, Any]:
     """Microseconds of a call, after a look at whether the first one's result is near the sum.
 
     Not by `time_calls`, which replays as often as there is time for: ranks must make the same calls.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, replays = torch.cuda.CUDAGraph(), math.ceil(TIMED / calls)
+
+    def replayed() -> None:
+        for _ in range(replays):
+            graph.replay()
+
     with side_stream():
         for part in parts:
             call(part)
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            outputs = [call(part) for _ in range(ROUNDS) for part in parts]
+            outputs = [call(parts[i % PARTS]) for i in range(calls)]
         outputs[0].fill_(torch.nan)
-        median_ms(graph.replay, 3)
-        us = torch.tensor(median_ms(graph.replay, REPLAYS) / len(outputs) * 1e3, device="cuda")
+        median_ms(replayed, 3)
+        us = torch.tensor(median_ms(replayed, SAMPLES) / (replays * calls) * 1e3, device="cuda")
     total = parts[0].double().sum(0)
     if ranks is not None:
         dist.all_reduce(us, dist.ReduceOp.MAX, group=ranks.group)
@@ -166,4 +178,4 @@ def _measured(call: Call, parts: torch.Tensor, ranks: Any = None) -> dict[str, A
     error = (outputs[0].double() - total).abs().max().item()
     if not error <= 2**-7 * total.abs().max().item():
         raise RuntimeError(f"a sum differs from the exact one by {error}")
-    return {"us": round(us.item(), 2)}
+    return {"calls": calls, "us": round(us.item(), 2)}

@@ -294,10 +294,12 @@ def collectives(results: Path) -> str:
     """Sums over ranks on two GPUs."""
     file = "h200x2-collectives"
     found: dict[int, dict[str, float]] = {}
-    for row in load(file, results)["rows"]:
+    rows = load(file, results)["rows"]
+    for row in rows:
         found.setdefault(row["kib"], {})[row["way"]] = row["us"]
     ways = list(next(iter(found.values())))
-    intro = "A sum over two GPUs in a CUDA graph, microseconds (`torchrun --nproc-per-node 2 -m benchmarks collectives`,"
+    graph = f"CUDA graph of {rows[0]['calls']}" if "calls" in rows[0] else "CUDA graph"
+    intro = f"A sum over two GPUs in a {graph}, microseconds (`torchrun --nproc-per-node 2 -m benchmarks collectives`,"
     intro += f" `benchmarks/results/{file}.json`); torch's symmetric memory with the copies into it and out of it:"
     lines = [[str(kib), *(f"{times[way]:.1f}" for way in ways)] for kib, times in found.items()]
     return paragraph(intro) + "\n\n" + table(("KiB a rank", *ways), lines)

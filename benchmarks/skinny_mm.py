@@ -3,8 +3,10 @@
     python -m benchmarks.skinny_mm                                              # prints
     python -m benchmarks.skinny_mm --json benchmarks/results/h200-skinny-mm.json
     python -m benchmarks.skinny_mm --weights row block                          # stored in 8 bits, beside torch._scaled_mm
+    python -m benchmarks.skinny_mm --model llama-8b --tp 2 4 8                  # a rank's share of a model and its draft
 
-The pass `lower_skinny_mm` takes its rule from these rows: a product is replaced where `us` is below `torch_us`. Products with
+The pass `lower_skinny_mm` takes its rule from these rows: a product is replaced where `us` is below `torch_us`. The last lines
+say for each weight which of the rule's ranges of rows gain, and what the rule does today (on sm_90). Products with
 weights of fewer bits are measured beside `torch.mm` on the dequantized weight (`torch_us`) and, for float8 with a scale for
 each row, `torch._scaled_mm` on rows that are quantized before it (`scaled_mm_us`: its time with theirs).
 """
@@ -12,22 +14,27 @@ each row, `torch._scaled_mm` on rows that are quantized before it (`scaled_mm_us
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.round.shapes import SHAPES as MODELS
 from benchmarks.rows import write_rows
 from benchmarks.timing import measure_ceilings, time_calls
 from spec_ops.backends.triton.linear.skinny_mm import skinny_mm
 from spec_ops.backends.weight_format import dequantized, packed
 from spec_ops.models.quantized import float8_tensor, mxfp4_tensor, nvfp4_tensor
+from spec_ops.parallel import TensorParallel, shard
+from spec_ops.passes.lower_skinny_mm import RULES, refusal
 
 # n, k
 SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (2880, 4096), (1536, 7168)]  # replaced
 SHAPES += [(5120, 2880), (24576, 1536), (28672, 4096), (7168, 16384)]  # left to cuBLAS
 ROWS = (1, 4, 8, 16, 32, 64)
 WEIGHTS = ("bf16", "tensor", "row", "block", "int4", "nvfp4", "mxfp4")
+ARCH = 90  # of the rules that figures are compared with
 COLD_BYTES = 200_000_000  # of weights in turn: four times the L2 of an H200
 
 
@@ -95,23 +102,86 @@ def measure_stored(m: int, n: int, k: int, kind: str, copy: float) -> dict[str, 
     return row
 
 
+def weights_of(model: str, ranks: int) -> dict[tuple[int, int], list[str]]:
+    """The weights `(n, k)` of the products in a layer, the LM head and the draft of a model, or of the first rank's share."""
+    shape = MODELS[model]
+    dense = shape.target.mixture.first_dense if shape.target.mixture else 0
+    target, draft = shape.with_layers(dense + 1).build("meta", torch.bfloat16)
+    if ranks != 1:
+        group, whole = TensorParallel.fake(ranks), target
+        target = shard(whole, group)
+        draft = shard(draft, group, target=target)
+    found: dict[tuple[int, int], list[str]] = {}
+    seen: set[torch.nn.Module] = set()
+    for who, part in ((model, target), (f"{model}'s draft", draft)):
+        for path, module in part.named_modules():
+            if isinstance(module, torch.nn.Linear) and module not in seen:
+                seen.add(module)
+                n, k = module.weight.shape
+                found.setdefault((n, k), []).append(f"{who}, {ranks}: {path.rpartition('.')[2]}")
+    return found
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[str]:
+    """For each weight in 16 bits and each range of rows that has a rule: the gains over cuBLAS, and what the rule does."""
+    lines = []
+    bounds = [0, *(rule.max_m for rule in RULES[ARCH])]
+    for n, k in dict.fromkeys((row["n"], row["k"]) for row in rows if "weights" not in row):
+        parts = []
+        for least, most in itertools.pairwise(bounds):
+            measured = [
+                row for row in rows if (row["n"], row["k"]) == (n, k) and "weights" not in row and least < row["m"] <= most
+            ]
+            if gains := [row["torch_us"] / row["us"] for row in measured]:
+                reason = refusal(ARCH, most, n, k)
+                parts.append(f"to {most} rows {min(gains):.2f} to {max(gains):.2f} times, {reason or 'replaced'}")
+        lines += [f"{n} x {k}: {'; '.join(parts)}"] if parts else []
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", type=int, nargs=2, action="append", metavar=("N", "K"), help="instead of the built-in ones")
+    parser.add_argument("--model", nargs="+", default=[], choices=MODELS, help="the weights of these, instead")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="RANKS", help="with --model: ranks that share it")
+    parser.add_argument("--left", action="store_true", help=f"only products that cuBLAS keeps on sm_{ARCH} today")
+    parser.add_argument("--most-mib", type=int, metavar="MIB", help="no weights of more MiB in 16 bits")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--weights", nargs="+", default=["bf16"], choices=WEIGHTS)
     parser.add_argument("--copy-rate", type=float, help="bytes/s for the floor; measured by default")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.shape and options.model:
+        parser.error("give --shape or --model, not both")
+    named = {shape: [] for shape in map(tuple, options.shape or ([] if options.model else SHAPES))}
+    for model, ranks in itertools.product(options.model, options.tp):
+        try:
+            found = weights_of(model, ranks)
+        except ValueError as error:
+            parser.error(f"--tp {ranks}, {model}: {error}")
+        for shape, names in found.items():
+            named.setdefault(shape, []).extend(names)
+    cases = [
+        (n, k, m)
+        for n, k in named
+        for m in options.rows
+        if (options.most_mib is None or 2 * n * k <= options.most_mib << 20)
+        and not (options.left and not refusal(ARCH, m, n, k))
+    ]
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     copy = measure_ceilings(torch.device("cuda"), copy=options.copy_rate, matmul=1.0).copy
     rows = []
-    for n, k in options.shape or SHAPES:
-        for m, kind in ((m, kind) for m in options.rows for kind in options.weights):
-            rows.append(row := measure(m, n, k, copy) if kind == "bf16" else measure_stored(m, n, k, kind, copy))
-            us, torch_us, floor_us = (row[name] for name in ("us", "torch_us", "floor_us"))
-            beside = f", _scaled_mm {row['scaled_mm_us']}" if "scaled_mm_us" in row else ""
-            beside = f"torch.mm {torch_us} ({torch_us / us:.2f} times){beside}"
-            print(f"{n} x {k} {kind}, {m} rows: {us} us, {beside}, floor {floor_us}", flush=True)
+    for (n, k, m), kind in itertools.product(cases, options.weights):
+        rows.append(row := measure(m, n, k, copy) if kind == "bf16" else measure_stored(m, n, k, kind, copy))
+        us, torch_us, floor_us = (row[name] for name in ("us", "torch_us", "floor_us"))
+        beside = f", _scaled_mm {row['scaled_mm_us']}" if "scaled_mm_us" in row else ""
+        beside = f"torch.mm {torch_us} ({torch_us / us:.2f} times){beside}"
+        print(f"{n} x {k} {kind}, {m} rows: {us} us, {beside}, floor {floor_us}", flush=True)
+    for shape, names in named.items():
+        if names:
+            print(f"{shape[0]} x {shape[1]} is {'; '.join(names)}")
+    print("\n".join(verdicts(rows)))
     if options.json is not None:
         write_rows(options.json, rows, copy_rate=copy)
 

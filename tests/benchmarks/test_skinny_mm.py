@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 
 from benchmarks import skinny_mm
+from benchmarks.round.shapes import SHAPES
 from spec_ops.backends.weight_format import dequantized, weight_format
+from spec_ops.decoding import Generator, SpeculationConfig
+from spec_ops.parallel import TensorParallel, shard
+from spec_ops.passes import PassManager, explain
+from spec_ops.passes.analysis.graph import calls, value
 
 
 @pytest.mark.parametrize(
@@ -26,3 +34,52 @@ def test_weights_are_of_a_format_and_near_what_they_store(kind, expected):
     assert weight_format("op", *parts) == expected
     lost = (dequantized(*parts) - weight).square().mean().sqrt()
     assert 0 < lost < (0.12 if "4" in kind else 0.03)
+
+
+def test_weights_of_a_share_are_those_of_its_rounds():
+    """Each product of two ranks' round, and no other."""
+    ranks = TensorParallel.fake(2)
+    whole, head = SHAPES["llama-8b"].with_layers(1).build("meta", torch.bfloat16)
+    target = shard(whole, ranks)
+    draft = shard(head, ranks, target=target)
+    found: set[tuple[int, ...]] = set()
+    run = PassManager.__call__
+
+    def noted(manager: PassManager, graph: torch.fx.Graph) -> None:
+        found.update(tuple(reversed(value(node.args[1]).shape)) for node in calls(graph, torch.ops.aten.mm.default))
+        run(manager, graph)
+
+    with mock.patch.object(PassManager, "__call__", noted), torch.no_grad():
+        torch._dynamo.reset()
+        explain(Generator(target, draft, SpeculationConfig(2), max_batch_size=1, max_seq_len=64).round(1), arch=90)
+    weights = skinny_mm.weights_of("llama-8b", 2)
+    assert found == set(weights)
+    assert weights[4096, 2048] == ["llama-8b, 2: o_proj", "llama-8b's draft, 2: o_proj"]
+
+
+def test_what_a_rule_does_stands_beside_what_was_measured():
+    def row(n: int, k: int, m: int, gain: float) -> dict:
+        return {"n": n, "k": k, "m": m, "us": 10.0, "torch_us": 10 * gain}
+
+    rows = [row(4096, 4096, 1, 1.2), row(4096, 4096, 16, 1.1), row(4096, 4096, 32, 0.9), row(4096, 2048, 4, 1.3)]
+    rows += [row(64, 64, 128, 1.0), row(64, 64, 4, 1.0) | {"weights": "int4"}]
+    assert skinny_mm.verdicts(rows) == [
+        "4096 x 4096: to 16 rows 1.10 to 1.20 times, replaced; to 32 rows 0.90 to 0.90 times, replaced",
+        "4096 x 2048: to 16 rows 1.30 to 1.30 times, k is less than 4096 or no multiple of 256",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "llama-8b", "--shape", "64", "64"], "give --shape or --model, not both"),
+        (["--model", "tiny", "--tp", "3"], "--tp 3, tiny: shard: `num_heads` must be a multiple of the 3 ranks, got 4"),
+        (["--model", "tiny", "--tp", "0"], "--tp 0, tiny: TensorParallel: `size` must be an int of at least 1, got 0"),
+    ],
+)
+def test_mistakes(monkeypatch, capsys, options, message):
+    monkeypatch.setattr(sys, "argv", ["skinny_mm", *options])
+    with pytest.raises(SystemExit) as stopped:
+        skinny_mm.main()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

@@ -3,20 +3,25 @@
     python -m benchmarks.sanitize.kernels            # first: compiles the kernels
     python -m benchmarks.sanitize memcheck
     python -m benchmarks.sanitize racecheck          # names of cases may follow: `racecheck skinny_mm mla`
+    python -m benchmarks.sanitize synccheck all_reduce --limit 90
 
 Exit status 0: every result is right and the tool reports nothing, except for the hazards in `ORDERED`. Racecheck does not see
-what orders them; a report of any other pair of lines fails the run.
+what orders them; a report of any other pair of lines fails the run. Initcheck watches torch's kernels too, since it takes what
+it did not see written for uninitialized; only reads by our kernels count.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import linecache
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +30,8 @@ from typing import NamedTuple
 import spec_ops.backends.triton
 
 SOURCES = {path.name: path for path in Path(spec_ops.backends.triton.__file__).parent.rglob("*.py")}
-TOOLS = ("memcheck", "racecheck")
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+OURS = "_(kernel|attention)$"  # names of our kernels, and of none of torch's
 # By kernel and the text of the two lines: what orders them (offsets and barriers: `docs/notebook/launches.md`).
 _WARPGROUP = (
     "128 threads access shared memory, meet at their warpgroup's named barrier (bar.sync 2, 128), and one of them arrives at "
@@ -88,24 +94,69 @@ def hazards(log: str) -> Iterator[Hazard]:
         raise ValueError(f"racecheck's summary does not count the {reports} reports read: {summary and summary[0]}")
 
 
-def run(tool: str, names: list[str]) -> int:
+def reads(log: str) -> Counter[str]:
+    """How often our kernels read uninitialized memory, by kernel and place, of initcheck's report.
+
+    Raises:
+        ValueError: a report without a kernel, or a summary that counts other reports.
+    """
+    lines, found, reports = log.splitlines(), Counter[str](), 0
+    for line, after in itertools.pairwise([*lines, ""]):
+        if "Uninitialized __global__ memory read" in line:
+            reports += 1
+            if not (at := re.search(r"\bat ([^\s(+]+)[^+]*\+0x[0-9a-f]+(?: in (\S+))?", after)):
+                raise ValueError(f"cannot read {after!r}")
+            if re.search(OURS, at[1]):
+                found[f"{at[1]} in {at[2] or 'an unknown place'}"] += 1
+    summary = re.search(r"ERROR SUMMARY: (\d+) errors?", log)
+    if not summary or int(summary[1]) != reports:
+        raise ValueError(f"initcheck's summary does not count the {reports} reports read: {summary and summary[0]}")
+    return found
+
+
+def logged(command: list[str], environment: dict[str, str], limit: float | None) -> tuple[int | None, str]:
+    """The exit status of a command and what it printed; None, with its processes killed, if it takes more than `limit`
+    seconds."""
+    with tempfile.TemporaryFile("w+") as log:
+        started = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status: int | None = started.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+                started.wait()
+        log.seek(0)
+        return status, log.read()
+
+
+def run(tool: str, names: list[str], limit: float | None = None) -> int:
     """Exit status: 0 if all is right."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    # One launch at a time (a report then follows its case's kernels); our kernels alone, not torch's.
-    options = ["--print-limit", "0", "--force-blocking-launches", "--kernel-name", "regex=_(kernel|attention)$"]
+    # One launch at a time: a report then follows its case's kernels.
+    options = ["--print-limit", "0", "--force-blocking-launches"]
+    if tool != "initcheck":
+        options += ["--kernel-name", f"regex={OURS}"]
     program = [sys.executable, "-m", "benchmarks.sanitize.kernels", *names]
     # Exact allocations: memcheck then sees what runs past one.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [sanitizer, "--tool", tool, *options, *program]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    log = done.stdout
+    status, log = logged([sanitizer, "--tool", tool, *options, *program], environment, limit)
     print(log)
-    if done.returncode:
-        print(f"{tool}: cases failed, exit status {done.returncode}")
-        return done.returncode
-    if tool == "memcheck":
+    if status is None:
+        print(f"{tool}: not done after {limit:g} s")
+        return 1
+    if status:
+        print(f"{tool}: cases failed, exit status {status}")
+        return status
+    if tool == "initcheck":
+        for what, count in (found := reads(log)).items():
+            print(f"initcheck: UNINITIALIZED {what}, {count} times")
+        print(f"initcheck: {'errors' if found else 'clean'}")
+        return int(bool(found))
+    if tool != "racecheck":
         clean = "ERROR SUMMARY: 0 errors" in log
-        print(f"memcheck: {'clean' if clean else 'errors, see above'}")
+        print(f"{tool}: {'clean' if clean else 'errors, see above'}")
         return int(not clean)
     explained: Counter[str] = Counter()
     unexplained = []
@@ -126,8 +177,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tool", choices=TOOLS)
     parser.add_argument("names", nargs="*", help="run the cases whose names contain one of these")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="after which the run is ended, and has failed")
     options = parser.parse_args()
-    raise SystemExit(run(options.tool, options.names))
+    raise SystemExit(run(options.tool, options.names, options.limit))
 
 
 if __name__ == "__main__":

@@ -78,6 +78,55 @@ def test_a_log_that_cannot_be_read_is_an_error(text):
         list(sanitize.hazards(text))
 
 
+READ = "========= Uninitialized __global__ memory read of size 4 bytes\n========="
+ERRORS = "========= ERROR SUMMARY: {} errors"
+
+
+def test_only_our_kernels_reads_count():
+    ours = f"{READ}     at sum_kernel+0x74d0 in push.py:88\n"
+    torchs = f"{READ}     at void at::native::vectorized_elementwise_kernel<4, at::native::F>(int, F)+0x70 in x.cuh:20\n"
+    nameless = f"{READ}     at few_down_kernel(float *, int)+0x70\n"
+    found = sanitize.reads("\n".join([ours, torchs, ours, nameless, ERRORS.format(4)]))
+    assert found == {"sum_kernel in push.py:88": 2, "few_down_kernel in an unknown place": 1}
+    assert not sanitize.reads(ERRORS.format(0))
+    for text in ("", ours + ERRORS.format(2), READ + "     somewhere\n" + ERRORS.format(1)):
+        with pytest.raises(ValueError, match=r"cannot read|does not count"):
+            sanitize.reads(text)
+
+
+TOOL = """#!/bin/sh
+echo "$@"
+case "$2" in
+    initcheck) printf '%s\\n' '========= Uninitialized __global__ memory read of size 4 bytes' \\
+        '=========     at sum_kernel+0x10 in push.py:8' '========= ERROR SUMMARY: 1 error';;
+    memcheck) echo "========= ERROR SUMMARY: 0 errors";;
+    synccheck) echo "========= ERROR SUMMARY: 1 error";;
+    racecheck) sleep 60;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "limit", "status", "verdict"),
+    [
+        ("memcheck", None, 0, "memcheck: clean"),
+        ("synccheck", 60.0, 1, "synccheck: errors, see above"),
+        ("initcheck", None, 1, "initcheck: UNINITIALIZED sum_kernel in push.py:8, 1 times\ninitcheck: errors"),
+        ("racecheck", 0.2, 1, "racecheck: not done after 0.2 s"),
+    ],
+)
+def test_a_tools_verdict(monkeypatch, tmp_path, capsys, tool, limit, status, verdict):
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(TOOL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert sanitize.run(tool, ["all_reduce"], limit) == status
+    printed = capsys.readouterr().out
+    assert printed.strip().endswith(verdict)
+    assert f"--tool {tool} " in printed
+    assert ("--kernel-name" in printed) == (tool != "initcheck")
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
 @pytest.mark.parametrize("kernel", [mla_hopper.mla_hopper_attention, gqa_hopper.gqa_hopper_attention], ids=["mla", "gqa"])
 def test_a_warpgroup_meets_before_it_announces(kernel):

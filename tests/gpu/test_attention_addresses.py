@@ -62,7 +62,7 @@ def test_strides_of_queries_past_2_31_elements(kind, mode, backend):
 
 
 @pytest.mark.parametrize("backend", ["triton", "triton-deterministic"])
-@pytest.mark.parametrize("mode", ["verify_chain", "extend"])
+@pytest.mark.parametrize("mode", ["verify_chain", "verify_tree", "extend"])
 @pytest.mark.parametrize(("kind", "dim"), [("mha", 0), ("mha", 1), ("mha", 2), ("mla", 0), ("mla", 1)])
 def test_strides_of_caches_past_2_31_elements(kind, dim, mode, backend):
     """Of pages, of a page's tokens and of KV heads."""

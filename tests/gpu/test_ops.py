@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
 ]
 
+from tests.helpers import far_appends  # noqa: E402
 from tests.helpers.op_cases import CASES, OPS, Copy, Rng, check, compare, reference, sampled  # noqa: E402
 from tests.ops.test_opcheck import overload  # noqa: E402
 
@@ -165,6 +166,11 @@ def test_addresses_past_2_31_elements():
         assert [rows[slot].unique().tolist() for slot in (last, 3, 9, 5, last - 1)] == [[value]] * 4 + [[0]]
         assert torch.count_nonzero(rows).item() == 4 * 1024  # and nothing else was written
         del rows
+
+
+@pytest.mark.parametrize("op", far_appends.STRIDED)
+def test_strides_of_appends_past_2_31_elements(op):
+    far_appends.check(op, overload(op), "cuda")
 
 
 @pytest.mark.parametrize("rows", [16, 64, 256, 1024, 4096, 5000])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +21,12 @@ pytestmark = [
 ]
 
 import spec_ops  # noqa: E402
+from spec_ops.backends import AttentionCall, get_backend  # noqa: E402
 from spec_ops.backends import workspace as scratch  # noqa: E402
 from spec_ops.backends.capture import capture_of_current_stream  # noqa: E402
 from spec_ops.backends.triton.runtime import counters  # noqa: E402
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig  # noqa: E402
+from spec_ops.decoding.output import OutputReader  # noqa: E402
 from spec_ops.models.pretrained import load_pair  # noqa: E402
 from spec_ops.ops.collectives import all_reduce_add_op, all_reduce_op  # noqa: E402
 from spec_ops.ops.reference import collectives as reference  # noqa: E402
@@ -30,6 +34,7 @@ from spec_ops.parallel import TensorParallel  # noqa: E402
 from tests.backends.test_workspace import in_threads  # noqa: E402
 from tests.gpu import two_ranks  # noqa: E402
 from tests.helpers.groups import alone  # noqa: E402
+from tests.helpers.pass_harness import registered  # noqa: E402
 from tests.helpers.paths import ROOT  # noqa: E402
 from tests.ops.test_opcheck import SAMPLES, SEEDS, flat_tensors, overload, sample  # noqa: E402
 
@@ -142,6 +147,40 @@ def test_a_capture_is_that_of_the_tensors_device(monkeypatch):
             captured = counters.arrival_counters(SECOND, 8)
         assert captured.data_ptr() == counters.arrival_counters(SECOND, 8).data_ptr()
     assert captured.data_ptr() != counters.arrival_counters(SECOND, 8).data_ptr()
+
+
+def where(call: AttentionCall) -> torch.Tensor:
+    """A kernel of another package, which launches on the current device."""
+    return call.q.new_full((*call.q.shape[:-1], call.v_head_dim), torch.cuda.current_device())
+
+
+def where_appended(k_cache, v_cache, *rest: Any) -> None:
+    k_cache.fill_(torch.cuda.current_device())
+
+
+def test_kernels_of_other_packages_find_the_tensors_device_current():
+    kernels = {"mha_target_verify": f"{__name__}:where", "append_kv": f"{__name__}:where_appended"}
+    backend = dataclasses.replace(get_backend("reference"), name="where", kernels=kernels)
+    with registered(backend):
+        for device in BOTH:
+            assert attention("plain", device, backend="where").unique().tolist() == [device.index]
+            caches, rows = torch.full((2, 1, 4, 1, 8), -1.0, device=device), torch.ones(2, 1, 1, 8, device=device)
+            slots = torch.zeros(1, dtype=torch.int64, device=device)
+            spec_ops.append_kv(*caches, *rows, slots, backend="where")
+            assert caches[0].unique().tolist() == [device.index]
+
+
+def test_an_output_is_read_when_it_is_there():
+    """The reader waits for the stream that writes it, whichever device is current."""
+    output = torch.zeros(4, dtype=torch.int64, device=SECOND).fill_(1)
+    reader = OutputReader(SimpleNamespace(output=output))
+    with torch.cuda.device(SECOND):
+        torch.cuda._sleep(1)  # its kernel is loaded
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # some 100 ms
+        output.fill_(7)
+    assert reader.read() is None
+    assert reader.drain().tolist() == [7] * 4
 
 
 def generator(device: torch.device, config: SpeculationConfig, compile: bool) -> tuple[Generator, list[list[int]]]:

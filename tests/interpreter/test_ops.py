@@ -11,10 +11,12 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 
 from spec_ops.backends.triton.cache import append as kv_cache
 from spec_ops.backends.triton.cache import indices as kv_indices
+from spec_ops.backends.triton.cache import rope_append
 from spec_ops.backends.triton.drafting import lookup
 from spec_ops.backends.triton.runtime import launch
 from spec_ops.backends.triton.sampling import accept
 from spec_ops.backends.triton.tree import full_mask
+from tests.helpers import far_appends
 from tests.helpers.exact import ALMOST_ONE
 from tests.helpers.op_cases import CASES, OPS, Rng, check, compare, kernel, reference, sampled
 
@@ -89,6 +91,11 @@ def test_addresses_past_2_31_elements():
     kernel("append_mla_kv")(latent, torch.ones(1, 960) / 2, torch.ones(1, 64) / 4, torch.tensor([last - 1]), 1.0)
     assert (latent[-1, 62, :960].float() == 0.5).all()
     assert (latent[-1, 62, 960:].float() == 0.25).all()
+
+
+@pytest.mark.parametrize("op", far_appends.STRIDED)
+def test_strides_of_appends_past_2_31_elements(op):
+    far_appends.check(op, rope_append.rope_append_kv if op == "rope_append_kv" else kernel(op), "cpu")
 
 
 def test_samplers_without_any_weight():

@@ -361,8 +361,9 @@ def test_strides_past_2_31_elements(kind, mode):
         check(case, run(case, "wide blocks", **{name: spread(case.arguments[name], dim) for name in names}))
     case = case.but(q=case.arguments["q"].half())
     expected = run(case, "wide blocks")
+    reach = 2**32 if mode == "extend" else 2**31  # the last rows of a ragged call are padding
     for dim in range(case.arguments["q"].dim() - 1):
-        assert torch.equal(run(case, "wide blocks", q=spread(case.arguments["q"], dim)), expected)
+        assert torch.equal(run(case, "wide blocks", q=spread(case.arguments["q"], dim, reach)), expected)
 
 
 def test_more_tiles_than_counters(monkeypatch):

@@ -183,8 +183,9 @@ def test_strides_past_2_31_elements(kind, mode):
         assert torch.equal(run(case, **{name: spread(case.arguments[name], dim, 2**32) for name in names}), expected)
     case = case.but(q=case.arguments["q"].half())
     expected = run(case)
+    reach = 2**32 if mode == "extend" else 2**31  # the last rows of a ragged call are padding
     for dim in range(case.arguments["q"].dim() - 1):
-        assert torch.equal(run(case, q=spread(case.arguments["q"], dim)), expected)
+        assert torch.equal(run(case, q=spread(case.arguments["q"], dim, reach)), expected)
 
 
 def test_the_sign_of_a_zero(products_by_rows):

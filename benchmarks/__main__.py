@@ -9,7 +9,7 @@ from benchmarks.ahead import bench_ahead
 from benchmarks.collectives import bench_collectives
 from benchmarks.engines.sglang_requests import bench_requests
 from benchmarks.engines.sglang_rounds import bench_sglang
-from benchmarks.invariance import bench_invariance
+from benchmarks.invariance.command import bench_invariance
 from benchmarks.kernels.command import bench_kernels
 from benchmarks.moe import bench_moe
 from benchmarks.prompts import bench_prompts
@@ -28,7 +28,7 @@ app.command("kernels", short_help="Every attention kernel: error and microsecond
 app.command("sampling", short_help="Sampling from logits, and acceptance: microseconds.")(bench_sampling)
 app.command("moe", short_help="Mixtures of experts at few tokens, beside the bytes floor.")(bench_moe)
 app.command("collectives", short_help="Sums over ranks: microseconds.")(bench_collectives)
-app.command("invariance", short_help="Texts that must be equal in bfloat16, and what that costs.")(bench_invariance)
+app.command("invariance", short_help="Texts and logits that must be equal in bfloat16, and what that costs.")(bench_invariance)
 app.command("sglang", short_help="SGLang's rounds by attention backend, this package's among them.")(bench_sglang)
 app.command("sglang-requests", short_help="Texts of SGLang engines, whose requests join and leave.")(bench_requests)
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)

@@ -1,0 +1,1 @@
+"""`python -m benchmarks invariance`: texts and logits with `invariant=True`, and its price."""

@@ -9,6 +9,7 @@ of values differ by little.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import os
 from typing import Any
@@ -169,6 +170,39 @@ def test_xqa(q_len, tree, page_size, group, kv_dtype):
         # With an fp8 cache Hopper's kernel multiplies in e4m3, queries and probabilities included.
         check_gqa(run(step).clone(), q, caches, call, seen, lens, FP8 if kv_dtype == FP8 else BF16)
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_xqa_in_two_graphs_that_are_replayed_at_the_same_time():
+    """Both were captured on one stream."""
+    needs(90, 121)
+    cases = [gqa_case(4, tree=False, page_size=64, group=4, kv_dtype=BF16) for _ in range(2)]
+    cases[1][0].mul_(0.5)  # other queries
+    calls = [functools.partial(spec_ops.mha_target_verify, q, *caches, **call, backend="flashinfer-xqa")
+             for q, caches, call, *_ in cases]  # fmt: skip
+    for call in calls:
+        run(call)
+    capturing, graphs, outs = torch.cuda.Stream(), [torch.cuda.CUDAGraph() for _ in calls], []
+    for graph, call in zip(graphs, calls, strict=True):
+        with torch.cuda.graph(graph, stream=capturing):
+            outs.append(call())
+    streams = [torch.cuda.Stream() for _ in calls]
+    for _ in range(200):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for out, case in zip(outs, cases, strict=True):
+        check_gqa(out, *case)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer-fa2", "flashinfer-fa3"])
+def test_planned_kernels_are_not_captured(backend):
+    needs(90, 90)
+    q, caches, call, *_ = gqa_case(4, tree=False, page_size=64, group=4, kv_dtype=BF16)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")  # an empty graph warns
+        with pytest.raises(RuntimeError, match=f"{backend}: must be called outside of CUDA graph captures"):
+            spec_ops.mha_target_verify(q, *caches, **call, backend=backend)
 
 
 @pytest.mark.parametrize(("q_len", "nodes"), [(4, 12), (8, 40), (1, 7)])

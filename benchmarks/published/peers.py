@@ -8,7 +8,11 @@ from pathlib import Path
 from benchmarks.published.text import Row, listed, load, load_rounds, paragraph, short, table
 
 MODEL = "llama-3.1-8b-shape-32-layers"
-SERVED = {"llama-8b": "Llama-3.1-8B with EAGLE-3", "mla-stack": "4 layers of DeepSeek-V3's width with NextN"}
+SERVED = {
+    "llama-8b": "Llama-3.1-8B with EAGLE-3",
+    "mla-stack": "4 layers of DeepSeek-V3's width with NextN",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B, plain",
+}
 
 
 def ours(results: Path, bs: int, context: int, name: str = "h200-round") -> Row | None:
@@ -55,17 +59,28 @@ def inside_sglang(results: Path) -> str:
     """SGLang's rounds with this package's attention beside those with its own backends."""
     file = "h200-sglang"
     rows = load(file, results)["rows"]
-    times = {(row["model"], row["bs"], row["context"], row["backend"]): row["ms_per_round"] for row in rows}
+    times = {_of_engine(row): row["ms_per_round"] for row in rows}
     lines = []
-    for (model, bs, context, backend), ms in times.items():
-        if backend != "spec_ops" and (mine := times.get((model, bs, context, "spec_ops"))) is not None:
-            lines.append([SERVED[model], f"{bs}, {context}", f"{mine:.2f}", backend, f"{ms:.2f}", f"{mine / ms:.2f}"])
+    for (model, bs, context, beside, backend), ms in times.items():
+        if backend != "spec_ops" and (mine := times.get((model, bs, context, beside, "spec_ops"))) is not None:
+            case = f"{bs}, {context}", "another" if beside else "alone"
+            lines.append([SERVED[model], *case, f"{mine:.2f}", backend, f"{ms:.2f}", f"{mine / ms:.2f}"])
     intro = f"Rounds of SGLang {rows[0]['version']} on one H200 with this package's attention, milliseconds, and with its own"
-    intro += " backends: chains of three drafts, a simulated accept length of 3, CUDA graphs, overlap scheduling,"
-    intro += " pages of 64 tokens with our backend and of 1, SGLang's default, with the others"
+    intro += (
+        " backends: chains of three drafts with a simulated accept length of 3 (Qwen3 without drafts), CUDA graphs, overlap"
+    )
+    intro += (
+        " scheduling, pages of 64 tokens with our backend and of 1, SGLang's default, with the others. Where another engine"
+    )
+    intro += " ran on another GPU of the host, rounds wait longer for the processor"
     intro += f" (`python -m benchmarks sglang`, `benchmarks/results/{file}.json`):"
-    header = ("model", "batch, context", "spec_ops", "compared with", "its ms", "ratio")
+    header = ("model", "batch, context", "on the host", "spec_ops", "compared with", "its ms", "ratio")
     return paragraph(intro) + "\n\n" + table(header, lines)
+
+
+def _of_engine(row: Row) -> tuple[str, int, int, bool, str]:
+    """What is compared differs in the last of these alone, the backend."""
+    return row["model"], row["bs"], row["context"], row.get("beside_another_engine", False), row["backend"]
 
 
 def mla(results: Path) -> str:

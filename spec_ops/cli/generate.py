@@ -51,7 +51,7 @@ from spec_ops.cli.options import (
     refusing,
 )
 from spec_ops.cli.ranks import Ranks, check_shares, join, start
-from spec_ops.cli.speed import show_speed, warm_up
+from spec_ops.cli.speed import show_speed, show_texts, warm_up
 from spec_ops.cli.text import Text, from_checkpoints, from_pair, read_prompt
 from spec_ops.decoding import GenerationResult, Generator
 from spec_ops.parallel import TensorParallel
@@ -86,7 +86,9 @@ def generate(
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Decode both ways; exit code 1 if the texts differ. On a GPU also time compiled bfloat16 rounds."
+            "--compare",
+            help="Decode both ways; exit code 1 if the texts differ. On a GPU also time compiled bfloat16 rounds, and compare "
+            "texts in bfloat16 with batch-invariant arithmetic.",
         ),
     ] = False,
     pair: PairPath = None,
@@ -184,7 +186,9 @@ def generate(
             raise typer.Exit(1)
         console.print("[green]texts are equal[/green]")
         if ranks is None and shows_speed(place, compile):
-            show_speed(read(torch.bfloat16), config)
+            fast = read(torch.bfloat16)
+            if not show_texts(fast, config, show_speed(fast, config)):
+                raise typer.Exit(1)
 
 
 def shows_speed(place: torch.device, compile: bool) -> bool:

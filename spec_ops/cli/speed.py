@@ -1,13 +1,13 @@
 """What `python -m spec_ops generate --compare` shows on a GPU once the texts were equal: how fast compiled rounds are.
 
 Plain and speculative rounds, compiled, in bfloat16, on the kernels that `auto` picks; timed over the same request, then counted
-under the profiler.
+under the profiler. Then their texts, and those of batch-invariant rounds, which must be equal.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from spec_ops.cli.options import console
 from spec_ops.cli.text import Text
-from spec_ops.decoding import GenerationStats, Generator, SpeculationConfig
+from spec_ops.decoding import GenerationResult, GenerationStats, Generator, SpeculationConfig
 
 PROFILED = 5  # rounds
 
@@ -38,12 +38,14 @@ class Speed:
         stats: of the timed run. compile_seconds: of the first run, the compiler's and the recording's; None if not compiled.
         counts: None where there is no profiler of the device.
         kernels: what the plan says of attention, `"triton (mha_target_verify x6)"`.
+        tokens: of the timed run.
     """
 
     stats: GenerationStats
     compile_seconds: float | None
     counts: Counts | None
     kernels: list[str]
+    tokens: Sequence[int] = ()
 
     @property
     def milliseconds(self) -> float:
@@ -70,10 +72,10 @@ def show_speed(text: Text, config: SpeculationConfig, *, compiled: bool = True) 
 
 
 def measure(generator: Generator, text: Text, kind: str) -> Speed:
-    def run(tokens: int) -> GenerationStats:
+    def run(tokens: int) -> GenerationResult:
         return generator.generate(
             [text.tokens], max_new_tokens=tokens, stop_tokens=text.stop_tokens, stop_when=text.stop_when()
-        ).stats
+        )
 
     few = min(text.max_new_tokens, 24)
     with _telling(f"compiling the {kind} round" if generator.compile else f"warming up the {kind} round"):
@@ -81,8 +83,43 @@ def measure(generator: Generator, text: Text, kind: str) -> Speed:
         run(few)
         first = time.perf_counter() - start
         warm_up(generator, run, text.max_new_tokens)
-    stats = run(text.max_new_tokens)
-    return Speed(stats, first if generator.compile else None, _count(generator, stats), _kernels(generator))
+    result = run(text.max_new_tokens)
+    counts = _count(generator, result.stats)
+    return Speed(result.stats, first if generator.compile else None, counts, _kernels(generator), result.tokens[0])
+
+
+def show_texts(text: Text, config: SpeculationConfig, speeds: dict[str, Speed]) -> bool:
+    """Say whether both ways gave one text as they were timed, where near ties may fall either way, and with batch-invariant
+    rounds, where they must; these run uncompiled, so that nobody waits for a compiler.
+
+    Returns:
+        Whether the second two were equal.
+    """
+    dtype = str(text.target.embed.weight.dtype).removeprefix("torch.")
+    timed = [speed.tokens for speed in speeds.values()]
+    console.print(f"texts of these rounds {_difference(*timed)}")
+    length = len(text.tokens) + text.max_new_tokens
+    found = []
+    for kind, draft in (("plain", None), ("speculative", text.draft)):
+        with _telling(f"{kind} decoding in {dtype} with invariant=True, uncompiled"):
+            generator = Generator(
+                text.target, draft, None if draft is None else config, max_batch_size=1, max_seq_len=length, invariant=True
+            )
+            result = generator.generate(
+                [text.tokens], max_new_tokens=text.max_new_tokens, stop_tokens=text.stop_tokens, stop_when=text.stop_when()
+            )
+        found.append(result.tokens[0])
+    equal = found[0] == found[1]
+    style = "green" if equal else "red"
+    console.print(f"[{style}]texts in {dtype} with invariant=True {_difference(*found)}[/{style}]")
+    return equal
+
+
+def _difference(first: Sequence[int], second: Sequence[int]) -> str:
+    if first == second:
+        return "are equal"
+    same = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return f"differ after {same} tokens"
 
 
 def warm_up(generator: Generator, run: Callable[[int], object], tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import re
@@ -87,23 +88,28 @@ def test_the_whole_path_on_the_cpu(monkeypatch):
     """As on a GPU, but for the compiler and the profiler: equal texts in float32, then rounds in bfloat16."""
     monkeypatch.setattr(generate, "shows_speed", lambda place, compiled: True)
     monkeypatch.setattr(generate, "show_speed", functools.partial(speed.show_speed, compiled=False))
-    dtypes = []
+    dtypes, invariant = [], []
 
     class Watched(Generator):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             dtypes.append((self.dtype, self.draft is not None, self.compile))
+            invariant.append(self.invariant)
 
     monkeypatch.setattr(speed, "Generator", Watched)
-    result = CliRunner().invoke(cli.app, ["generate", "--compare", "--max-new-tokens", "5", "--device", "cpu"])
+    result = CliRunner().invoke(
+        cli.app, ["generate", "--compare", "--max-new-tokens", "5", "--prompt", "x = ", "--device", "cpu"]
+    )
     assert result.exit_code == 0, result.output
-    assert dtypes == [(torch.bfloat16, False, False), (torch.bfloat16, True, False)]
+    assert dtypes == [(torch.bfloat16, False, False), (torch.bfloat16, True, False)] * 2  # timed; batch-invariant
+    assert invariant == [False, False, True, True]
     before, _, after = result.output.partition("texts are equal")
     assert "rounds in bfloat16 on the CPU" in after
     assert "warming up the plain round ...\nwarming up the plain round: " in after
     assert "attention of the speculative round by reference (" in after
     assert re.search(r"tokens/s\s+│\s+[\d.]+\s+│\s+[\d.]+", after)
     assert "bfloat16" not in before
+    assert "texts in bfloat16 with invariant=True are equal" in after
 
 
 @pytest.mark.parametrize(("lengths", "tokens"), [(None, [24, 24]), ((0, 3), [40, 40, 40])])
@@ -136,3 +142,28 @@ def test_different_texts_end_it(monkeypatch):
     monkeypatch.setattr(generate, "show_speed", ran)
     result = CliRunner().invoke(cli.app, ["generate", "--compare", "--max-new-tokens", "8", "--device", "cpu"])
     assert (result.exit_code, "texts differ" in result.output) == (1, True)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_different_texts_in_bfloat16_end_it(monkeypatch, wrong):
+    """Those of timed rounds may differ, those of batch-invariant ones may not."""
+
+    class Changed(Generator):
+        def generate(self, *args, **kwargs):
+            result = super().generate(*args, **kwargs)
+            if self.draft is not None and wrong:
+                result.tokens[0][2] ^= 1
+            return result
+
+    texts = {"plain": [1, 2, 3, 4], "speculative": [1, 2, 3, 5]}
+    timed = {kind: dataclasses.replace(measured(4, 4, 1.0), tokens=tokens) for kind, tokens in texts.items()}
+    monkeypatch.setattr(generate, "shows_speed", lambda place, compiled: True)
+    monkeypatch.setattr(generate, "show_speed", lambda text, config: timed)
+    monkeypatch.setattr(speed, "Generator", Changed)
+    result = CliRunner().invoke(
+        cli.app, ["generate", "--compare", "--max-new-tokens", "4", "--prompt", "x = ", "--device", "cpu"]
+    )
+    assert result.exit_code == wrong
+    assert "texts of these rounds differ after 3 tokens" in result.output
+    outcome = "differ after 2 tokens" if wrong else "are equal"
+    assert f"texts in bfloat16 with invariant=True {outcome}" in result.output

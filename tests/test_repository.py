@@ -18,7 +18,8 @@ tomllib = pytest.importorskip("tomllib", reason="comes with Python 3.11")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8"))
 PINS = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
-long_description = runpy.run_path(str(ROOT / "setup.py"))["long_description"]
+SETUP = runpy.run_path(str(ROOT / "setup.py"))
+long_description = SETUP["long_description"]
 
 
 def pythons() -> list[str]:
@@ -109,6 +110,45 @@ See limits, [below](#below) and [torch](https://pytorch.org).
 ![Badge](https://example.org/badge.svg)
 """
     assert long_description(given) == want
+
+
+ADDRESS = "https://example.org/us/spec_ops"
+
+
+def test_the_long_description_with_an_address():
+    """Links and images of the README, all of them, absolute: each names a file of the repository."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = long_description(readme, ADDRESS)
+    assert not RELATIVE.findall(text)
+    found = re.findall(rf"{ADDRESS}/(blob|raw)/HEAD/([^)#\"]*)", text)
+    assert found
+    assert len(found) == len(RELATIVE.findall(readme))
+    assert all((ROOT / path).exists() for _, path in found)
+    assert all((kind == "raw") == path.endswith((".svg", ".png")) for kind, path in found)
+    given = (
+        '[![Again](docs/chart.png)](docs/page.md#part)\n<img src="docs/chart.png" alt="A">\n[below](#below) [t](https://a.b)'
+    )
+    want = f"[![Again]({ADDRESS}/raw/HEAD/docs/chart.png)]({ADDRESS}/blob/HEAD/docs/page.md#part)\n"
+    want += f'<img src="{ADDRESS}/raw/HEAD/docs/chart.png" alt="A">\n[below](#below) [t](https://a.b)'
+    assert long_description(given, ADDRESS) == want
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({}, None),
+        ({"SPEC_OPS_REPOSITORY": ""}, None),
+        ({"SPEC_OPS_REPOSITORY": ADDRESS}, ADDRESS),
+        ({"GITHUB_SERVER_URL": "https://example.org", "GITHUB_REPOSITORY": "us/spec_ops"}, ADDRESS),
+        ({"GITHUB_SERVER_URL": "https://example.org"}, None),
+    ],
+)
+def test_urls_of_the_wheel(environment, address):
+    assert SETUP["repository"](environment) == address
+    urls = SETUP["project_urls"](address)
+    assert list(urls) == (["Source", "Documentation", "Changelog", "Issues"] if address else [])
+    paths = [url.removeprefix(f"{ADDRESS}/blob/HEAD/") for url in urls.values() if "/blob/" in url]
+    assert all((ROOT / path).is_file() for path in paths)
 
 
 def test_tests_mirror_what_they_test():

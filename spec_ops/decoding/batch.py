@@ -45,11 +45,11 @@ class Gained(NamedTuple):
     draft_was_right: bool
 
 
-def on_first(ranks: Ranks, stop_when: StopWhen) -> StopWhen:
-    """Rank 0 decides, since a clock may."""
+def on_first(ranks: Ranks, stop_when: StopWhen, name: str) -> StopWhen:
+    """Rank 0 decides, since a clock may. `name`: of the argument, for errors."""
 
     def decided(request: int, tokens: list[int], count: int) -> int | None:
-        return ranks.first(stop_when(request, tokens, count) if ranks.rank == 0 else None)
+        return ranks.on_first(f"generate: `{name}`", lambda: stop_when(request, tokens, count))
 
     return decided
 

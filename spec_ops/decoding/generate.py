@@ -246,7 +246,7 @@ class Generator:
             same = {"prompts": requests.prompts, "max_new_tokens": requests.limits, "stop_tokens": requests.stop_tokens}
             same |= {"sampling": sampling, "logits_processor": logits_processor is None, "matchers": grammars is None}
             self.ranks.check_same("generate", {**same, "stop_when": stop_when is None})
-            stop_when = None if stop_when is None else on_first(self.ranks, stop_when)
+            stop_when = None if stop_when is None else on_first(self.ranks, stop_when, requests.names.stop_when)
         choice = check_sampling(sampling, requests, self.target.config.vocab_size, logits_processor, grammars, self.ranks)
         with self._exclusive(), tqdm(total=sum(requests.limits), unit="tok", disable=not progress, desc="generate") as bar:
             if prepare is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -36,6 +37,8 @@ class Ranks(Protocol):
     def agree(self, *values: torch.Tensor) -> list[torch.Tensor]: ...
 
     def first(self, value: _T) -> _T: ...
+
+    def on_first(self, where: str, make: Callable[[], _T]) -> _T: ...
 
     def check_same(self, where: str, values: dict[str, Any]) -> None: ...
 

@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -199,6 +199,30 @@ class TensorParallel:
             dist.broadcast_object_list(box, group_src=0, group=self._host)
         return box[0]
 
+    def on_first(self, where: str, make: Callable[[], _T]) -> _T:
+        """What `make()` returns on rank 0, on every rank.
+
+        Args:
+            where: begins the message of an error.
+            make: is called on rank 0 alone; its result can be pickled.
+
+        Raises:
+            RankError: on the other ranks, if `make` raised on rank 0, which would leave them waiting. There its own error is
+                raised.
+        """
+        made, error = None, None
+        if self.rank == 0:
+            try:
+                made = make()
+            except BaseException as raised:
+                error = raised
+        made, reason = self.first((made, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        if reason is not None:
+            raise RankError(f"{where} raised on rank 0: {reason}")
+        return made  # type: ignore[return-value]  # what `make` returned there
+
     def every(self, value: bool) -> bool:
         """Whether `value` is true on every rank."""
         if self.alone:
@@ -223,9 +247,15 @@ class TensorParallel:
         mine = {name: _digest(value) for name, value in values.items()}
         theirs: list[Any] = [None] * self.size
         with self.guard(where):
+            # One exchange of a known size if nothing differs; pickled objects take two, their sizes first.
+            together = torch.frombuffer(bytearray(hashlib.sha256(repr(mine).encode()).digest()), dtype=torch.int64)
+            found = [torch.empty_like(together) for _ in theirs]
+            dist.all_gather(found, together, group=self._host)
+            if all(torch.equal(one, together) for one in found):
+                return
             dist.all_gather_object(theirs, mine, group=self._host)
         for name in mine | theirs[0]:
-            if others := [rank for rank, found in enumerate(theirs) if found.get(name) != theirs[0].get(name)]:
+            if others := [rank for rank, given in enumerate(theirs) if given.get(name) != theirs[0].get(name)]:
                 listed = ", ".join(map(str, others))
                 raise RankError(f"{where}: `{name}` must be the same on every rank, but differs on rank {listed} from rank 0's")
 

@@ -175,6 +175,20 @@ def case_clocks(ranks: TensorParallel) -> dict[str, Any]:
     return {"tokens": generate(shard(make_target("gqa"), ranks), None, [[1, 2]], max_new_tokens=8, **options).tokens}
 
 
+def case_raised(ranks: TensorParallel) -> dict[str, Any]:
+    """A hook that raises on rank 0, where alone it is called; then another call."""
+    target = shard(make_target("gqa"), ranks)
+    calls: list[int] = []
+
+    def stop_when(_request: int, _tokens: list[int], _count: int) -> None:
+        calls.append(ranks.rank)
+        if len(calls) == 3:
+            raise ValueError("enough")
+
+    error = refused(lambda: generate(target, None, [[1, 2]], max_new_tokens=12, stop_when=stop_when))
+    return {"raised": error, "calls": len(calls), "again": generate(target, None, [[1, 2]], max_new_tokens=4).tokens}
+
+
 def case_divergence(ranks: TensorParallel) -> dict[str, Any]:
     """One rank's round emits another token; without `check_rounds` nobody would know."""
     target = shard(make_target("gqa"), ranks)

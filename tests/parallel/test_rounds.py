@@ -109,6 +109,15 @@ def test_rank_0_decides_when_to_stop(ranks):
         assert len(result["tokens"][0]) == 3
 
 
+def test_what_raises_on_rank_0_raises_on_all(ranks):
+    """Nobody waits for an answer that does not come."""
+    first, *others = of(ranks, "case_raised")
+    assert (first["raised"], first["calls"]) == ("ValueError: enough", 3)
+    for other in others:
+        assert (other["raised"], other["calls"]) == ("RankError: generate: `stop_when` raised on rank 0: ValueError: enough", 0)
+        assert other["again"] == first["again"]
+
+
 def test_a_divergence_is_found_at_its_round(ranks):
     for result in of(ranks, "case_divergence"):
         assert "`output of a round` must be the same on every rank, but differs on rank 1 from rank 0's" in result["error"]

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.probe import Argument
+from spec_ops.integrations.transformers.sharing import all_of, ranks_of
 from spec_ops.models.checkpoint import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -47,7 +48,8 @@ _OTHER_LAYOUTS = re.compile(r"(model\.)?(mtp\.|mtp_layers\.|mtp_block\.)")
 
 
 class NextNDraft(Draft):
-    """An MTP layer whose block is a decoder layer of transformers. It computes what `spec_ops.models.MTPDraft` does.
+    """An MTP layer whose block is a decoder layer of transformers, divided among ranks as the target's layers are. It computes
+    what `spec_ops.models.MTPDraft` does.
 
     Args:
         block: a language model of one layer: the target's embedding, the decoder layer, `shared_head.norm`, the LM head.
@@ -57,7 +59,7 @@ class NextNDraft(Draft):
     def __init__(self, block: TransformersModel, eps: float) -> None:
         super().__init__()
         hidden = block.config.hidden_size
-        self.config, self.block = block.config, block
+        self.config, self.block, self.ranks = block.config, block, block.ranks
         self.enorm, self.hnorm = nn.RMSNorm(hidden, eps=eps), nn.RMSNorm(hidden, eps=eps)
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
 
@@ -70,6 +72,9 @@ class NextNDraft(Draft):
 
     def logits(self, hidden):
         return self.block.logits(hidden)
+
+    def argmax(self, hidden):
+        return self.block.argmax(hidden)
 
 
 def holds_mtp(path: Path, model: Path) -> bool:
@@ -175,7 +180,7 @@ def _draft(folder: Path, index: int, found: dict[str, torch.Tensor], target: Pre
     prefix = f"model.layers.{index}."
     embed: Any = target.get_input_embeddings()
     head: Any = target.get_output_embeddings()
-    given = {"embed_tokens.weight": embed.weight, "shared_head.head.weight": head.weight}
+    given = {"embed_tokens.weight": all_of(embed.weight), "shared_head.head.weight": all_of(head.weight)}
     state = {ours: found.get(theirs, given[theirs]) for theirs, ours in _SHARED.items()}
     join = {name: found.pop(name) for name in _JOIN if name in found}
     for name, value in found.items():
@@ -188,7 +193,7 @@ def _draft(folder: Path, index: int, found: dict[str, torch.Tensor], target: Pre
         ("embed_tokens.weight", model.set_input_embeddings, embed),
         ("shared_head.head.weight", model.set_output_embeddings, head),
     ):
-        if theirs not in found or torch.equal(found[theirs].to(module.weight), module.weight):
+        if theirs not in found or torch.equal(found[theirs].to(given[theirs]), given[theirs]):
             setter(module)
     block = TransformersModel(model.to(embed.weight.device), argument=Argument("load_mtp", "path"))
     with torch.device("meta"):
@@ -197,7 +202,7 @@ def _draft(folder: Path, index: int, found: dict[str, torch.Tensor], target: Pre
     check_tensors(file, expected, join, {name: f"{prefix}{name}" for name in _JOIN})
     draft.load_state_dict(join, strict=False, assign=True)  # not strict: the block is in place
     for module in (draft.enorm, draft.hnorm, draft.eh_proj):
-        module.to(embed.weight)
+        module.to(given["embed_tokens.weight"])
     return draft.eval()
 
 
@@ -213,6 +218,8 @@ def _one_layer(file: Path, prefix: str, state: dict[str, torch.Tensor], target: 
         config.first_k_dense_replace = 0 if config.first_k_dense_replace < layers else 1
     options: dict[str, Any] = {"config": config, "state_dict": state, "dtype": target.dtype}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    if ranks_of(target) is not None:
+        options["distributed_config"] = getattr(target.config, "distributed_config", None)  # None with transformers 5.17: whole
     try:
         loaded: Any = type(target).from_pretrained(None, **options)
     except (RuntimeError, ValueError, TypeError) as error:  # experts of different shapes cannot be joined

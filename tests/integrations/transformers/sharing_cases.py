@@ -13,13 +13,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
-from spec_ops.integrations.transformers import TransformersGenerator, TransformersModel, load_eagle3
-from spec_ops.integrations.transformers.sharing import calls_its_class
+from spec_ops.integrations.transformers import TransformersGenerator, TransformersModel, load_eagle3, load_mtp
+from spec_ops.integrations.transformers.sharing import calls_its_class, own_part
 from spec_ops.models import Eagle3Draft, ModelConfig
 from spec_ops.models.layers import DividedHead
 from spec_ops.parallel import TensorParallel, shard
 from tests.helpers.tiny_transformers import VOCAB, make_model
 from tests.integrations.transformers.test_eagle3 import write_sglang, write_speculators
+from tests.integrations.transformers.test_mtp import write as write_mtp
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")  # qwen2 has biases, gemma2 caps its logits
 BATCH = [[3, 4, 5, 6, 7], [9], list(range(20, 41))]
@@ -269,6 +270,39 @@ def case_loaded_heads(ranks: TensorParallel) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
                 found[" ".join([kind, *embedding])] = loaded(Path(folder) / "head", kind, model, ranks)
     return found
+
+
+MTP = [(kind, head) for kind in ("deepseek_v3", "glm4_moe") for head in (False, True)]
+
+
+def with_mtp(folder: str, model: PreTrainedModel) -> dict[str, Any]:
+    """With the MTP layer in the folder: greedy and sampled chains, and a tree; and how much of the layer is here."""
+    target, draft = load_mtp(folder, model)
+    found: dict[str, Any] = {}
+    for name, (_, config, sampling) in JOBS.items():
+        if config is not None:
+            with TransformersGenerator(target, draft, config, compile=False, max_seq_len=64) as made:
+                result = made.generator.generate(BATCH, max_new_tokens=24, sampling=sampling)
+                found[name] = [result.tokens, result.stats.rounds]
+    experts = draft.block.decoder.layers[0].mlp.experts.down_proj
+    return {"found": found, "here": own_part(experts).numel() / experts.numel(), "shared": draft.ranks is not None}
+
+
+def case_mtp(ranks: TensorParallel) -> dict[str, Any]:
+    """An MTP layer that shares the target's LM head, or has one of its own."""
+    from transformers.distributed import DistributedConfig
+
+    results = {}
+    for kind, head in MTP:
+        with tempfile.TemporaryDirectory() as folder:
+            if ranks.rank == 0:
+                write_mtp(Path(folder), kind, head=head)
+            place = ranks.first(folder)
+            plan = DistributedConfig(tp_size=ranks.size)
+            model = AutoModelForCausalLM.from_pretrained(place, distributed_config=plan).eval()
+            results[f"{kind} {head}"] = with_mtp(place, model)
+            ranks.first(None)
+    return results
 
 
 def own_embedding() -> nn.Embedding:

@@ -6,13 +6,26 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from spec_ops.integrations.transformers import TransformersGenerator, TransformersModel
 from spec_ops.passes.analysis import counts
 from tests.helpers import world
 from tests.helpers.forked import run_code
 from tests.helpers.tiny_transformers import make_model
-from tests.integrations.transformers.sharing_cases import BATCH, FAMILIES, JOBS, decoded, drafted, eagle3, loaded, own_embedding
+from tests.integrations.transformers.sharing_cases import (
+    BATCH,
+    FAMILIES,
+    JOBS,
+    MTP,
+    decoded,
+    drafted,
+    eagle3,
+    loaded,
+    own_embedding,
+    with_mtp,
+)
+from tests.integrations.transformers.test_mtp import write as write_mtp
 
 pytest.importorskip("transformers.distributed", reason="no DistributedConfig in this release")
 pytest.importorskip("accelerate", reason="transformers needs it to divide models")
@@ -205,3 +218,12 @@ def test_a_round_costs_what_it_costs_of_our_own_model(tmp_path):
     assert theirs == ours
     assert ours["aten.mm.default"] == 20  # of two layers and a head's: 4 each; fc, in draft and extend; LM heads
     assert not any("c10d" in name for name in ours)
+
+
+@pytest.mark.parametrize(("kind", "head"), MTP)
+def test_mtp_layers_are_divided_as_their_target_is(ranks, tmp_path, kind, head):
+    write_mtp(tmp_path, kind, head=head)
+    alone = with_mtp(str(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+    assert (alone["here"], alone["shared"]) == (1.0, False)
+    for results in ranks:
+        assert results["case_mtp"][f"{kind} {head}"] == {"found": alone["found"], "here": 0.5, "shared": True}

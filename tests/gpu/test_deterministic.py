@@ -84,6 +84,23 @@ def chain_words(bs: int, q_len: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("q_len", [1, 16])
+def test_any_page_size(model, q_len):
+    """The same keys in pages of half the tokens, and of 16, 8 and 1."""
+    kind, a = made(model, 12, q_len)
+    expected = bits(run(kind, "target_verify", a))
+    page = MODELS[model][4]
+    for size in {page // 2, 16, 8, 1} - {page}:
+        parts = page // size
+        tables = a["block_tables"][:, :, None] * parts + torch.arange(parts, dtype=torch.int32, device=DEVICE)
+        smaller = a | {"block_tables": tables.flatten(1)}
+        for name in ("k_cache", "v_cache", "kv_cache"):
+            if name in a:
+                smaller[name] = a[name].view(-1, size, *a[name].shape[2:])
+        assert torch.equal(bits(run(kind, "target_verify", smaller)), expected), size
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_any_batch(model, q_len):
     """64 requests; each alone, and in random batches of 3 and of 40, where other requests are split than before."""

@@ -3,7 +3,6 @@ texts of the shipped pair in bfloat16."""
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 
@@ -113,19 +112,38 @@ def test_eager_functions(function):
 
 PROCESS = """
 import hashlib, torch
+import spec_ops
+from spec_ops.ops.invariant import add_rms_norm_op, batched_mm_op, row_sum_op
 from spec_ops.ops.linear import skinny_mm_op
+from tests.helpers.mixtures import FORMS, call
+from spec_ops.ops.moe import moe_experts_op
+
 g = torch.Generator("cuda").manual_seed(0)
-x, w = (torch.randn(s, generator=g, device="cuda").bfloat16() for s in ((5, 4096), (6144, 4096)))
-out = skinny_mm_op(x, w, None, invariant=True)
-print(hashlib.sha256(out.view(torch.int16).cpu().numpy().tobytes()).hexdigest())
+normal = lambda *shape: torch.randn(shape, generator=g, device="cuda").bfloat16()
+weight = normal(6144, 4096)
+experts = call(FORMS["Qwen3-MoE"], 40, 4, 16, 256, 128, torch.bfloat16)
+experts = [a.cuda() if isinstance(a, torch.Tensor) else a for a in experts]
+tables = torch.arange(40, dtype=torch.int32, device="cuda").view(2, 20)
+lens = torch.tensor([1203, 77], dtype=torch.int32, device="cuda")
+for out in (
+    *(skinny_mm_op(normal(rows, 4096), weight, None, invariant=True) for rows in (5, 128, 600)),
+    batched_mm_op(normal(16, 5, 128), normal(16, 128, 512), None),
+    *add_rms_norm_op(normal(5, 4096), normal(5, 4096), normal(4096), 1e-5, False),
+    row_sum_op(normal(5, 4096)),
+    moe_experts_op(*experts, None, None, True),
+    spec_ops.mha_target_verify(
+        normal(2, 4, 32, 128), normal(40, 64, 8, 128), normal(40, 64, 8, 128), tables, lens, deterministic=True
+    ),
+):
+    print(hashlib.sha256(out.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest())
 """
 
 
 def test_two_processes_agree():
     runs = [subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, check=True) for _ in range(2)]
-    digests = {run.stdout.split()[-1] for run in runs}
-    assert len(digests) == 1
-    assert len(digests.pop()) == hashlib.sha256().digest_size * 2
+    first, second = (run.stdout.split() for run in runs)
+    assert first == second
+    assert len(set(first)) == 9
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -118,7 +118,7 @@ def generate(
     words = read_prompt(prompt, prompt_file)
     ranks: TensorParallel | None = None
     if tp > 1:
-        others = {"--model": model is not None, "--quantize": quantize is not None, "--invariant": invariant}
+        others = {"--model": model is not None, "--quantize": quantize is not None}
         check_shares(tp, place, pair, others)
         start(tp)
         ranks, place = join(place)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from spec_ops.backends import push
 from spec_ops.backends.registry import get_backend
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.lookup import PromptLookup
@@ -28,7 +29,24 @@ def check_invariant(target: Target, drafts: bool, config: SpeculationConfig, bac
     if weight.device.type == "cuda" and weight.dtype == torch.float32:
         raise ValueError("Generator: `target` must be bfloat16 or float16 on CUDA with `invariant=True`, got torch.float32")
     if target.ranks is not None:
-        raise ValueError("Generator: `target` must be whole on one GPU with `invariant=True`, got one that ranks share")
+        _check_shares(target, weight.device)
+
+
+def _check_shares(target: Target, device: torch.device) -> None:
+    """Refuse ranks whose sums have no kernel that adds in one order, and models whose eager operations take DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(parameter, DTensor) for parameter in target.parameters()):
+        raise ValueError(
+            "Generator: `target` must be whole, or divided by `spec_ops.parallel`, with `invariant=True`, got one that "
+            "transformers has divided"
+        )
+    name = getattr(target.ranks, "name", None)
+    if device.type == "cuda" and (name, str(device)) not in push.connected():
+        raise ValueError(
+            "Generator: `target` must be shared by 2, 4 or 8 GPUs that can write to one another's memory with "
+            "`invariant=True`, got ranks that cannot"
+        )
 
 
 def check_lookup(lookup: PromptLookup, config: SpeculationConfig, max_seq_len: int) -> None:

@@ -10,6 +10,8 @@ graph, and `BatchInvariant` about eager calls: both replace the same things.
 * Sums of floats are replaced where they are over the last dimensions, which a row has for itself, and refused where they are
   over the first one, which is that of the rows. Extrema of floats over the first one are refused too.
 * Products are replaced by ones whose order along k depends on the weight alone.
+* Sums over ranks are replaced by ours, which add in the order of the ranks. In NCCL's, the order follows the place of a number.
+  What ranks copy, and maxima of integers, stand.
 * Our own ops declare it (`define_op`). Where an argument decides, it is set.
 * Everything else is refused, by name.
 """
@@ -22,8 +24,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from spec_ops.backends import push
 from spec_ops.backends.registry import BackendError, device_arch, get_backend, invariant_backend
 from spec_ops.ops._library import INVARIANCE, NAMESPACE
+from spec_ops.ops.collectives import all_reduce_op
 from spec_ops.ops.invariant import batched_mm_op, row_sum_op
 from spec_ops.ops.linear import invariant_weight, skinny_mm_op
 
@@ -118,6 +122,8 @@ def judge(
     if target.namespace == NAMESPACE:
         return _of_ours(target, arguments, value, arch)
     name = base_name(target)
+    if target.namespace == "_c10d_functional":
+        return _of_ranks(target, name, arguments, value, arch)
     if target.namespace not in _KNOWN:
         return Verdict(f"{target} is not known to be batch-invariant")
     if target.is_view or name in _MOVES or is_pointwise(target):
@@ -234,6 +240,46 @@ def _product_of_rows(emitter: Emitter, name: str, args: Sequence[Any], skinny: b
         stack = (emitter.call(aten.unsqueeze.default, side, 0) for side in (left, right))
         out = emitter.call(aten.squeeze.dim, emitter.call(batched_mm_op, *stack, bias), 0)
     return out if added is None or is_bias else emitter.call(aten.add.Tensor, out, added)
+
+
+def _of_ranks(target: Any, name: str, arguments: Mapping[str, Any], value: Callable[[Any], Any], arch: Any) -> Verdict:
+    """Of a collective of torch. Its arguments have other names in other releases."""
+    x, *rest = arguments.values()
+    if name in ("wait_tensor", "broadcast", "all_gather_into_tensor"):
+        return KEPT
+    if name != "all_reduce":
+        return Verdict(f"{target} is not known to be batch-invariant")
+    x, (reduce, group) = value(x), rest
+    if not x.dtype.is_floating_point or reduce in ("max", "min"):
+        return KEPT
+    if reduce != "sum":
+        return Verdict(f"{target} with {reduce!r} has no batch-invariant kernel")
+    chip = arch(x.device)
+    if chip is None:
+        return Verdict(None, lambda emitter, args: emitter.call(all_reduce_op, *args), "all_reduce")
+    ranks = torch.distributed.distributed_c10d._resolve_process_group(group).size()
+    most, count = push.most_bytes(ranks), x.numel()
+    if most is None or chip < push.LEAST_ARCH:
+        return Verdict(f"{target} over {ranks} ranks on sm_{chip} has no batch-invariant kernel")
+    if not isinstance(count, int):
+        return Verdict(f"{target} of a size that is not known while compiling")
+    num_bytes = count * x.dtype.itemsize
+    if reason := push.refusal(x.dtype, reduce, num_bytes if num_bytes <= most else most - 16 + num_bytes % 16, most):
+        return Verdict(f"{target}: `x` {reason}")
+    return Verdict(None, lambda emitter, args: _sum_over_ranks(emitter, args, most), "all_reduce")
+
+
+def _sum_over_ranks(emitter: Emitter, args: Sequence[Any], most: int) -> Any:
+    """As many numbers at a time as our kernel has room for."""
+    x, reduce, group = args
+    like = emitter.value(x)
+    count, step = like.numel(), most // like.dtype.itemsize
+    if count <= step:
+        return emitter.call(all_reduce_op, x, reduce, group)
+    flat = emitter.call(aten.reshape.default, x, [-1])
+    parts = [emitter.call(aten.slice.Tensor, flat, 0, first, min(first + step, count)) for first in range(0, count, step)]
+    sums = [emitter.call(all_reduce_op, part, reduce, group) for part in parts]
+    return emitter.call(aten.reshape.default, emitter.call(aten.cat.default, sums, 0), list(like.shape))
 
 
 def _of_ours(op: Any, arguments: Mapping[str, Any], value: Callable[[Any], Any], arch: Any) -> Verdict:

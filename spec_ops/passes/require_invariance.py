@@ -5,6 +5,7 @@
     (x * rsqrt(mean(x ** 2, -1) + eps)) * g               ->   rms_norm(x, g, eps)
     y = x + residual; rms_norm(y, g, eps)                 ->   y, h = add_rms_norm(x, residual, g, eps)
     sum(x, [-1])                                          ->   row_sum(x)
+    wait_tensor(_c10d_functional.all_reduce(x, "sum"))    ->   all_reduce(x, "sum")
 
 `spec_ops/ops/invariance.py` judges every node: it is batch-invariant as it is, another operation takes its place, or it is
 refused, which fails the compilation with all such nodes and their source lines. What takes whose place depends on weights and
@@ -73,6 +74,10 @@ class RequireInvariance(GraphPass):
                 new = verdict.replace(InGraph(graph, node), arguments)
                 result.did(node, f"{node.target}: {verdict.text}")
                 _put(graph, node, new)
+        for node in graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default):
+            if getattr(node.args[0].target, "namespace", None) != "_c10d_functional":  # nothing is under way
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
 
 
 def _replace_norm(graph: fx.Graph, norm: RMSNorm, result: PassResult) -> None:

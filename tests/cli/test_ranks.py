@@ -30,11 +30,21 @@ def test_two_processes_print_the_text_of_one(monkeypatch, capfd):
     assert text(shared.out) == text(alone.stdout)
 
 
+def test_batch_invariant_texts_of_two_processes(monkeypatch, capfd):
+    few = ("--max-new-tokens", "6", "--prompt", "x = ")
+    options = ("generate", "--device", "cpu", *few, "--tp", "2", "--invariant", "--dtype", "bfloat16", "--compare")
+    monkeypatch.setattr(sys, "argv", ["spec-ops", *options])
+    started = run(*options)
+    printed = capfd.readouterr()
+    assert started.exit_code == 0, printed.err
+    assert printed.out.startswith("2 ranks, cpu, bfloat16")
+    assert "texts are equal" in printed.out
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         (("--tp", "2", "--quantize", "int8"), "leave out --quantize"),
-        (("--tp", "2", "--invariant"), "leave out --invariant"),
         (("--tp", "3"), "`num_heads` must be a multiple of the 3 ranks"),
     ],
 )

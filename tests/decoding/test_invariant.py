@@ -145,6 +145,20 @@ def test_trees_need_a_backend_whose_paths_are_chains(target):
         unregister_backend("chains-only")
 
 
+def test_shares_that_have_no_sums_in_one_order(target):
+    """Of GPUs that do not see one another's memory, and of models whose weights are DTensors."""
+    shared = mock.Mock(ranks=mock.Mock(), parameters=target.parameters)
+    shared.embed.weight = mock.Mock(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    shared.ranks.name = "nobody"
+    with pytest.raises(ValueError, match="`target` must be shared by 2, 4 or 8 GPUs that can write to one another's memory"):
+        check_invariant(shared, False, SpeculationConfig(), "auto", None)
+    shared.embed.weight = target.embed.weight
+    check_invariant(shared, False, SpeculationConfig(), "auto", None)
+    divided = mock.patch("torch.distributed.tensor.DTensor", torch.nn.Parameter)
+    with divided, pytest.raises(ValueError, match="got one that transformers has divided"):
+        check_invariant(shared, False, SpeculationConfig(), "auto", None)
+
+
 def test_refused(target):
     with pytest.raises(ValueError, match="Generator: `backend` must be batch-invariant with `invariant=True`, got 'reference'"):
         Generator(target, **options(backend="reference"))

@@ -179,11 +179,11 @@ def capture_for_cuda(fn: Callable, *args: Any) -> fx.GraphModule:
         return make_fx(fn, decomposition_table=select_decomp_table())(*tree_map_only(torch.Tensor, like, args))
 
 
-def run_pass(graph_pass: GraphPass, module: fx.GraphModule, arch: int | None = None) -> PassResult:
+def run_pass(graph_pass: GraphPass, module: fx.GraphModule, arch: int | None = None, invariant: bool = False) -> PassResult:
     """One pass, as the manager runs it."""
     result = PassResult(graph_pass.name)
     watch = Watch(module.graph)
-    graph_pass.run(module.graph, PassContext(arch), result)
+    graph_pass.run(module.graph, PassContext(arch, invariant), result)
     drop_unread(module.graph)
     watch.check(result)
     module.graph.lint()

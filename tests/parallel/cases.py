@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spec_ops.passes
 from spec_ops.decoding import Generator, PromptLookup, SamplingParams, SpeculationConfig, generate
@@ -49,6 +50,30 @@ def case_compiled(ranks: TensorParallel) -> dict[str, Any]:
         with context, unbuilt():
             found[name] = decoded(dataclasses.replace(JOBS["chain"], config=SpeculationConfig(1)), ranks, compile=True)
     return {**found, "graphs": len(counts)}
+
+
+def case_invariant(ranks: TensorParallel) -> dict[str, Any]:
+    """Plain decoding, chains and trees in bfloat16, alone and together: the tokens, and the sums of ranks that torch did."""
+    sums = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops._c10d_functional.all_reduce.default and args[0].is_floating_point():
+                sums.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    found: dict[str, Any] = {}
+    for kind in ("gqa", "mixture"):
+        target = shard(make_target(kind).bfloat16(), ranks)
+        draft = make_draft(JOBS["chain"], target).bfloat16()
+        ways = {"plain": (), "chain": (draft, SpeculationConfig(3)), "tree": (draft, SpeculationConfig(3, 2, 6))}
+        for name, drafting in ways.items():
+            for batch in (1, 4):
+                options = {"max_batch_size": batch, "max_seq_len": 64, "page_size": 4, "prefill_chunk_size": 8}
+                generator = Generator(target, *drafting, invariant=True, **options)
+                with Watched():
+                    found[f"{kind}, {name}, {batch}"] = generator.generate(BATCH, max_new_tokens=NEW_TOKENS).tokens
+    return {"tokens": found, "sums": len(sums)}
 
 
 def case_selected_rows(ranks: TensorParallel) -> dict[str, Any]:

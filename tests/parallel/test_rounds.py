@@ -48,6 +48,17 @@ def test_tokens_of_compiled_rounds(ranks, alone):
         assert found["passes"] == found["no passes"] == alone["chain"]
 
 
+def test_batch_invariant_shares(ranks):
+    """One text for all ways to decode, in bfloat16; and no sum of torch's is left, whose order may follow the rows."""
+    for result in of(ranks, "case_invariant"):
+        assert result["sums"] == 0
+        for kind in ("gqa", "mixture"):
+            texts = [tokens for name, tokens in result["tokens"].items() if name.startswith(f"{kind}, ")]
+            assert len(texts) == 6
+            assert texts[1:] == texts[:1] * 5
+        assert result["tokens"] == of(ranks, "case_invariant")[0]["tokens"]
+
+
 def test_sums_of_selected_rows(ranks):
     """One rank is late: what the others have sent is not there before they waited for it."""
     assert all(result == {"of_a_sum": [1, True], "of_all_requests": [1, True]} for result in of(ranks, "case_selected_rows"))

@@ -11,12 +11,17 @@ import torch
 import torch.nn.functional as F
 
 import spec_ops
-from spec_ops.backends import get_backend, unregister_backend
+from spec_ops.backends import get_backend, push, unregister_backend
 from spec_ops.decoding import Generator, SpeculationConfig
 from spec_ops.models.config import ModelConfig
 from spec_ops.models.drafts import Eagle3Draft
 from spec_ops.models.target import CausalLM
+from spec_ops.ops.collectives import all_reduce_op
 from spec_ops.ops.invariance import NotInvariantError
+from spec_ops.parallel import TensorParallel, shard
+from spec_ops.passes.require_invariance import RequireInvariance
+from tests.helpers.groups import pretended
+from tests.helpers.pass_harness import capture, run_pass, targets, texts
 
 SIZES = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64}
 NAME = "require_invariance"
@@ -110,6 +115,70 @@ def test_norms_whose_weight_is_not_one_number_for_each_column():
     for one, eager in zip(compiled(*args), fn(*args), strict=True):
         assert one.shape == eager.shape
         torch.testing.assert_close(one, eager, rtol=2e-2, atol=2e-2)
+
+
+c10d = torch.ops._c10d_functional
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "arch", "sums"),
+    [((4, 64), 2, 90, 1), ((40, 4096), 8, 90, 2), ((1024, 4096), 4, 100, 22), ((40, 4096), 8, None, 1)],
+)
+def test_sums_over_ranks(size, ranks, arch, sums):
+    """Ours, as much of them at a time as there is room for; on the CPU all at once."""
+    group = pretended(ranks)
+    module, _ = capture(lambda x: c10d.wait_tensor(c10d.all_reduce(x, "sum", group)) + 1, torch.ones(size).bfloat16())
+    result = run_pass(RequireInvariance(), module, arch, invariant=True)
+    assert [note.text for note in result.done] == ["_c10d_functional.all_reduce.default: all_reduce"]
+    called = targets(module)
+    assert called.count(all_reduce_op) == sums
+    assert not {c10d.all_reduce.default, c10d.wait_tensor.default} & set(called)
+    parts = [node.meta["val"].numel() * 2 for node in module.graph.nodes if node.target is all_reduce_op]
+    assert sum(parts) == 2 * size[0] * size[1]
+    assert arch is None or max(parts) <= push.MOST_BYTES[ranks]
+
+
+@pytest.mark.parametrize("bs", [1, 32])
+def test_rounds_of_a_share(models, bs, monkeypatch):
+    """Nothing is refused, and no sum is left to NCCL, however many rows there are."""
+    monkeypatch.setitem(push.MOST_BYTES, 2, 4096)  # room for 16 rows
+    target = shard(models[0], TensorParallel.fake(2))
+    plan = spec_ops.explain(Generator(target, max_batch_size=bs, max_seq_len=64).round(bs), arch=90, invariant=True)
+    assert not [note for result in plan.results if result.name == NAME for note in result.refused]
+    lowered = len(notes(plan, "lower_all_reduce")), sum(text.endswith(": all_reduce") for text in notes(plan))
+    sums = 2 * models[0].config.num_layers  # of attention and MLP, beside the largest logits
+    assert lowered == ((sums + 1, 0) if bs == 1 else (1, sums))
+
+
+def test_what_ranks_copy_stands():
+    group = pretended(2)
+
+    def fn(x, keys):
+        keys = c10d.wait_tensor(c10d.all_reduce(keys, "max", group))
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group)) + 1, keys + 1
+
+    module, _ = capture(fn, torch.ones(4, 8), torch.arange(4))
+    result = run_pass(RequireInvariance(), module, 90, invariant=True)
+    assert not result.done
+    assert not result.refused
+
+
+@pytest.mark.parametrize(
+    ("x", "ranks", "reduce", "arch", "reason"),
+    [
+        (torch.ones(4, 8), 2, "sum", 90, "got sum of torch.float32"),
+        (torch.ones(4, 8).bfloat16(), 3, "sum", 90, "over 3 ranks on sm_90 has no batch-invariant kernel"),
+        (torch.ones(4, 8).bfloat16(), 2, "sum", 80, "over 2 ranks on sm_80 has no batch-invariant kernel"),
+        (torch.ones(4, 8).bfloat16(), 2, "avg", 90, "with 'avg' has no batch-invariant kernel"),
+        (torch.ones(1, 3).bfloat16(), 2, "sum", 90, "must be of a multiple of 16 bytes, got 6"),
+    ],
+)
+def test_sums_over_ranks_that_are_refused(x, ranks, reduce, arch, reason):
+    group = pretended(ranks)
+    module, _ = capture(lambda x: c10d.wait_tensor(c10d.all_reduce(x, reduce, group)) + 1, x)
+    result = run_pass(RequireInvariance(), module, arch, invariant=True)
+    assert not result.done
+    assert reason in texts(result.refused)
 
 
 def test_refused_with_lines():

@@ -219,7 +219,7 @@ def _one_layer(file: Path, prefix: str, state: dict[str, torch.Tensor], target: 
     options: dict[str, Any] = {"config": config, "state_dict": state, "dtype": target.dtype}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if ranks_of(target) is not None:
-        options["distributed_config"] = getattr(target.config, "distributed_config", None)  # None with transformers 5.17: whole
+        options["distributed_config"] = target.config.distributed_config
     try:
         loaded: Any = type(target).from_pretrained(None, **options)
     except (RuntimeError, ValueError, TypeError) as error:  # experts of different shapes cannot be joined

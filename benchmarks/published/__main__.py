@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.published import kernels, peers, rounds, sampling, summary
+from benchmarks.published import kernels, peers, rounds, sampling, summary, texts
 from benchmarks.published.text import RESULTS, ROOT
 
 BLOCK = re.compile(r"^( *)<!-- figures: ([\w-]+) -->\n(.*?)^ *<!-- end of figures -->$", re.MULTILINE | re.DOTALL)
@@ -42,6 +42,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "passes": rounds.passes,
     "sampled": rounds.sampled,
     "invariant": rounds.invariant,
+    "texts": texts.texts,
     "models": rounds.models,
     "weights": rounds.weights,
     "ranks": rounds.ranks,

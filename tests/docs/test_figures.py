@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from benchmarks.kernels import roofline
 from benchmarks.published import __main__ as published
-from benchmarks.published import chart, peers, rounds, sampling, summary
+from benchmarks.published import chart, peers, rounds, sampling, summary, texts
 from benchmarks.published.text import load_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,6 +141,26 @@ def test_rounds_that_sample_have_a_table_of_their_own(tmp_path):
     assert lines(rounds.above(tmp_path)) == []
     write(tmp_path, "h200-round-sampled", [row(topk=1)])
     assert "not measured yet" in rounds.sampled(tmp_path)
+
+
+def test_texts_with_the_flag_and_without(tmp_path):
+    """What is claimed of them follows the file."""
+    assert "not measured yet" in texts.texts(tmp_path)
+    assert texts.equal(tmp_path) is None
+    row = {"model": "pair", "way": "chain", "texts": 512, "tokens": 9000, "accept_length": 3.4}
+    rows = [
+        row | {"invariant": True, "differ": 0, "logits_differ": 0},
+        row | {"invariant": True, "way": "alone", "differ": 0},
+        row | {"invariant": False, "differ": 90},
+        {"model": "pair", "way": "tree", "invariant": True, "error": "none"},
+    ]
+    for logits, equal in ((0, True), (3, False)):
+        rows[0]["logits_differ"] = logits
+        (tmp_path / "h200-invariance.json").write_text(json.dumps({"rows": rows}))
+        table = texts.texts(tmp_path)
+        assert f"| shipped pair | chain | 0 of 512 | {logits} of 9000 | 90 of 512 | 3.40 |" in table
+        assert "| shipped pair | alone | 0 of 512 |  |  | 3.40 |" in table
+        assert texts.equal(tmp_path) is equal
 
 
 def test_sampling_stands_beside_the_fastest_of_flashinfer(tmp_path):

@@ -12,6 +12,7 @@ Most of the time goes into compiling rounds: processes do that side by side, and
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
@@ -75,7 +76,11 @@ def bench_invariance(
             known = [each.name for each in OTHERS]
             raise typer.BadParameter(f"must be part of one of {known}, got {way}", param_hint="--way")
         deadline = None if total_seconds is None else time.monotonic() + total_seconds
-        executor = _Here() if device == "cpu" else ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+        executor: Executor = _Here()
+        if device == "cuda":
+            # Each process has Inductor compile on as many others as there are cores, unless it is told.
+            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+            executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
         try:
             with executor:
                 rows, left_out = decode_all(executor, plans, sizes, whole, deadline)

@@ -17,7 +17,8 @@ A weight that is stored in 8 or 4 bits is read as it lies:
 
 Otherwise a kernel reads it and writes a number of 16 bits for each, which cuBLAS reads: five bytes of traffic for one. So this
 needs no figures, only a GPU with the kernel's instructions and no more rows than it takes. With more rows the weight is
-dequantized. torchao's int4 weights come with a kernel, which a product of few rows does without too.
+dequantized. torchao's int4 weights come with a kernel, which a product of few rows does without too, unless they lie in an
+order of that kernel's own.
 
 Where results must be batch-invariant, every product with a weight is replaced, by the variant of the kernel that is
 (`require_invariance`), and weights of fewer bits are dequantized.
@@ -43,6 +44,7 @@ from spec_ops.passes.analysis.stored_weights import (
     int4_rows,
     is_stored,
     scaled_after,
+    shuffled_int4,
 )
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
@@ -114,6 +116,11 @@ class LowerSkinnyMm(GraphPass):
         for node in [node for node in graph.nodes if node.op == "call_function"]:
             if (int4 := int4_rows(node)) is not None:
                 _read_as_stored(graph, node, None, *int4, context, result)
+                continue
+            if (shuffled := shuffled_int4(node)) is not None:
+                result.refuse(
+                    node, f"product with torchao's {shuffled}: its weight lies in the order of that product's own kernel"
+                )
                 continue
             if node.target not in (aten.mm.default, aten.addmm.default):
                 continue

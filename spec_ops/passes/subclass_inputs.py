@@ -4,7 +4,7 @@
 
 AOTAutograd gives a graph such tensors too, but takes every subclass apart in Python at each call: in torch 2.11 that is 18 us
 for a weight of three tensors, and for the weights of an 8B model longer than a round takes on a GPU. Here it is a list of
-attributes, which are read anew at each call.
+attributes, which are read anew at each call. Of some weights of torchao (`torchao_weights.py`) these are put in another order.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch._dynamo.source import AttrSource
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from spec_ops.passes.torchao_weights import IN_ROWS, ScalesInRows, dequantized_weight, in_rows, parts_of
 
 
 class _Like(NamedTuple):
@@ -65,13 +67,13 @@ def with_plain_inputs(
     sources = {node._dynamo_source for node in placeholders}  # type: ignore[attr-defined]
     for i, (node, given) in enumerate(zip(placeholders, inputs, strict=True)):
         apart = _is_parameter(node, given) and not any(source in sources for source in _sources(node, given))
-        names = _take_apart(graph_module.graph, node, given) if apart else None
-        takes = [None] if names is None else [operator.attrgetter(name) for name in names]
+        takes = _take_apart(graph_module.graph, node, given) if apart else [None]
         taken += [(i, take) for take in takes]
         plain += [given if take is None else take(given) for take in takes]
     graph_module.recompile()
     known = inductor_config.unsafe_marked_cacheable_functions
-    with inductor_config.patch(unsafe_marked_cacheable_functions={**known, f"{__name__}.{rebuilt.__name__}": "1"}):
+    ours = {f"{function.__module__}.{function.__name__}": "1" for function in (rebuilt, dequantized_weight)}
+    with inductor_config.patch(unsafe_marked_cacheable_functions={**known, **ours}):
         compiled = compile_fn(graph_module, plain)
 
     def call(*args: Any) -> Any:
@@ -112,29 +114,37 @@ def _sources(node: fx.Node, given: Any) -> list[AttrSource]:
     return [AttrSource(node._dynamo_source, name) for name in given.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
 
 
-def _take_apart(graph: fx.Graph, node: fx.Node, given: Any) -> list[str]:
-    """Placeholders for the tensors that `given` holds, in place of `node`; their names."""
-    names, rest = given.__tensor_flatten__()
+def _take_apart(graph: fx.Graph, node: fx.Node, given: Any) -> list[Callable[[Any], torch.Tensor] | None]:
+    """Placeholders for the tensors that `given` holds, in place of `node`; what takes them of a parameter."""
     example = node.meta["example_value"]
+    known = parts_of(given)
+    names: Sequence[str] = known or given.__tensor_flatten__()[0]
+    takes: list[Any] = [ScalesInRows() if name == IN_ROWS else operator.attrgetter(name) for name in names]
+    fakes = [in_rows(example) if name == IN_ROWS else getattr(example, name) for name in names]
     context = TracingContext.try_get()
     outer = None if context is None else context.tensor_to_context.get(given)
     parts = []
-    for name, source in zip(names, _sources(node, given), strict=True):
+    for name, take, fake in zip(names, takes, fakes, strict=True):
         with graph.inserting_before(node):
             part = graph.placeholder(f"{node.target}_{name}")
-        part._dynamo_source = source  # type: ignore[attr-defined]
-        part.meta |= {"example_value": getattr(example, name), "tensor_dict": dict(node.meta["tensor_dict"])}
+        part._dynamo_source = AttrSource(node._dynamo_source, name)  # type: ignore[attr-defined]
+        part.meta |= {"example_value": fake, "tensor_dict": dict(node.meta["tensor_dict"])}
         if context is not None and outer is not None and name in getattr(outer, "inner_contexts", {}):
-            context.tensor_to_context[getattr(given, name)] = outer.inner_contexts[name]
+            context.tensor_to_context[take(given)] = outer.inner_contexts[name]
         parts.append(part)
-    told_apart = hasattr(given, "_stable_hash_for_caching")
-    cls = f"{type(given).__module__}.{type(given).__qualname__}"
-    like = f"{cls} {given._stable_hash_for_caching() if told_apart else next(_COUNT)}"
-    _LIKE[like] = _Like(type(given), tuple(names), rest, given.shape, given.stride())
+    call: tuple[Any, dict[str, Any]]
+    if known:
+        call = dequantized_weight, {"dtype": str(given.dtype).removeprefix("torch.")}
+    else:
+        told_apart = hasattr(given, "_stable_hash_for_caching")
+        cls = f"{type(given).__module__}.{type(given).__qualname__}"
+        like = f"{cls} {given._stable_hash_for_caching() if told_apart else next(_COUNT)}"
+        _LIKE[like] = _Like(type(given), tuple(names), given.__tensor_flatten__()[1], given.shape, given.stride())
+        call = rebuilt if told_apart else rebuilt_uncached, {"like": like}
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
-        made = graph.call_function(rebuilt if told_apart else rebuilt_uncached, tuple(parts), {"like": like})
+        made = graph.call_function(call[0], tuple(parts), call[1])
     made.meta |= {"example_value": example}
     node.replace_all_uses_with(made)
     graph.erase_node(node)
-    return list(names)
+    return takes

@@ -32,6 +32,7 @@ from spec_ops.backends import Backend, get_backend, unregister_backend
 from spec_ops.passes import GraphPass, GraphReport, PassContext, PassManager, PassResult, manager
 from spec_ops.passes.analysis.graph import drop_unread
 from spec_ops.passes.analysis.outputs import Watch
+from spec_ops.passes.subclass_inputs import with_plain_inputs
 
 
 def compile_interpreted(
@@ -57,7 +58,11 @@ def compile_interpreted(
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,
     )
-    return torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic), reports
+
+    def taken_apart(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+        return with_plain_inputs(module, inputs, backend)
+
+    return torch.compile(fn, backend=taken_apart, fullgraph=True, dynamic=dynamic), reports
 
 
 @dataclass

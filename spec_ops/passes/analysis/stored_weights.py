@@ -77,6 +77,8 @@ def weight_bytes(node: fx.Node) -> int:
         return 0
     if (found := int4_rows(node)) is not None:
         return _bytes(*_tensors(found[1]))
+    if shuffled_int4(node) is not None:
+        return _bytes(*node.all_input_nodes[1:])
     if node.target in _SKINNY:
         return _bytes(*(arg(node, name) for name in ("weight", "scale", "zero", "tensor_scale")))
     if node.target not in (aten.mm.default, aten.addmm.default):
@@ -421,3 +423,12 @@ def int4_rows(node: fx.Node) -> tuple[fx.Node, StoredWeight] | None:
     x, data, scale, zero = (arg(node, argument.name) for argument in target._schema.arguments)
     shape = tuple(value(scale).shape)[::-1]
     return x, StoredWeight(data, False, scale, True, shape, zero)
+
+
+def shuffled_int4(node: fx.Node) -> str | None:
+    """Which of torchao's int4 weights in an order of their own kernel's the product `node` reads; None for any other node."""
+    target: Any = node.target
+    name = getattr(target, "_name", "")
+    if name in ("aten::_weight_int4pack_mm", "aten::_weight_int4pack_mm_with_scales_and_zeros"):
+        return "Int4TilePackedTo4dTensor" if name.endswith("pack_mm") else "Int4PlainInt32Tensor"
+    return "Int4PreshuffledTensor" if name in ("mslk::bf16i4bf16_shuffled", "mslk::f8i4bf16_shuffled") else None

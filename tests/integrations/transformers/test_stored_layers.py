@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from pathlib import Path
 
@@ -221,11 +222,36 @@ def test_torchaos_int4_for_rows_of_8_bits_is_named(tmp_path):
     assert isinstance(model.model.layers[0].mlp.up_proj.weight.data, torchao.Int4Tensor)
 
 
-@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize(
+    ("name", "parts", "needs"),
+    [
+        ("Int4TilePackedTo4dTensor", lambda n, k, s: (torch.zeros(n // 8, k // 64, 32, 2), s, [1, 128], (n, k)), "needs cuda;"),
+        ("Int4PreshuffledTensor", lambda n, k, s: (torch.zeros(n, k // 2), s, [1, 128], (n, k)), "needs cuda and mslk;"),
+        ("Int4PlainInt32Tensor", lambda n, k, s: (torch.zeros(n, k // 8), s, s, [1, 128], (n, k)), "needs xpu or npu;"),
+    ],
+)
+def test_torchaos_int4_for_other_kernels_is_named(name, parts, needs):
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = exact_model()
+    layer = model.model.layers[1].mlp.up_proj
+    kind, (n, k) = getattr(torchao, name), layer.weight.shape
+    layer.weight = nn.Parameter(kind(*parts(n, k, torch.zeros(k // 128, n))), requires_grad=False)
+    with pytest.raises(
+        ValueError, match=rf"`target` must have int4 .* on cpu: model.layers.1.mlp.up_proj has an {name}, .*{needs}"
+    ):
+        TransformersGenerator(model, exact_model())
+
+
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "NVFP4WeightOnlyConfig"])
 def test_torchaos_checkpoints(tmp_path, name):
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     exact_model().save_pretrained(tmp_path / "exact")
-    config = TorchAoConfig(getattr(torchao, name)(set_inductor_config=False))
+    if name.startswith("NVFP4"):
+        torchao = pytest.importorskip("torchao.prototype.mx_formats", reason="torchao has no NVFP4")
+        config = TorchAoConfig(torchao.NVFP4WeightOnlyConfig())
+        torchao = importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
+    else:
+        config = TorchAoConfig(getattr(torchao, name)(set_inductor_config=False))
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", quantization_config=config, dtype=torch.float32)
     made.save_pretrained(tmp_path / "quantized")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized", dtype=torch.float32).eval()

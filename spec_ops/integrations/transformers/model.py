@@ -37,6 +37,7 @@ from spec_ops.integrations.transformers.probe import (
 )
 from spec_ops.integrations.transformers.sharing import HeadCalls, exchanged, ranks_of
 from spec_ops.integrations.transformers.torchao_int4 import computing_int4
+from spec_ops.integrations.transformers.torchao_rows import check_rows
 from spec_ops.models.config import KVRows
 from spec_ops.models.layers import likeliest
 from spec_ops.models.paged import PagedKVCache
@@ -336,6 +337,7 @@ def _release(switched: _Switched, holder: TransformersModel) -> None:
 
 def _switch_first(model: PreTrainedModel, switch_experts: bool, argument: Argument) -> Callable[[], None]:
     training = [module for module in model.modules() if module.training]
+    check_rows(model, argument)
     with ExitStack() as entered:
         entered.enter_context(attending(model, NAME))  # each may refuse; nothing has changed then
         entered.enter_context(reading_as_stored(model, argument))

@@ -211,7 +211,8 @@ def floor_bytes(generator: Generator, batch_size: int, context: int, sizes: Mode
     def size(module: Any, tokens: int) -> int:
         total = sum(map(parameter_bytes, module.parameters())) - sum(map(parameter_bytes, module.embed.parameters()))
         for layer in (part for part in module.modules() if isinstance(part, Mixture)):
-            experts = sum(p.numel() * p.element_size() for p in (layer.gate_up_proj, layer.down_proj))
+            stacks = layer.gate_up_proj, layer.down_proj, layer.gate_up_scale, layer.down_scale
+            experts = sum(stack.nbytes for stack in stacks if stack is not None)
             total -= round(experts * (1 - touched_experts(layer.mixture, tokens) / layer.mixture.num_experts))
         return total
 

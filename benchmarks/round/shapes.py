@@ -199,7 +199,7 @@ GPT_OSS_EXPERTS = replace(
         intermediate_size=2880,
         mixture=MixtureConfig(32, 4, intermediate_size=2880, biases=True, limit=7.0, alpha=1.702, beta=1.0),
     ),
-    about="gpt-oss-20b with its experts in bfloat16, sinks and windows, and an EAGLE-3 head",
+    about="gpt-oss-20b with its experts, sinks and windows, and an EAGLE-3 head",
 )
 MLA_EXPERTS = replace(
     MLA_STACK,
@@ -211,7 +211,7 @@ MLA_EXPERTS = replace(
             top_groups=4, scale=2.5,
         ),
     ),
-    about="4 of DeepSeek-V3's 58 mixture layers in bfloat16, and a NextN layer that is a mixture too",
+    about="4 of DeepSeek-V3's 58 mixture layers, and a NextN layer that is a mixture too",
 )  # fmt: skip
 TINY_EXPERTS = replace(
     TINY,

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from spec_ops.models.quantized import float8_tensor, int4_tensor, linear_layers, mxfp4_tensor, nvfp4_tensor
+from spec_ops.models.quantized_experts import EXPERT_KINDS, mixtures, store_experts
 from spec_ops.models.stored_tensor import StoredTensor
 
 KINDS = ("float8", "float8_block", "int4", "nvfp4", "mxfp4")
@@ -15,7 +16,11 @@ _OF_4_BITS = {"int4": int4_tensor, "nvfp4": nvfp4_tensor, "mxfp4": mxfp4_tensor}
 
 def store(model: nn.Module, kind: str) -> None:
     """What `quantize(model, kind)` does, without torchao: a compiled round has the same kernels."""
-    for layer in linear_layers(model):
+    layers = linear_layers(model)
+    if kind in EXPERT_KINDS:
+        for mixture in mixtures(model):
+            store_experts(mixture, kind, mxfp4_tensor if kind == "mxfp4" else float8_tensor)
+    for layer in layers:
         layer.weight = nn.Parameter(stored(layer.weight, kind), requires_grad=False)
 
 

@@ -177,9 +177,12 @@ class Mixture(nn.Module):
 
     Attributes:
         first_expert: the first of the `local_experts` that are here, a 0-dim int64 buffer; None where all are.
+        gate_up_scale, down_scale: of experts in 8 or 4 bits (`quantize`), as `moe_experts` takes them; None in 16.
     """
 
     first_expert: torch.Tensor | None
+    gate_up_scale: torch.Tensor | None
+    down_scale: torch.Tensor | None
     correction_bias: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
@@ -202,6 +205,8 @@ class Mixture(nn.Module):
         nn.init.normal_(self.down_proj, std=inner**-0.5)
         for name, width in (("gate_up_bias", 2 * inner), ("down_bias", hidden)):
             self.register_parameter(name, nn.Parameter(torch.zeros(held, width)) if mixture.biases else None)
+        for name in ("gate_up_scale", "down_scale"):
+            self.register_parameter(name, None)
         self.shared = MLP(config, mixture.shared_intermediate_size) if mixture.shared_intermediate_size else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -230,6 +235,8 @@ class Mixture(nn.Module):
             limit=mixture.limit,
             alpha=mixture.alpha,
             beta=mixture.beta,
+            gate_up_scale=self.gate_up_scale,
+            down_scale=self.down_scale,
         ).view(x.shape)
         return out if self.shared is None else out + self.shared(x)
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from spec_ops._extras import install_hint
 from spec_ops.backends.weight_format import BLOCK, E2M1_MAX, FLOAT4_GROUPS, GROUPS, e2m1, e8m0, packed, packed_e2m1
+from spec_ops.models.layers import Mixture
+from spec_ops.models.quantized_experts import EXPERT_KINDS, is_stored, mixtures, store_experts
 from spec_ops.models.stored_tensor import StoredTensor
 
 KINDS = ("float8", "float8_block", "float8_tensor", "int8", "int4", "nvfp4", "mxfp4")
@@ -26,9 +28,11 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
 
     The weights become torchao's `Float8Tensor` or `Int8Tensor`, but for kinds that become `StoredTensor`: `"float8_block"`,
     which torchao has for 8-bit activations alone; `"int4"`, in the layout of torchao's `Int4Tensor`, whose own kernels need a
-    GPU and one more package; `"nvfp4"` and `"mxfp4"`, of which torchao has prototypes. Biases, embeddings, norms and layers
-    whose input is no multiple of 64 stay as they are, and so do layers that are quantized already, such as an LM head that a
-    draft shares with its target. Load weights first: a quantized model has no state dict in the layout of checkpoints.
+    GPU and one more package; `"nvfp4"` and `"mxfp4"`, of which torchao has prototypes. Biases, embeddings, norms, routers and
+    layers whose input is no multiple of 64 stay as they are, and so do layers that are quantized already, such as an LM head
+    that a draft shares with its target. The experts of this package's mixtures are stored too where `moe_experts` reads the
+    kind: the three of float8, and `"mxfp4"`. Load weights first: a quantized model has no state dict in the layout of
+    checkpoints.
 
     Args:
         model: of any kind; ours, or one of transformers.
@@ -52,6 +56,9 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
     if kind not in KINDS:
         raise ValueError(f"quantize: `kind` must be one of {list(KINDS)}, got {kind!r}")
     layers = linear_layers(model, lm_head)
+    if kind in EXPERT_KINDS:
+        for mixture in mixtures(model):
+            store_experts(mixture, kind, _STORED.get(kind, float8_tensor))
     if (store := _STORED.get(kind)) is not None:
         for layer in layers:
             layer.weight = nn.Parameter(store(layer.weight), requires_grad=False)
@@ -76,7 +83,9 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
 
 def linear_layers(model: nn.Module, lm_head: bool = True) -> list[nn.Linear]:
     """Those of `model` that `quantize` stores anew; raises as it does if there are none."""
-    found = [module for name, module in model.named_modules() if _is_linear(name, module, lm_head)]
+    routers = {mixture.router for mixture in mixtures(model)}
+    named = [(name, module) for name, module in model.named_modules() if module not in routers]
+    found = [module for name, module in named if _is_linear(name, module, lm_head)]
     chosen: list[Any] = [module for module in found if not is_quantized(module)]
     if not chosen:
         got = "one that is quantized already" if found else type(model).__name__
@@ -203,10 +212,14 @@ def check_plain(op: str, argument: str, model: nn.Module, shared: nn.Module | No
     `shared` may be."""
     others = set() if shared is None else set(shared.modules())
     for name, module in model.named_modules():
-        if module not in others and is_quantized(module):
-            weight: Any = module.weight.data
+        if module in others:
+            continue
+        experts = isinstance(module, Mixture) and is_stored(module)
+        if experts or is_quantized(module):
+            weight: Any = (module.gate_up_proj if experts else module.weight).data
             got = weight.dtype if type(weight) is torch.Tensor else type(weight).__name__
-            where = f"{name}.weight" if name else "weight"
+            last = "gate_up_proj" if experts else "weight"
+            where = f"{name}.{last}" if name else last
             wanted = "have the weights that it had before `quantize`"
             raise ValueError(f"{op}: `{argument}` must {wanted}, got `{where}` as {got}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from unittest import mock
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import skinny_mm
+from benchmarks.published import products
 from benchmarks.round.shapes import SHAPES
 from spec_ops.backends.weight_format import dequantized, weight_format
 from spec_ops.decoding import Generator, SpeculationConfig
@@ -73,6 +75,7 @@ def test_what_a_rule_does_stands_beside_what_was_measured():
     ("options", "message"),
     [
         (["--model", "llama-8b", "--shape", "64", "64"], "give --shape or --model, not both"),
+        (["--warm", "--json", "rows.json"], "give --warm or --json, not both"),
         (["--model", "tiny", "--tp", "3"], "--tp 3, tiny: shard: `num_heads` must be a multiple of the 3 ranks, got 4"),
         (["--model", "tiny", "--tp", "0"], "--tp 0, tiny: TensorParallel: `size` must be an int of at least 1, got 0"),
     ],
@@ -83,3 +86,40 @@ def test_mistakes(monkeypatch, capsys, options, message):
         skinny_mm.main()
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("k", [256, 320])
+def test_what_torchs_own_int4_kernel_is_given(k):
+    """The same weights: numbers from 0 to 15, the even column in the high half of a byte."""
+    parts = skinny_mm.stored(torch.randn(48, k, generator=torch.Generator().manual_seed(0)), "int4")
+    numbers, scales = skinny_mm.int4pack_parts(*parts[:3])
+    group = k // scales.shape[0]
+    halves = torch.stack([numbers >> 4, numbers & 15], 2).flatten(1).float() - 8
+    scale, zero = (scales[..., i].t().float().repeat_interleave(group, 1) for i in (0, 1))
+    assert torch.equal(halves * scale + zero, dequantized(*parts))
+
+
+@pytest.mark.parametrize("kind", ["row", "tensor"])
+def test_what_scaled_mm_is_given(kind):
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(5, 256, generator=g).bfloat16(), torch.randn(32, 256, generator=g)
+    data, scale, *_ = skinny_mm.stored(weight, kind)
+    got, want = skinny_mm.scaled_mm(x, data, scale), x.float() @ dequantized(data, scale).t()
+    assert (got.float() - want).norm() < 0.05 * want.norm()
+
+
+def test_the_published_table(tmp_path):
+    row = {"n": 64, "k": 128, "m": 1, "floor_us": 5.0, "torch_us": 30.0, "error_over_torch": 1.01}
+    rows = [
+        row | {"weights": "row", "us": 10.0, "scaled_mm_us": 20.0},
+        row | {"weights": "int4", "us": 8.0, "int4pack_us": 7.0},
+    ]
+    rows += [row | {"weights": "row", "m": 4, "us": 10.0, "scaled_mm_us": 15.0}, row | {"us": 10.0}]
+    (tmp_path / f"{products.FILE}.json").write_text(json.dumps({"rows": rows}))
+    text = products.products(tmp_path)
+    assert "| 64 x 128 | row | 1 | 5.0 | 10.0 | 0.50 | 30 | 20 |  |" in text
+    assert "| 64 x 128 | int4 | 1 | 5.0 | 8.0 | 0.62 | 30 |  | 7.0 |" in text
+    assert text.count("| 64 x 128 |") == 2
+    assert "mslk" not in text
+    assert "torch._scaled_mm takes 1.5 to 2.0 times as long (2 of 2 products are ahead of it)" in " ".join(text.split())
+    assert "torch's int4 takes 0.88 times as long (0 of 1 products are ahead of it)" in " ".join(text.split())

@@ -171,7 +171,7 @@ def weights_of(model: str, ranks: int) -> dict[tuple[int, int], list[str]]:
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     """For each weight in 16 bits and each range of rows that has a rule: the gains over cuBLAS, and what the rule does."""
     lines = []
-    bounds = [0, *(rule.max_m for rule in RULES[ARCH])]
+    bounds = [0, *sorted({rule.max_m for rule in RULES[ARCH]})]
     for n, k in dict.fromkeys((row["n"], row["k"]) for row in rows if "weights" not in row):
         parts = []
         for least, most in itertools.pairwise(bounds):

@@ -63,6 +63,7 @@ class Rule:
         max_n: most columns.
         min_k: least k.
         min_bytes, max_bytes: least and most bytes of the weight.
+        min_n: least columns.
     """
 
     max_m: int
@@ -70,11 +71,12 @@ class Rule:
     min_k: int
     min_bytes: int
     max_bytes: int
+    min_n: int = 1
 
     def refusal(self, n: int, k: int) -> str | None:
         """Why cuBLAS keeps the product of `[m, k]` and `[k, n]`; None if `skinny_mm` computes it."""
-        if n > self.max_n:
-            return f"more than {self.max_n} columns"
+        if not self.min_n <= n <= self.max_n:
+            return f"more than {self.max_n} columns" if n > self.max_n else f"fewer than {self.min_n} columns"
         if k < self.min_k or k % BLOCK_K:
             return f"k is less than {self.min_k} or no multiple of {BLOCK_K}"
         if not self.min_bytes <= 2 * n * k <= self.max_bytes:
@@ -84,12 +86,17 @@ class Rule:
 
 Rules = dict[int, tuple[Rule, ...]]
 
-# The rules of an architecture are in order of `max_m`; the first one that covers the rows applies.
-# 112 MiB is the largest weight that was faster at every m; 7168 x 16384 (224 MiB) took up to 1.08 times as long as cuBLAS.
+# The rules of an architecture are in order of `max_m`; those with the least `max_m` that covers the rows apply, and a product
+# that any of them allows is computed by `skinny_mm`. On Hopper up to 32 rows go by tiles of 64 columns, one for each of 132
+# multiprocessors at about 8192 columns: there it is fast again. 112 MiB is the largest weight that was faster at every m; 7168
+# x 16384 (224 MiB) took up to 1.08 times as long as cuBLAS.
 RULES: Rules = {
     90: (
-        Rule(max_m=16, max_n=48 * 132, min_k=4096, min_bytes=16 << 20, max_bytes=112 << 20),
-        Rule(max_m=32, max_n=32 * 132, min_k=4096, min_bytes=16 << 20, max_bytes=112 << 20),
+        Rule(max_m=16, max_n=48 * 132, min_k=3072, min_bytes=6 << 20, max_bytes=112 << 20),
+        Rule(max_m=16, max_n=48 * 132, min_k=1024, min_bytes=8 << 20, max_bytes=112 << 20, min_n=4096),
+        Rule(max_m=32, max_n=32 * 132, min_k=3072, min_bytes=6 << 20, max_bytes=112 << 20),
+        Rule(max_m=32, max_n=32 * 132, min_k=1792, min_bytes=10 << 20, max_bytes=112 << 20),
+        Rule(max_m=32, max_n=64 * 132, min_k=1024, min_bytes=16 << 20, max_bytes=128 << 20, min_n=58 * 132),
         Rule(max_m=64, max_n=32 * 132, min_k=7168, min_bytes=20 << 20, max_bytes=112 << 20),
     ),
 }
@@ -100,8 +107,11 @@ def refusal(arch: int, m: int, n: int, k: int, rules: Rules | None = None) -> st
     `RULES`."""
     if (given := (RULES if rules is None else rules).get(arch)) is None:
         return f"no figures for sm_{arch}"
-    rule = next((rule for rule in given if m <= rule.max_m), None)
-    return rule.refusal(n, k) if rule else f"more than {given[-1].max_m} rows"
+    rows = next((rule.max_m for rule in given if m <= rule.max_m), None)
+    if rows is None:
+        return f"more than {given[-1].max_m} rows"
+    refusals = [rule.refusal(n, k) for rule in given if rule.max_m == rows]
+    return None if None in refusals else refusals[0]
 
 
 class LowerSkinnyMm(GraphPass):

@@ -193,23 +193,35 @@ def test_in_a_model():
         torch.testing.assert_close(a, b, rtol=2**-7, atol=0.05)  # one rounding to bfloat16 of another order of summation
 
 
+# They gain, but lie outside of simple rules: a router, which follows a norm; 512 k; 4% at 32 rows, where less k loses.
+NOT_TAKEN = {(128, 2048), (4096, 512), (6144, 2048)}
+
+
 def test_the_measured_rule(monkeypatch):
     """On sm_90, rule by rule: every measured shape that loses at most 2% to cuBLAS at any of its m, and no other. Beyond 16
     rows, with one measured m for each rule: every shape that gains 3%, and no other."""
     monkeypatch.undo()
     gains: dict[tuple[int, int], dict[int | None, list[float]]] = {}
     taken: dict[tuple[int, int], dict[int | None, set[bool]]] = {}
-    for row in json.loads(SKINNY_MM.read_text(encoding="utf-8"))["rows"]:
+    files = (SKINNY_MM, SKINNY_MM.with_name("h200-skinny-mm-shares.json"))
+    for row in (row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]):
         m, n, k = row["m"], row["n"], row["k"]
         rule = next((rule.max_m for rule in lower_skinny_mm.RULES[90] if m <= rule.max_m), None)
         gains.setdefault((n, k), {}).setdefault(rule, []).append(row["torch_us"] / row["us"])
         taken.setdefault((n, k), {}).setdefault(rule, set()).add(lower_skinny_mm.refusal(90, m, n, k) is None)
+    left = set()
     for shape, by_rule in gains.items():
         for rule, measured in by_rule.items():
             least = 0.98 if rule == 16 else 1.03
-            assert taken[shape][rule] == {rule is not None and min(measured) > least}, (shape, rule)
+            gain = rule is not None and min(measured) > least
+            if gain and taken[shape][rule] == {False} and shape in NOT_TAKEN:
+                left.add(shape)
+            else:
+                assert taken[shape][rule] == {gain}, (shape, rule)
+    assert left == NOT_TAKEN
     few = {(n, k) for (n, k), rules in gains.items() if 16 in rules and lower_skinny_mm.refusal(90, 4, n, k) is None}
-    assert few == {(6144, 4096), (4096, 4096), (4096, 14336), (2880, 4096), (1536, 7168)}
+    assert few >= {(6144, 4096), (4096, 4096), (4096, 14336), (2880, 4096), (1536, 7168)}
+    assert few - {shape for shape in few if shape[1] > 4096} >= {(4096, 1024), (4096, 2048), (768, 4096), (2048, 3072)}
     more = {(n, k) for (n, k), rules in gains.items() if 32 in rules and lower_skinny_mm.refusal(90, 32, n, k) is None}
-    assert more == {(4096, 4096), (4096, 14336), (4096, 12288), (2880, 4096), (1536, 7168)}
+    assert more >= {(4096, 4096), (4096, 14336), (4096, 12288), (2880, 4096), (1536, 7168), (8192, 1024), (8192, 7168)}
     assert "more than 64 rows" in str(lower_skinny_mm.refusal(90, 65, 4096, 4096))

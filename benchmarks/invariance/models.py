@@ -57,7 +57,7 @@ def pair(place: torch.device, count: int, longest: int) -> Models:
     layers = max(1, target.config.num_layers // 2)
     small = CausalLM(dataclasses.replace(target.config, num_layers=layers, aux_layers=())).to(place, torch.bfloat16)
     small.load_state_dict({name: weight for name, weight in target.state_dict().items() if name in small.state_dict()})
-    prompts = held_out_prompts(tokenizer, count, longest)
+    prompts = _that_begin_differently(held_out_prompts(tokenizer, 2 * count, longest), count)
     return Models(target, _drafts(head, small), _of_several_lengths(prompts))
 
 
@@ -116,8 +116,21 @@ def _drafts(eagle: Eagle3Draft, small: Target) -> dict[str, Draft | PromptLookup
     return {"EAGLE-3": eagle, "standalone": StandaloneDraft(small), "lookup": PromptLookup()}
 
 
+def _that_begin_differently(prompts: list[list[int]], count: int) -> list[list[int]]:
+    """The first `count` that differ in the part that `_of_several_lengths` leaves of all: files repeat themselves."""
+    shortest = _shortest(len(prompts[0]))
+    found = list({tuple(prompt[:shortest]): prompt for prompt in reversed(prompts)}.values())[::-1]
+    if len(found) < count:
+        raise ValueError(f"--prompts must be at most {len(found)} with prompts of {len(prompts[0])} tokens, got {count}")
+    return found[:count]
+
+
+def _shortest(longest: int) -> int:
+    return max(1, 2 * longest // 3)
+
+
 def _of_several_lengths(prompts: list[list[int]]) -> list[list[int]]:
     """Cut to two thirds of their length and up."""
     longest = len(prompts[0])
-    shortest = max(1, 2 * longest // 3)
+    shortest = _shortest(longest)
     return [prompt[: shortest + 5 * i % (longest - shortest + 1)] for i, prompt in enumerate(prompts)]

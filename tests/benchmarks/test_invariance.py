@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.invariance import command, ways
-from benchmarks.invariance.models import DRAFTS
+from benchmarks.invariance.models import DRAFTS, _that_begin_differently
 from benchmarks.invariance.recorder import LogitsRecorder
 from tests.helpers.command_line import refusal
 from tests.helpers.command_line import run_benchmarks as run
@@ -117,3 +117,11 @@ def test_prompts_that_begin_alike():
 )
 def test_bad_input(arguments, option):
     assert option in refusal(run("invariance", *SMALL, *arguments), option)
+
+
+def test_prompts_that_begin_alike_are_left_out():
+    """The recorder tells texts apart by what all prompts have."""
+    given = [[1, 2, 3], [1, 2, 4], [5, 6, 7], [8, 9, 10]]  # two thirds count
+    assert _that_begin_differently(given, 3) == [[1, 2, 3], [5, 6, 7], [8, 9, 10]]
+    with pytest.raises(ValueError, match="--prompts must be at most 3 with prompts of 3 tokens, got 4"):
+        _that_begin_differently(given, 4)

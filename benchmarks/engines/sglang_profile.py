@@ -1,4 +1,4 @@
-"""What an engine's profiler saw of each round: graphs, kernels outside of graphs, copies to the host, waits of the host."""
+"""What an engine's profiler saw of each round: graphs, copies to the host, waits of the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def per_round(trace: Path, rounds: int) -> dict[str, Any]:
     """Counts of a trace that torch's profiler wrote, over the rounds in it.
 
     Returns:
-        `graphs`, `kernels_outside_graphs`, `copies_to_host`, `bytes_to_host` and `host_waits` of a round.
+        `graphs`, `copies_to_host`, `bytes_to_host` and `host_waits` of a round.
 
     Raises:
         ValueError: the trace holds no work of a GPU.
@@ -29,7 +29,6 @@ def per_round(trace: Path, rounds: int) -> dict[str, Any]:
         kind, name, about = event.get("cat"), event.get("name", ""), event.get("args", {})
         if kind == "kernel":
             kernels += 1
-            counts["kernels_outside_graphs"] += not about.get("graph node id")
         elif kind == "gpu_memcpy" and "DtoH" in name:
             counts["copies_to_host"] += 1
             counts["bytes_to_host"] += about.get("bytes", 0)
@@ -38,5 +37,5 @@ def per_round(trace: Path, rounds: int) -> dict[str, Any]:
             counts["host_waits"] += name in _WAITS
     if not kernels:
         raise ValueError(f"{trace}: expected kernels of a GPU, got none among {len(events)} events")
-    names = ("graphs", "kernels_outside_graphs", "copies_to_host", "bytes_to_host", "host_waits")
+    names = ("graphs", "copies_to_host", "bytes_to_host", "host_waits")
     return {name: round(counts[name] / rounds, 2) for name in names}

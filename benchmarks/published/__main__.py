@@ -52,6 +52,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "peers": peers.rounds,
     "peer-kernels": peers.mla,
     "sglang": peers.inside_sglang,
+    "sglang-profile": peers.profile_of_sglang,
+    "sglang-requests": peers.requests_of_sglang,
     "claims": summary.claims,
     "caption": summary.caption,
     "provenance": summary.provenance,

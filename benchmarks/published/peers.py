@@ -78,6 +78,36 @@ def inside_sglang(results: Path) -> str:
     return paragraph(intro) + "\n\n" + table(header, lines)
 
 
+def profile_of_sglang(results: Path) -> str:
+    """What a profiler counted in a round, by backend."""
+    file = "h200-sglang"
+    rows = [row for row in load(file, results)["rows"] if "profile" in row]
+    names = ("graphs", "copies_to_host", "bytes_to_host", "host_waits")
+    lines = [[row["backend"], *(f"{row['profile'][name]:.0f}" for name in names)] for row in rows]
+    model, bs, context = SERVED[rows[0]["model"]], rows[0]["bs"], rows[0]["context"]
+    intro = (
+        f"What torch's profiler counted in a round of {model}, batch {bs}, {context} tokens (`--profile`). The copies to the"
+    )
+    intro += " host with this package's backend are SGLang's own, of a round's results, after its last graph:"
+    header = ("backend", "graphs", "kernels outside of graphs", "copies to the host", "waits of the host")
+    return paragraph(intro) + "\n\n" + table(header, lines)
+
+
+def requests_of_sglang(results: Path) -> str:
+    """Texts of requests that join and leave, by scheduling and draft."""
+    file = "h200-sglang-requests"
+    found = load(file, results)
+    overlap, serial, plain = found["rows"]
+    intro = f"{overlap['requests']} requests to the shipped pair in bfloat16, prompts of 2 to 256 tokens, 1 to 256 new ones, on"
+    intro += (
+        f" one H200 (`python -m benchmarks sglang-requests`, `benchmarks/results/{file}.json`): {serial['equal']} texts were"
+    )
+    intro += f" the same with overlap scheduling and without, and {plain['equal']} the same with a chain of {overlap['steps']}"
+    intro += " drafts and plain. Where a draft changed the text, the logits of the two tokens differ by at most"
+    intro += f" {plain['largest_gap']:.2f} in float32: near ties."
+    return paragraph(intro)
+
+
 def _of_engine(row: Row) -> tuple[str, int, int, bool, str]:
     """What is compared differs in the last of these alone, the backend."""
     return row["model"], row["bs"], row["context"], row.get("beside_another_engine", False), row["backend"]

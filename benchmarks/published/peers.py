@@ -85,11 +85,9 @@ def profile_of_sglang(results: Path) -> str:
     names = ("graphs", "copies_to_host", "bytes_to_host", "host_waits")
     lines = [[row["backend"], *(f"{row['profile'][name]:.0f}" for name in names)] for row in rows]
     model, bs, context = SERVED[rows[0]["model"]], rows[0]["bs"], rows[0]["context"]
-    intro = (
-        f"What torch's profiler counted in a round of {model}, batch {bs}, {context} tokens (`--profile`). The copies to the"
-    )
-    intro += " host with this package's backend are SGLang's own, of a round's results, after its last graph:"
-    header = ("backend", "graphs", "kernels outside of graphs", "copies to the host", "waits of the host")
+    intro = f"What torch's profiler counted in a round of {model}, batch {bs}, {context} tokens (`--profile`). With this"
+    intro += " package's backend the host gets a round's tokens and their number, and nothing else:"
+    header = ("backend", "graphs", "copies to the host", "bytes to the host", "waits of the host")
     return paragraph(intro) + "\n\n" + table(header, lines)
 
 

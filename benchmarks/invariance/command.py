@@ -69,6 +69,11 @@ def bench_invariance(
     sizes = Sizes(device, prompts, prompt_tokens, new_tokens)
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
+
+    def keep(rows: list[dict[str, Any]], **more: Any) -> None:
+        if json is not None:
+            write_rows(json, rows, prompts=prompts, new_tokens=new_tokens, **more)
+
     if texts:
         plans = [(name, PLAIN, _named(OTHERS, way)) for name in model]
         plans += [(name, WITHOUT, _named(OTHERS_WITHOUT, way)) for name in model if without]
@@ -83,7 +88,7 @@ def bench_invariance(
             executor = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
         try:
             with executor:
-                rows, left_out = decode_all(executor, plans, sizes, whole, deadline)
+                rows, left_out = decode_all(executor, plans, sizes, whole, deadline, keep)
         finally:
             close_models()
     more: dict[str, Any] = {"left_out": left_out} if left_out else {}
@@ -93,8 +98,7 @@ def bench_invariance(
             console.print(
                 f"{cost['what']}: {cost['ms']:.2f} ms, with the flag {cost['invariant_ms']:.2f} ({cost['ratio']:.3f})"
             )
-    if json is not None:
-        write_rows(json, rows, prompts=prompts, new_tokens=new_tokens, **more)
+    keep(rows, **more)
     for name in left_out:
         console.print(f"[yellow]left out: {name}[/yellow]", soft_wrap=True)
     if any("error" in row or (row["invariant"] and (row["differ"] or row.get("logits_differ"))) for row in rows):
@@ -122,13 +126,19 @@ class _Here(Executor):
 
 
 def decode_all(
-    executor: Executor, plans: list[Plan], sizes: Sizes, whole: bool, deadline: float | None
+    executor: Executor,
+    plans: list[Plan],
+    sizes: Sizes,
+    whole: bool,
+    deadline: float | None,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Decode in all ways; a line for each that ends.
 
     Args:
         plans: whose first ways are decoded first, by every model, since they last longest.
         deadline: of `time.monotonic`; what has not begun by then is left out.
+        keep: is given the rows so far, each time there is one more.
 
     Returns:
         Rows of the report in the order of `plans`, and names of what was left out.
@@ -138,6 +148,7 @@ def decode_all(
     futures: dict[Future[Decoded], tuple[str, Way]] = {}
     references: dict[tuple[str, bool], Decoded] = {}
     waiting = {(name, first.invariant): others for name, first, others in plans}
+    every = [(name, way) for name, first, others in plans for way in (first, *others)]
 
     def begin(name: str, way: Way, reference: Decoded | None) -> None:
         futures[executor.submit(decode, name, way, sizes, reference, whole)] = name, way
@@ -165,7 +176,7 @@ def decode_all(
                     for other in waiting.pop((name, way.invariant), ()):
                         begin(name, other, got)
             console.print(f"{time.monotonic() - start:5.0f} s  {_line(found[name, way])}", soft_wrap=True, highlight=False)
-    every = [(name, way) for name, first, others in plans for way in (first, *others)]
+            keep([found[key] for key in every if key in found])
     names = [
         f"{name}, {way.name}{'' if way.invariant else ', without the flag'}" for name, way in every if (name, way) not in found
     ]

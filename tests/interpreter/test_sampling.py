@@ -55,7 +55,6 @@ def little_room(monkeypatch, listed: int, candidates: int) -> None:
     """For tokens at the boundary, and for the candidates of a program, each of `candidates // 2` groups (1 at least)."""
     monkeypatch.setattr(support, "LISTED", listed)
     monkeypatch.setattr(support, "sizes", lambda _: {"CANDIDATES": candidates, "GROUPS": max(candidates // 2, 1)})
-    monkeypatch.setattr(support, "SLOTS", 2)
 
 
 @pytest.mark.parametrize("room", [(1, 1), (16, 8), (128, 64)], ids="listed_{0[0]}-candidates_{0[1]}".format)
@@ -153,7 +152,6 @@ def test_a_wrong_guess_changes_no_result(share, wrong, monkeypatch):
 )
 def test_ties_at_the_boundary_go_to_the_lower_ids(share, room, monkeypatch):
     little_room(monkeypatch, *room)
-    monkeypatch.setattr(support, "SLOTS", 16)
     flat = torch.zeros(3, VOCAB).bfloat16()
     flat[1, 200:] = -1.0
     one, u = torch.ones(3), torch.tensor([0.999, 0.5, 0.0])

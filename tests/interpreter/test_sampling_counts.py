@@ -30,7 +30,7 @@ def noted_searches(monkeypatch) -> list[int]:
     """Rows that are searched from now on."""
     rows: list[int] = []
     search = support.search_support
-    monkeypatch.setattr(support, "search_support", lambda *args: (rows.append(int(args[10].handle.data.item())), search(*args)))
+    monkeypatch.setattr(support, "search_support", lambda *args: (rows.append(int(args[11].handle.data.item())), search(*args)))
     return rows
 
 
@@ -66,6 +66,13 @@ def test_counts_decide(kind, which, monkeypatch):
     if kind == "masked" and k is not None:
         k = k.clamp(max=VOCAB // 3)  # beyond the tokens that are left, top-k cuts among those of weight 0
     assert_same(rows_of(kind, rng, 5), uniforms, hot, k, p, m)
+
+
+def test_fewer_tokens_are_left_than_top_k_would_keep(monkeypatch):
+    """Top-k's boundary lies among masked tokens, in a bin of several values, and top-p's before it."""
+    no_search(monkeypatch)
+    k, p = torch.tensor([VOCAB // 3 * 2, VOCAB // 3 * 2 + 1, VOCAB - 1]), torch.tensor([0.999, 0.9, 0.3])
+    assert_same(rows_of("masked", Rng(6), 3), torch.tensor([0.999, 0.5, 0.1]), torch.tensor([1.0, 0.5, 2.0]), k, p, None)
 
 
 def test_a_high_temperature_leaves_padding_without_weight(monkeypatch):

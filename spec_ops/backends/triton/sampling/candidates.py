@@ -12,20 +12,18 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.runtime.sizes import next_power_of_2
-from spec_ops.backends.triton.sampling.phases import how_many, limit_of, load_step, scatter
+from spec_ops.backends.triton.sampling.phases import limit_of, load_step
+from spec_ops.backends.triton.sampling.reach import first_reaching, value_bins
+from spec_ops.backends.triton.sampling.shared import append_tokens, read_words
 from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
     NOTHING_CUT,
     fixed_weight,
-    key_logit,
     logit_key,
-    place_id,
     token_place,
     weight_parts,
     whole_weight,
 )
-
-SLOTS = 8  # candidates that a thread may have
 
 
 def sizes(chunks: int) -> dict[str, int]:
@@ -53,105 +51,84 @@ def common_bound(bounds, CHUNKS: tl.constexpr):
 
 @triton.jit
 def list_candidates(
-    logits, stride, start, steps, vocab, bound, top, scale, weigh, slots, list_at, SHIFT: tl.constexpr, SLOTS: tl.constexpr,
-    CANDIDATES: tl.constexpr, ROWS: tl.constexpr, LANE: tl.constexpr,
+    logits, stride, start, steps, vocab, bound, top, scale, weigh, counter, list_at, CANDIDATES: tl.constexpr,
+    ROWS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Write places of the chunk's tokens at or above `bound` to its list; how many they are, more than `CANDIDATES` if they
-    have no room; their weight; and if `weigh` that of all tokens of the chunk.
-
-    `slots`: `[ROWS, SLOTS]`, where each thread notes ids.
-    """
+    """List the chunk's tokens at or above `bound`, as many as there is room for. How many they are; if `weigh` their weight and
+    that of all tokens of the chunk, otherwise 0. `counter`: a word of `shared.py`, 0."""
     high = tl.zeros([ROWS, LANE], tl.int32)
     low = tl.zeros([ROWS, LANE], tl.int32)
-    noted = tl.zeros([ROWS], tl.int32)
-    row = tl.arange(0, ROWS)[:, None]
+    heavy_high = tl.zeros([ROWS, LANE], tl.int32)
+    heavy_low = tl.zeros([ROWS, LANE], tl.int32)
     for i in range(0, steps):
         value, ids, live = load_step(logits, stride, start, steps - 1 - i, steps, vocab, ROWS, LANE)
+        found = live & (value >= bound)
         if weigh:
             more_high, more_low = weight_parts(value, top, scale)
             high += more_high
             low += more_low
-        found = live & (value >= bound)
-        one = found.to(tl.int32)
-        slot = noted[:, None] + tl.cumsum(one, 1) - one
-        scatter(slots + row * SLOTS + slot, ids.to(tl.int64), found & (slot < SLOTS))
-        noted += tl.sum(one, 1)
-    tl.debug_barrier()  # a thread may read what others have noted
-    j = tl.arange(0, SLOTS)[None, :]
-    there = j < noted[:, None]
-    ids = tl.load(slots + row * SLOTS + j, mask=there, other=0)
-    value = tl.load(logits + ids * stride, mask=there, other=float("-inf")).to(tl.float32)
-    to = (tl.cumsum(noted, 0) - noted)[:, None] + j
-    tl.store(list_at + to, token_place(logit_key(value, SHIFT), ids), mask=there & (to < CANDIDATES))
-    heavy = tl.where(there, fixed_weight(value, top, scale), 0)
-    count = tl.where(tl.max(noted, 0) > SLOTS, CANDIDATES + 1, tl.sum(noted, 0))
-    every = whole_weight(high, low)
-    return count, tl.sum(tl.reshape(heavy, [ROWS * SLOTS]), 0), tl.sum(tl.reshape(every, [ROWS * LANE]), 0)
+            heavy_high += tl.where(found, more_high, 0)
+            heavy_low += tl.where(found, more_low, 0)
+        append_tokens(list_at, CANDIDATES, counter, ids, value, found)
+    tl.debug_barrier()
+    heavy = tl.sum(tl.reshape(whole_weight(heavy_high, heavy_low), [ROWS * LANE]), 0)
+    every = tl.sum(tl.reshape(whole_weight(high, low), [ROWS * LANE]), 0)
+    return read_words(counter, tl.zeros([], tl.int32)), heavy, every
 
 
 @triton.jit
 def load_candidates(list_at, counts, count, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr):
-    """Places in the lists of all programs of a row, `NOTHING_CUT` where they have none; `counts`: how many each has, told by
-    them, `count` if there is one."""
+    """The lists of all programs of a row, and where they have tokens; `counts`: how many each has, told by them, `count` if
+    there is one."""
     i = tl.arange(0, next_power_of_2(CHUNKS) * CANDIDATES)
+    inside = i < CHUNKS * CANDIDATES
+    noted = tl.load(list_at + i, mask=inside, other=0, cache_modifier=".cg")  # at the same time as the counts
     if CHUNKS > 1:
-        count = tl.load(counts + i // CANDIDATES, mask=i < CHUNKS * CANDIDATES, other=0, cache_modifier=".cg")
-    return tl.load(list_at + i, mask=i % CANDIDATES < count, other=NOTHING_CUT, cache_modifier=".cg")
+        count = tl.load(counts + i // CANDIDATES, mask=inside, other=0, cache_modifier=".cg")
+    return noted, inside & (i % CANDIDATES < count)
+
+
+@triton.jit
+def listed_tokens(noted, there, top, scale, SHIFT: tl.constexpr):
+    """Logits, ids, places and weights of noted tokens; places `NOTHING_CUT` and weights 0 where none is `there`."""
+    value = (noted >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    ids = noted.to(tl.int32)
+    place = tl.where(there, token_place(logit_key(value, SHIFT), ids), NOTHING_CUT)
+    return value, ids, place, tl.where(there, fixed_weight(value, top, scale), 0)
 
 
 @triton.jit
 def settle_candidates(
-    place, bound, k, p, limit, floor, best, top, scale, vocab, SHIFT: tl.constexpr
+    words, value, place, weight, there, least, roof, k, p, limit, base, floor, best, top, scale, SHIFT: tl.constexpr
 ):  # fmt: skip
-    """Which of the listed tokens are kept, if `k` of them, or of weight `limit`, are listed: their ids, their weights (0 of
-    those that are not), and the lowest place.
+    """Which of the listed tokens are kept, if `k` of them, or of weight `limit`, are listed.
 
     Args:
-        place: `[n]`, `NOTHING_CUT` where the list has none. bound: the key that all of them reach. floor: the key of min-p.
-        limit: the weight that top-p has to reach, 0 if that is `p` times what top-k leaves.
+        words: of `shared.py`, free to use. value, place, weight, there: of `listed_tokens`.
+        least, roof: logits; none of the listed is below the first, or above the second.
+        limit: the weight that top-p has to reach among them, 0 if that is `p` times what top-k leaves.
+        base: weight of the tokens above all of them. floor: the key of min-p.
+
+    Returns:
+        weights, 0 of those that are not kept; the lowest place that is kept; whether top-p's boundary is in the list.
     """
-    key = (place >> 32).to(tl.int32)
-    ids = place_id(place).to(tl.int32)
-    weight = tl.where(place > NOTHING_CUT, fixed_weight(key_logit(key, SHIFT), top, scale), 0)
-    low = bound
-    ties = tl.zeros([], tl.int64)
+    bins = value_bins(value, tl.minimum(roof, top), tl.maximum(least, top - 45.0 / scale))  # those below weigh nothing
+    lowest = tl.zeros([], tl.int64) + NOTHING_CUT
+    decided = tl.full([], 1, tl.int1)
     if limit == 0:
-        high = (best >> 32) + 1
-        while high - low > 1:
-            middle = (low + high) >> 1
-            enough = tl.sum((key >= middle).to(tl.int32), 0) >= k
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        ties = (k - tl.sum((key > low).to(tl.int32), 0)).to(tl.int64)
+        lowest = -1 - first_reaching(words, -1 - place, bins, there.to(tl.int64), there, k.to(tl.int64))
         if p < 1:
-            each = fixed_weight(key_logit(low.to(tl.int32), SHIFT), top, scale)
-            limit = limit_of(p, tl.sum(tl.where(key > low, weight, 0), 0) + ties * each)
+            limit = limit_of(p, base + tl.sum(tl.where(place >= lowest, weight, 0), 0)) - base
+            decided = limit > 0
     if limit > 0:
-        high = (best >> 32) + 1
-        while high - low > 1:
-            middle = (low + high) >> 1
-            enough = tl.sum(tl.where(key >= middle, weight, 0), 0) >= limit
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        each = fixed_weight(key_logit(low.to(tl.int32), SHIFT), top, scale)
-        ties = how_many(limit - tl.sum(tl.where(key > low, weight, 0), 0), each)
-    # Of equal logits at the boundary the first ids are kept.
-    tie = key == low
-    last = tl.zeros([], tl.int32) + vocab
-    if ties < tl.sum(tie.to(tl.int32), 0):
-        last = id_at(ids, tie.to(tl.int32), ties - 1, vocab)
-    kept = ((key > low) | (tie & (ids <= last))) & (key >= floor) | (place == best)
-    return ids, tl.where(kept, weight, 0), tl.min(tl.where(kept, place, BEYOND), 0)
+        lowest = -1 - first_reaching(words, -1 - place, bins, weight, there, limit)
+    kept = there & ((place >= lowest) & ((place >> 32) >= floor) | (place == best))
+    return tl.where(kept, weight, 0), tl.min(tl.where(kept, place, BEYOND), 0), decided
 
 
 @triton.jit
-def id_at(ids, weights, level, vocab):
+def drawn_candidate(words, ids, weights, level, vocab):
     """The lowest id so that the tokens up to it weigh more than `level`, which all together do."""
-    low = tl.full([], -1, tl.int32)
-    high = low + vocab
-    while high - low > 1:
-        middle = (low + high) >> 1
-        beyond = tl.sum(tl.where(ids <= middle, weights, 0), 0) > level
-        low = tl.where(beyond, low, middle)
-        high = tl.where(beyond, middle, high)
-    return high
+    bins = tl.minimum((ids.to(tl.float32) * (255.0 / vocab)).to(tl.int32), 255)
+    order = ids.to(tl.int64)
+    return first_reaching(words, order, tl.where(weights > 0, bins, 0), weights, weights > 0, level + 1)

@@ -15,12 +15,16 @@ import triton.language as tl
 
 from spec_ops.backends.triton.sampling.bins import (
     BINS,
+    GROUP,
+    GROUPS,
     SIGN_BINS,
+    all_places,
     count_values,
+    counts_at,
     is_shared_by_values,
     place_key,
     place_value,
-    shared_bins,
+    places_of,
 )
 from spec_ops.backends.triton.sampling.phases import (
     WARP,
@@ -31,6 +35,7 @@ from spec_ops.backends.triton.sampling.phases import (
     part_totals,
     reached_in_part,
 )
+from spec_ops.backends.triton.sampling.reach import reached_at
 from spec_ops.backends.triton.sampling.weights import (
     LOWEST,
     NOTHING_CUT,
@@ -48,8 +53,8 @@ AHEAD = tl.constexpr(4)  # steps of a pass whose loads are under way at once
 
 
 @triton.jit
-def settle_counts(count, temperature, k, p, least_p, vocab):
-    """What is kept of a row, by `count [BINS]`: `decided, top, boundary, ties, each, total`.
+def settle_counts(bins, padding, temperature, k, p, least_p, vocab):
+    """What is kept of a row, by the counts in `bins`: `decided, top, boundary, ties, each, total`.
 
     Args:
         k: how many tokens top-k keeps, `vocab` if it cuts nothing. p, least_p: of top-p and min-p, 1 and 0 likewise.
@@ -58,9 +63,9 @@ def settle_counts(count, temperature, k, p, least_p, vocab):
         decided: whether the rest holds. top: place of the largest logit. boundary: that of the least one that is kept, `BINS`
         if nothing is cut. ties: how many of its tokens are kept, each of which weighs `each`. total: weight of all kept.
     """
-    place = tl.arange(0, BINS)
-    filled = count > 0
-    top = tl.min(tl.where(filled, place, BINS - 1), 0)
+    place = all_places()
+    count = counts_at(bins, place, padding)
+    top = tl.min(tl.where(count > 0, place, BINS - 1))
     best = place_value(top)
     scale = weight_scale(temperature)
     decided = is_shared_by_values(top) == 0
@@ -71,37 +76,48 @@ def settle_counts(count, temperature, k, p, least_p, vocab):
     if (temperature > 0) & ((least_p > 1) == 0):
         weight = fixed_weight(tl.minimum(place_value(place), best), best, scale)
         mass = weight * count
-        every = tl.sum(mass, 0)
+        masses = tl.sum(mass, 1)
+        group = tl.arange(0, GROUPS)
         # Both of zero's bins must weigh the same, and the last one nothing.
-        small = tl.sum(tl.where((place == SIGN_BINS - 1) | (place == SIGN_BINS), count, 0), 0)
-        unlike = fixed_weight(place_value(SIGN_BINS - 1), best, scale) != fixed_weight(place_value(SIGN_BINS), best, scale)
-        last = tl.sum(tl.where(place == BINS - 1, mass, 0), 0)
+        zero = tl.full([], SIGN_BINS - 1, tl.int32)
+        end = tl.full([], BINS - 1, tl.int32)
+        small = counts_at(bins, zero, padding) + counts_at(bins, zero + 1, padding)
+        unlike = fixed_weight(place_value(zero), best, scale) != fixed_weight(place_value(zero + 1), best, scale)
+        last = counts_at(bins, end, padding) * fixed_weight(place_value(end), best, scale)
         decided = decided & ((small == 0) | (unlike == 0)) & (last == 0)
         boundary = boundary * 0 + BINS
-        total = every
+        total = tl.sum(masses, 0)
         if k < vocab:
-            running = tl.cumsum(count, 0)
-            boundary = tl.sum((running < k).to(tl.int32), 0)
-            ties = (k - tl.max(tl.where(running < k, running, 0), 0)).to(tl.int64)
+            chosen, before = reached_at(tl.sum(count, 1), k)
+            own = places_of(chosen)
+            counts = counts_at(bins, own, padding)
+            places, within = reached_at(counts, k - before)
+            boundary = chosen * GROUP + places
+            ties = (k - before - within).to(tl.int64)
             each = fixed_weight(place_value(boundary), best, scale)
-            total = tl.sum(tl.where(place < boundary, mass, 0), 0) + ties * each
+            weights = fixed_weight(tl.minimum(place_value(own), best), best, scale) * counts
+            total = tl.sum(tl.where(group < chosen, masses, 0), 0) + tl.sum(tl.where(own < boundary, weights, 0), 0)
+            total += ties * each
         if p < 1:
             limit = limit_of(p, total)
-            heavy = tl.cumsum(mass, 0)
-            boundary = tl.sum((heavy < limit).to(tl.int32), 0)
-            above = tl.max(tl.where(heavy < limit, heavy, 0), 0)
+            chosen, above = reached_at(masses, limit)
+            own = places_of(chosen)
+            weights = fixed_weight(tl.minimum(place_value(own), best), best, scale) * counts_at(bins, own, padding)
+            places, within = reached_at(weights, limit - above)
+            boundary = chosen * GROUP + places
+            above += within
             each = fixed_weight(place_value(boundary), best, scale)
             ties = how_many(limit - above, each)
             total = above + ties * each
         if least_p > 0:
             least = tl.math.ceil(least_p.to(tl.float64) * 17592186044416.0).to(tl.int64)
-            likely = filled & (weight >= least)
-            lowest = tl.max(tl.where(likely, place, 0), 0)
+            likely = (count > 0) & (weight >= least)
+            lowest = tl.max(tl.where(likely, place, 0))
             if lowest < boundary:
                 boundary = lowest
-                ties = tl.sum(tl.where(place == lowest, count, 0), 0).to(tl.int64)
+                ties = counts_at(bins, lowest, padding).to(tl.int64)
                 each = fixed_weight(place_value(lowest), best, scale)
-                total = tl.sum(tl.where(likely, mass, 0), 0)
+                total = tl.sum(tl.where(likely, mass, 0))
         decided = decided & ((boundary == BINS) | (is_shared_by_values(boundary) == 0))
     return decided, top, boundary, ties, each, total
 
@@ -162,8 +178,8 @@ def settle_by_counts(
     floor_p = tl.full([], 0.0, tl.float32)
     if least_p is not None:
         floor_p = least_p
-    count = count_values(shared_bins(bins), logits, stride, 0, tl.cdiv(vocab, TILE), vocab, TILE)
-    decided, top, boundary, ties, each, total = settle_counts(count, temperature, k, p, floor_p, vocab)
+    padding = count_values(bins, logits, stride, tl.cdiv(vocab, TILE), vocab, TILE)
+    decided, top, boundary, ties, each, total = settle_counts(bins, padding, temperature, k, p, floor_p, vocab)
     if decided:
         scale = weight_scale(temperature)
         top_value = place_value(top)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from spec_ops.backends.triton.runtime.arrival import rendezvous
 from spec_ops.backends.triton.runtime.sizes import next_power_of_2
-from spec_ops.backends.triton.sampling.bins import INTERPRETED
+from spec_ops.backends.triton.sampling.shared import INTERPRETED
 from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
     KEY_OUTSIDE,

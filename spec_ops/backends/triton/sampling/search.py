@@ -24,9 +24,10 @@ from spec_ops.backends.triton.runtime.arrival import rendezvous
 from spec_ops.backends.triton.runtime.sizes import next_power_of_2
 from spec_ops.backends.triton.sampling.candidates import (
     common_bound,
+    drawn_candidate,
     group_bound,
-    id_at,
     list_candidates,
+    listed_tokens,
     load_candidates,
     settle_candidates,
 )
@@ -48,6 +49,8 @@ from spec_ops.backends.triton.sampling.phases import (
     weigh_chunk,
     weigh_kept,
 )
+from spec_ops.backends.triton.sampling.reach import COUNTER
+from spec_ops.backends.triton.sampling.shared import WIDTH, clear_words
 from spec_ops.backends.triton.sampling.weights import (
     BEYOND,
     NOTHING_CUT,
@@ -66,17 +69,17 @@ NO_LIMIT = tl.constexpr(1 << 30)  # more than there are tokens
 
 @triton.jit
 def search_support(
-    logits, uniform, temperature, given_k, given_p, least_p, support, tokens, workspace, counters, row, chunk, stride, vocab,
-    steps, workspace_stride, list_words, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GUIDES: tl.constexpr, ROWS: tl.constexpr,
-    LANE: tl.constexpr, LISTED: tl.constexpr, VALUE_PASSES: tl.constexpr, MAX_PASSES: tl.constexpr,
-    CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr, ANY_TOP: tl.constexpr,
+    logits, uniform, temperature, given_k, given_p, least_p, support, tokens, words, workspace, counters, row, chunk, stride,
+    vocab, steps, workspace_stride, list_words, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GUIDES: tl.constexpr,
+    ROWS: tl.constexpr, LANE: tl.constexpr, LISTED: tl.constexpr, VALUE_PASSES: tl.constexpr, MAX_PASSES: tl.constexpr,
+    CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, SHIFT: tl.constexpr, ANY_TOP: tl.constexpr,
 ):  # fmt: skip
     """Write the support of a row, `logits` from its first on, and its token if `tokens` is not None.
 
     Args:
         uniform, temperature, given_k, given_p, least_p: the row's; None for what no row has.
         support: the row's three integers. tokens: one a row.
-        workspace, counters: of all rows, as in `sampling_support_kernel`.
+        words: of `shared.py`. workspace, counters: of all rows, as in `sampling_support_kernel`.
     """
     TOPS: tl.constexpr = (given_k is not None) or (given_p is not None)
     FILTERED: tl.constexpr = TOPS or (least_p is not None)
@@ -153,14 +156,17 @@ def search_support(
                     base = floor
         if TOPS:
             step = tl.zeros([], tl.int32)
-            pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
-            fresh = tl.zeros([], tl.int32) + 1
+            pivots = tl.zeros([PIVOTS], tl.int64)
+            guessed = tl.zeros([], tl.int32)
             if searching > 0:
                 mine = list_at + chunk * CANDIDATES
+                counter = words + COUNTER * WIDTH
+                clear_words(counter, step)
+                tl.debug_barrier()
+                bound_value = key_logit(bound.to(tl.int32), SHIFT)
                 count, heavy, every = list_candidates(
-                    logits, stride, start, steps, vocab, key_logit(bound.to(tl.int32), SHIFT), top, scale, searching == 2,
-                    tallies + 2 * PIVOTS * MAX_PASSES * CHUNKS + chunk * (ROWS * SLOTS), mine, SHIFT, SLOTS, CANDIDATES, ROWS,
-                    LANE,
+                    logits, stride, start, steps, vocab, bound_value, top, scale, searching == 2, counter, mine, CANDIDATES,
+                    ROWS, LANE,
                 )  # fmt: skip
                 most = count
                 listed_count = count
@@ -186,17 +192,19 @@ def search_support(
                     settled = settled + 1
                     searching = searching * 0
                     if chunk == 0:
-                        candidates = load_candidates(list_at, told + 2 * CHUNKS, count, CHUNKS, CANDIDATES)
-                        candidate_ids, kept_weights, last_kept = settle_candidates(
-                            candidates, bound, k, p, limit, floor, best, top, scale, vocab, SHIFT
+                        noted, there = load_candidates(list_at, told + 2 * CHUNKS, count, CHUNKS, CANDIDATES)
+                        values, candidate_ids, places, weights = listed_tokens(noted, there, top, scale, SHIFT)
+                        kept_weights, last_kept, _ = settle_candidates(
+                            words, values, places, weights, there, bound_value, top, k, p, limit, limit * 0, floor, best, top,
+                            scale, SHIFT,
                         )  # fmt: skip
                         all_kept = tl.sum(kept_weights, 0)
                         tl.store(support, top_id)
                         tl.store(support + 1, place_id(last_kept))
                         tl.store(support + 2, all_kept)
                         if tokens is not None:
-                            drawn = id_at(candidate_ids, kept_weights, draw_level(uniform, all_kept), vocab)
-                            tl.store(tokens + row, drawn.to(tl.int64))
+                            level = draw_level(uniform, all_kept)
+                            tl.store(tokens + row, drawn_candidate(words, candidate_ids, kept_weights, level, vocab))
                 elif searching == 2:
                     below = most <= CANDIDATES  # the list has all that reach the bound, and that is not enough
                     pivots, turn = guided_pivots(
@@ -204,6 +212,7 @@ def search_support(
                         every, p, limit, floor, top, scale, temperature, tallies, counters, turn, chunk, SHIFT, CHUNKS, GUIDES,
                         PIVOTS, ROWS, LANE,
                     )  # fmt: skip
+                    guessed = guessed + 1
             weight_high = tl.zeros([], tl.int64)
             while searching > 0:
                 if (searching == 1) & (p < 1):
@@ -231,7 +240,7 @@ def search_support(
                     ties = ties + 1
                     searching = searching * 0
                 if searching > 0:
-                    if fresh == 0:
+                    if guessed == 0:
                         pivots = next_pivots(step, low, high, floor, top, temperature, SHIFT, PIVOTS, VALUE_PASSES)
                     counts, weights = tally(
                         logits, stride, start, steps, vocab, pivots, top, scale, turn % 2 == 0, SHIFT, PIVOTS, ROWS, LANE
@@ -241,7 +250,7 @@ def search_support(
                     )  # fmt: skip
                     turn += 1
                     step += 1
-                    fresh = fresh * 0
+                    guessed = guessed * 0
                     reached = tl.where(searching == 1, counts >= k, weights >= limit)
                     low = tl.maximum(low, tl.max(tl.where(reached, pivots, low), 0))
                     high = tl.minimum(high, tl.min(tl.where(reached, high, pivots), 0))

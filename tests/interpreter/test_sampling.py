@@ -102,6 +102,16 @@ def test_any_number_of_programs_finds_the_same_bits():
 
 
 @pytest.mark.parametrize("share", [ALONE, MANY], ids="chunks_{0.chunks}".format)
+def test_tokens_that_hardly_weigh_anything_move_top_p(share):
+    """Of two equal tokens the first weighs half of the row but for all the others together: 2**-16 of it."""
+    logits = torch.full((1, VOCAB), -17.0)
+    logits[0, 40] = logits[0, 250] = 0.0
+    half = torch.tensor([0.5])
+    assert run(share, logits, half, torch.ones(1), None, half, None)[1][0, 1] == 250
+    assert_same(share, logits, torch.tensor([0.9]), torch.ones(1), None, half, None)
+
+
+@pytest.mark.parametrize("share", [ALONE, MANY], ids="chunks_{0.chunks}".format)
 def test_candidates_settle_what_few_tokens_decide(share, monkeypatch):
     """No pass counts at pivots, and none weighs all that is kept; not even with ties at the boundary."""
     for name in ("tally", "weigh_chunk"):

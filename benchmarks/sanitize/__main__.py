@@ -38,7 +38,7 @@ _WARPGROUP = (
     "the mbarrier that the other warpgroup waits on"
 )
 _PARTITIONS = "Triton's hand-over of arguments to the partitions: all warps meet at bar.sync 1 between the two"
-WARP_SPECIALIZED = ("gqa_hopper_attention", "mla_hopper_attention", "mla_hopper_few_attention")
+WARP_SPECIALIZED = ("gqa_hopper_attention", "mla_hopper_attention", "mla_hopper_few_attention", "hopper_mm_kernel")
 ORDERED: dict[tuple[str, frozenset[str]], str] = {
     ("mla_hopper_attention", frozenset({"sums.store(l)", "l = sums.load(S_ROW)"})): _WARPGROUP,
     ("mla_hopper_attention", frozenset({"sums.store(l)", "l = l + sums.load(S_ROW)"})): _WARPGROUP,

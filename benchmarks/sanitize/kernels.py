@@ -39,6 +39,7 @@ from tests.helpers.mixtures import FORMS as MOE_FORMS
 from tests.helpers.mixtures import call as moe_call
 from tests.helpers.mixtures import exact as moe_exact
 from tests.helpers.op_cases import CASES, Copy, Rng, check
+from tests.helpers.stored_weights import exact, stored
 
 FP8 = torch.float8_e4m3fn
 SEEDS = 7  # of the random cases of an op: so many have chains and trees
@@ -150,6 +151,14 @@ def _skinny_mm(m: int, n: int, k: int, device: str) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=2**-10, atol=1e-3)
 
 
+def _hopper_mm(kind: str, m: int, device: str) -> None:
+    """In Gluon: as `_skinny_mm`."""
+    x, (weight, *scales) = Rng(m).tensor(m, 1280).bfloat16(), stored(Rng(kind).tensor(200, 1280), kind, torch.bfloat16)
+    got = linear.skinny_mm(*Copy((x, weight, None, *scales), device).args).cpu()
+    wanted = exact(x, weight, *scales)
+    torch.testing.assert_close(got.double(), wanted, rtol=2**-7, atol=0.25)
+
+
 def _norm_linear(m: int, device: str) -> None:
     """A norm divided among two products, and its scale in SiLU: several programs share a tile; odd rows, columns and sums."""
     rng = Rng(m)
@@ -246,6 +255,9 @@ def cases() -> list[Case]:
         found.append(Case(name, ("rope_append_kv_kernel",), run, interpreted=dtype != FP8))
     for m, n, k in ((4, 50, 1088), (16, 40, 1024), (31, 130, 832), (64, 130, 704)):
         found.append(Case(f"skinny_mm, {m} rows", ("skinny_mm_kernel",), functools.partial(_skinny_mm, m, n, k)))
+    for kind, m in (("int4-128", 31), ("int4-128", 127), ("nvfp4", 63), ("mxfp4", 64)):
+        run = functools.partial(_hopper_mm, kind, m)
+        found.append(Case(f"skinny_mm on Hopper, {kind}, {m} rows", ("hopper_mm_kernel",), run, interpreted=False))
     for m in (4, 15, 31):
         names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
         found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))

@@ -51,7 +51,7 @@ from spec_ops.passes.base import GraphPass, PassContext, PassResult
 aten = torch.ops.aten
 BLOCK_K = 256  # values of a row of the weight that the kernel reads at a time
 QUANTIZED_ARCH, QUANTIZED_K = 90, 64  # least architecture, what k is a multiple of
-QUANTIZED_ROWS, INT4_ROWS = 128, 64  # most rows
+QUANTIZED_ROWS, INT4_ROWS = 128, 64  # most rows; of int4 that `hopper_mm` does not compute
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _stored_refusal(node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: Sto
     if arch < QUANTIZED_ARCH:
         return f"sm_{arch} has no tensor memory access, with which the kernel reads a weight of 8 or 4 bits"
     int4 = 2 * data.numel() == n * k and value(stored.scale).dtype in SCALE_DTYPES
-    if m > (most := INT4_ROWS if int4 else QUANTIZED_ROWS):
+    if m > (most := _int4_rows(stored, fake.dtype, k, arch) if int4 else QUANTIZED_ROWS):
         return f"more than {most} rows, for which the weight is dequantized"
     if k % QUANTIZED_K:
         return f"k is no multiple of {QUANTIZED_K}"
@@ -224,6 +224,13 @@ def _stored_refusal(node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: Sto
     if bias is not None and (node.kwargs or value(bias).shape != (n,) or value(bias).dtype != fake.dtype):
         return "what is added is not a bias of the rows' dtype"
     return None
+
+
+def _int4_rows(stored: StoredWeight, dtype: torch.dtype, k: int, arch: int) -> int:
+    """Most rows of `dtype` with a weight of int4. Up to 128 there is `backends/triton/linear/hopper_mm.py` alone."""
+    group, scales = k // stored.shape[1], value(stored.scale).dtype
+    on_hopper = arch == 90 and dtype == scales == torch.bfloat16 and k % 128 == 0 and group % 128 == 0
+    return QUANTIZED_ROWS if on_hopper else INT4_ROWS
 
 
 def operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:

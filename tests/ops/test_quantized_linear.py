@@ -59,7 +59,7 @@ def _pair(word: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run_assembly(source: str, dtype: torch.dtype, registers: dict[str, int]) -> torch.Tensor:
-    """The pairs `$0` to `$3` that PTX computes, instruction by instruction."""
+    """The pairs `$0` to `$3`, or `$0` alone, that PTX computes, instruction by instruction."""
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     integers = {
         "prmt.b32": _prmt,
@@ -70,7 +70,8 @@ def run_assembly(source: str, dtype: torch.dtype, registers: dict[str, int]) -> 
         "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
         "lop3.b32": lambda a, b, c, table: {0x6A: (a & b) ^ c, 0xEA: (a & b) | c}[table],
     }
-    floats = {f"sub.{kind}x2": torch.sub, f"mul.rn.{kind}x2": torch.mul}
+    floats = {f"sub.{kind}x2": torch.sub, f"mul.{kind}x2": torch.mul, f"mul.rn.{kind}x2": torch.mul}
+    floats[f"fma.rn.{kind}x2"] = lambda a, b, c: (a.double() * b.double() + c.double()).to(dtype)
     steps = source.strip("{ }").split("; ")
     assert steps.pop(0).startswith(".reg .b32")
     for step in steps:
@@ -81,7 +82,7 @@ def run_assembly(source: str, dtype: torch.dtype, registers: dict[str, int]) -> 
             registers[to] = (low & 0xFFFF) | (high & 0xFFFF) << 16
         else:
             registers[to] = integers[op](*words)
-    return torch.cat([_pair(registers[f"${i}"], dtype) for i in range(4)]).float()
+    return torch.cat([_pair(registers[f"${i}"], dtype) for i in range(4) if f"${i}" in registers]).float()
 
 
 def bytes_of(word: int) -> torch.Tensor:
@@ -95,6 +96,44 @@ def test_assembly_of_4_bits():
         for word in WORDS:
             got = run_assembly(source.value, dtype, {"$4": word})
             assert got.tolist() == unpacked(bytes_of(word))[0].tolist()
+
+
+def _twice(number: torch.Tensor) -> int:
+    return (number.view(torch.int16).item() & 0xFFFF) * 0x10001
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_assembly_of_int4_that_is_scaled(dtype, shifted):
+    """Rounded once, as a dequantized weight is; each byte has its own scale and zero point."""
+    quantized = pytest.importorskip("spec_ops.backends.triton.linear.quantized", reason="triton comes for Linux only")
+    name = f"{'_SHIFTED' if shifted else '_SCALED'}_{'BF16' if dtype == torch.bfloat16 else 'FP16'}"
+    scales, zeros = (torch.tensor(numbers).to(dtype) for numbers in ([0.0137, 1.0, 3.3, 0.25], [0.41, -2.7, 0.0, 100.0]))
+    pairs = {f"${5 + i}": _twice(scale) for i, scale in enumerate(scales)}
+    if shifted:
+        pairs |= {f"${9 + i}": _twice(zero) for i, zero in enumerate(zeros)}
+    for word in WORDS:
+        got = run_assembly(getattr(quantized, name).value, dtype, {"$4": word, **pairs})
+        wide = unpacked(bytes_of(word))[0].double() * scales.double().repeat_interleave(2)
+        want = (wide + zeros.double().repeat_interleave(2) if shifted else wide).to(dtype)
+        assert got.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("kind", ["INT4_SCALED", "INT4_SHIFTED", "NVFP4", "MXFP4"])
+def test_assembly_of_the_hopper_kernel(kind):
+    """On all bytes, one at a time."""
+    hopper_mm = pytest.importorskip("spec_ops.backends.triton.linear.hopper_mm", reason="triton comes for Linux only")
+    scales = {"NVFP4": [2.0**-9, 0.8125, 448.0], "MXFP4": [2.0**-120, 1.0, 2.0**120]}.get(kind, [0.0137, 3.3, 1.0])
+    zero = torch.tensor(0.41 if kind == "INT4_SHIFTED" else 0.0).bfloat16()
+    for scale in torch.tensor(scales).bfloat16():
+        given = scale * hopper_mm.NV_UNIT.value if kind == "NVFP4" else scale
+        for byte in range(256):
+            registers = {"$1": byte, "$2": _twice(given), "$3": _twice(zero)}
+            got = run_assembly(getattr(hopper_mm, kind).value, torch.bfloat16, registers)[:2]  # `$0` is all that it gives
+            stored_as = torch.tensor([[byte]], dtype=torch.uint8)
+            numbers = (unpacked if kind.startswith("INT4") else e2m1)(stored_as)[0].double()
+            want = (numbers * scale.double() + zero.double()).bfloat16().float()
+            assert (got * (hopper_mm.NV_REST.value if kind == "NVFP4" else 1.0)).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -285,7 +324,7 @@ def test_every_size_has_a_config_that_fits(kind, arch):
                 assert 1 <= config.splits <= blocks
                 assert k % config.chunk == 0
                 assert stored_as.float4 or config.chunk <= stored_as.columns
-                assert config.block_n < 64 or config.block_k <= stored_as.columns or (stored_as.float4 and m > 64)
+                assert config.chunks or config.block_k <= stored_as.columns or (stored_as.float4 and m > 64)
                 # Of a batch of fewer products than warps, each would be computed by several.
                 assert not stored_as.float4 or config.block_n >= 64 or config.block_k >= config.chunk * config.num_warps
                 one = config.block_k * (config.block_n * stored_as.bits // 8 + 2 * config.block_m)
@@ -356,12 +395,20 @@ def test_error_on_a_gpu(n, k, kind):
 @GPU
 @pytest.mark.parametrize("kind", ["tensor", "row", "block", "int4-128", "nvfp4", "mxfp4"])
 def test_norm_on_a_gpu(kind):
+    from spec_ops.backends.triton.linear import skinny_mm
+    from spec_ops.backends.triton.runtime.launch import Target
+
+    target = Target.of(torch.device("cuda", torch.cuda.current_device()))
     for m in (1, 4, 16, 32):
         x, w0, *s0 = on_gpu(m, 4096, 4096, kind)
         _, w1, *s1 = on_gpu(m, 6144, 4096, kind)
         residual, g = torch.randn_like(x), torch.rand(4096, device="cuda").bfloat16() + 0.5
         y, z, squares = add_skinny_mm_op(x, w0, residual, g, *s0)
-        assert torch.equal(y, skinny_mm_op(x, w0, None, *s0) + residual)
+        # By the kernel that `add_skinny_mm` has too: another one adds in another order.
+        stored_as = weight_format("test", w0, *s0)
+        config = skinny_mm.choose(m, 4096, 4096, target.sms, target.arch, stored_as)
+        alone = skinny_mm.skinny_mm(x, w0, None, *s0, config=config)
+        assert torch.equal(y, alone + residual)
         got = scaled_skinny_mm_op(z, w1, None, squares, 1e-5, *s1)
         rstd = torch.rsqrt(y.double().square().mean(1, True) + 1e-5)
         torch.testing.assert_close(got.double(), exact(z, w1, *s1) * rstd, rtol=2**-8, atol=2**-6)
@@ -371,7 +418,7 @@ def test_norm_on_a_gpu(kind):
 def test_results_repeat_on_a_gpu():
     for kind in ("row", "block", "int4-128", "nvfp4"):
         for m, n, k in ((4, 1536, 7168), (16, 4096, 4096), (64, 1536, 7168), (128, 4096, 14336)):
-            if m > 64 and kind.startswith("int4"):
+            if m > 64 and kind.startswith("int4") and torch.cuda.get_device_capability() != (9, 0):
                 continue
             x, weight, *scales = on_gpu(m, n, k, kind)
             first = skinny_mm_op(x, weight, None, *scales)

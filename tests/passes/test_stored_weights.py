@@ -240,8 +240,10 @@ def test_int4_of_torchao(mslk):
     want = exact(x, weight, scale, zero)
     errors = [(out.double() - want).square().mean().sqrt() for out in (module(*inputs)[0], mslk(*args))]
     assert errors[0] <= 1.05 * errors[1]
+    module, _ = capture(mslk, x.repeat(33, 1), *args[1:])
+    assert "more than 128 rows" in texts(run_pass(LowerSkinnyMm(), module, 90).refused)
     module, _ = capture(mslk, x.repeat(17, 1), *args[1:])
-    assert "more than 64 rows" in texts(run_pass(LowerSkinnyMm(), module, 90).refused)
+    assert "more than 64 rows" in texts(run_pass(LowerSkinnyMm(), module, 100).refused)
 
 
 def test_norms_are_divided_among_such_products():
@@ -282,7 +284,42 @@ def test_weights_of_4_bits_read_as_stored():
         want = exact(x, *weights[:count], *([None] * (3 - count)))
         errors = [(out.double() - want).square().mean().sqrt() for out in (module(*inputs)[0], fn(*args))]
         assert 0 < errors[0] <= 1.05 * errors[1]
-    assert "more than 64 rows" in refused(fn, [x.repeat(17, 1), *weights])
+    module, _ = capture(fn, x.repeat(32, 1), *weights)
+    assert texts(run_pass(LowerSkinnyMm(), module, 90).done) == "skinny_mm: 128 rows, weight 320 x 512 of 4 bits"
+    assert "more than 128 rows" in refused(fn, [x.repeat(33, 1), *weights])
+
+
+def test_invariant_rounds_dequantize():
+    """How the kernels for stored weights divide k depends on the rows."""
+
+    def fn(x, weight, scale, zero):
+        return F.linear(x, dequantized(weight, scale, zero).to(x.dtype))
+
+    module, _ = capture(fn, torch.randn(64, K).bfloat16(), *stored(torch.randn(N, K), "int4-128", torch.bfloat16))
+    run_pass(LowerSkinnyMm(), module, 90, invariant=True)
+    for node in module.graph.nodes:
+        assert node.target is not skinny_mm_op or node.args[3:] == (None, None, None, True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "k", "dtype", "scales"),
+    [
+        (100, "int4-128", K, torch.bfloat16, torch.bfloat16),
+        (90, "int4-32", K, torch.bfloat16, torch.bfloat16),
+        (90, "int4-32", K + 64, torch.bfloat16, torch.bfloat16),
+        (90, "int4-128", K, torch.float16, torch.float16),
+        (90, "int4-128", K, torch.bfloat16, torch.float32),
+    ],
+)
+def test_65_rows_of_int4_need_what_the_hopper_kernel_has(arch, kind, k, dtype, scales):
+    def fn(x, weight, scale, zero):
+        return F.linear(x, dequantized(weight, scale, zero).to(x.dtype))
+
+    g = torch.Generator().manual_seed(0)
+    weights = stored(torch.randn(N, k, generator=g), kind, scales)
+    assert "more than 64 rows" in refused(fn, [torch.randn(65, k).to(dtype), *weights], arch)
+    module, _ = capture(fn, torch.randn(64, k).to(dtype), *weights)
+    assert run_pass(LowerSkinnyMm(), module, arch).matches == 1
 
 
 def in_float4(x, weight, scale, tensor_scale=None):

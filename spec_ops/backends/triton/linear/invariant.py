@@ -27,7 +27,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton.attention.tile import opaque_zeros
 from spec_ops.backends.triton.linear import skinny_mm as linear
-from spec_ops.backends.triton.linear.skinny_mm import MAX_ROWS, Config, Tile, Weight, fitted, skinny_mm_kernel
+from spec_ops.backends.triton.linear.operands import Weight, check_operands, readable
+from spec_ops.backends.triton.linear.skinny_mm import MAX_ROWS, Config, Tile, fitted, skinny_mm_kernel
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms, recorded
 
@@ -120,8 +121,8 @@ def skinny_mm(
         for rows, place in zip(x.split(READ_ONCE), out.split(READ_ONCE), strict=True):
             linear.run(skinny_mm_kernel, "skinny_mm", rows, Weight(weight), config, bias, place, **UNFUSED)
         return out
-    linear.check_operands("skinny_mm", x, weight)
-    x = linear.readable(x)
+    check_operands("skinny_mm", x, weight)
+    x = readable(x)
     arch = linear.arch_of(x.device)
     splits = config_of(MAX_ROWS, n, k, num_sms(x.device), arch).splits
     (block_m, block_n, block_k), stages = tile_of(splits, arch)

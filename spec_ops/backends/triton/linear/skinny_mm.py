@@ -26,21 +26,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton.attention.tuning import SHARED
 from spec_ops.backends.triton.linear.float4 import float4_products, rest_of, wide_float4_products
+from spec_ops.backends.triton.linear.operands import CHUNK, Weight, check_operands, readable, scale_arguments
 from spec_ops.backends.triton.linear.quantized import ROWS_IN_PLACE, WARPGROUP, quantized_products, scaled
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
 from spec_ops.backends.triton.runtime.arrival import arrive
 from spec_ops.backends.triton.runtime.counters import arrival_counters
-from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, num_sms
-from spec_ops.backends.weight_format import WeightFormat, columns_of, for_columns, weight_format
+from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, num_sms, on_gpu
+from spec_ops.backends.weight_format import WeightFormat, for_columns, weight_format
 
-CHUNK = 64  # of k: what one row of shared memory holds (128 bytes)
 ASKED = 2  # blocks of the weight that a program asks for before it may begin, if it is launched early
 
 
 class Tile(NamedTuple):
     """What a program computes at a time, `block_k` of k in each iteration, and how many programs a multiprocessor gets at most.
 
-    Below `WARPGROUP` columns each warp has a chunk of k.
+    Below `WARPGROUP` columns each warp has a chunk of k, and so it has if `chunked`.
     """
 
     block_m: int
@@ -48,6 +48,12 @@ class Tile(NamedTuple):
     block_k: int
     num_warps: int
     programs: int
+    chunked: bool = False
+
+    @property
+    def chunks(self) -> bool:
+        """Whether each warp has a chunk of k."""
+        return self.chunked or self.block_n < WARPGROUP.value
 
 
 # The first that holds the rows; figures in `docs/notebook/products.md`.
@@ -62,6 +68,7 @@ QUANTIZED_TILES = {
 FLOAT4_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 32, 256, 4, 2))
 # Where columns are enough for as many programs as fit, which then share no sums.
 MANY_COLUMNS = {8: (Tile(8, 16, 512, 4, 4), Tile(16, 64, 256, 4, 2)), 4: ()}
+MANY_INT4_COLUMNS = (Tile(8, 32, 512, 4, 4), Tile(16, 64, 512, 4, 3, True))  # on Hopper, with groups of a chunk or more
 # For more rows, all of them in one tile, so that the weight is read once; with a weight of 16 bits cuBLAS computes them. int4
 # has no such tile: because of `zero` it took up to twice as long as dequantizing the weight and multiplying.
 WIDE_TILE, NARROW_TILE = Tile(128, 128, 128, 8, 1), Tile(128, 64, 128, 4, 2)
@@ -88,13 +95,21 @@ class Config:
     programs: int
     full: bool
     chunk: int = CHUNK
+    chunked: bool = False
+
+    @property
+    def chunks(self) -> bool:
+        """As of `Tile`."""
+        return self.chunked or self.block_n < WARPGROUP.value
 
 
 def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | None = None) -> Config:
     """`stored`: the weight's format, by default 16 bits."""
     tiles = TILES
     if stored is not None and stored.bits < 16:
-        many = (tile for tile in MANY_COLUMNS[stored.bits] if n >= tile.block_n * tile.programs * sms)
+        chunked = stored.kind == "int4" and stored.columns % 128 == 0 and 90 <= arch < 100
+        tiles = MANY_INT4_COLUMNS if chunked else MANY_COLUMNS[stored.bits]
+        many = (tile for tile in tiles if n >= tile.block_n * tile.programs * sms)
         few = FLOAT4_TILES if stored.float4 else QUANTIZED_TILES[stored.bits]
         wide = WIDE_TILE if stored.bits == 8 and n >= WIDE_TILE.block_n * sms else NARROW_TILE
         tiles = (*many, *few, SMALL_TILE if arch >= 120 else wide)
@@ -106,20 +121,20 @@ def fitted(
 ) -> Config:
     """As many splits as give every program its place at once, unless they are given, and as many blocks in flight as shared
     memory holds."""
-    block_m, block_n, block_k, num_warps, most = tile
+    block_m, block_n, block_k, num_warps, most, chunked = tile
     chunk, bits = CHUNK, 16
     if stored is not None and stored.bits < 16:
         # A row of shared memory holds 128 numbers of 8 bits, but a chunk has one scale, unless numbers are scaled.
         chunk, bits = 128 if k % 128 == 0 else 64, stored.bits
-        if block_n < WARPGROUP.value or not stored.float4:
+        if tile.chunks or not stored.float4:
             chunk = min(chunk, block_k // num_warps if stored.float4 else stored.columns)
-        block_k = block_k if block_n < WARPGROUP.value or stored.float4 else min(block_k, stored.columns)
+        block_k = block_k if tile.chunks or stored.float4 else min(block_k, stored.columns)
     blocks = triton.cdiv(k, block_k)
     buffer = block_k * (block_n * bits // 8 + 2 * block_m)
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
     if block_m > MAX_ROWS:
         rest += 2 * block_k * block_m  # Triton's buffer more of what an asynchronous product reads
-    elif bits < 16 and block_n >= WARPGROUP.value:
+    elif bits < 16 and not tile.chunks:
         # A tile's sums on their way to memory, and what tcgen05 does not take from registers: numbers of 4 bits, and ones.
         rest += 4 * block_n * block_m + 2 * block_n * block_k * (bits == 4 and 100 <= arch < 120)
     if stored is not None and stored.float4:
@@ -134,10 +149,11 @@ def fitted(
     buffers = min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits))
     # A stage is the product itself, except that Triton adds a buffer where the product is asynchronous (wgmma, tcgen05): where
     # it reads the weight's buffer.
-    asynchronous = block_n >= WARPGROUP.value and 90 <= arch < 120 and bits == 16
+    asynchronous = not tile.chunks and 90 <= arch < 120 and bits == 16
     # Not on sm_120: its 99 KiB leave two to four blocks in flight, and Triton 3.6 keeps values on the stack to ask for two.
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
-    return Config(block_m, block_n, block_k, num_warps, splits, max(2, buffers + (not asynchronous)), programs, full, chunk)
+    stages = max(2, buffers + (not asynchronous))
+    return Config(block_m, block_n, block_k, num_warps, splits, stages, programs, full, chunk, chunked)
 
 
 @triton.jit
@@ -208,7 +224,8 @@ def products(
     end = (split + 1) * blocks // SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     FLOAT4: tl.constexpr = scale.dtype.element_ty == tl.uint8 or scale.dtype.element_ty == tl.float8e4nv if BITS == 4 else False
-    if FLOAT4 and BLOCK_N >= WARPGROUP:
+    CHUNKED: tl.constexpr = len(weight.block_shape) == 3
+    if FLOAT4 and not CHUNKED:
         acc = wide_float4_products(
             x, weight, scale, rest_of(scale, tensor_scale), scale_row, scale_column, tile, first, end, n, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
@@ -223,7 +240,7 @@ def products(
             x, weight, scale, zero, scale_row, scale_column, tile, first, end, n, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, BITS, ROWS, COLUMNS,
         )  # fmt: skip
-    elif BLOCK_N < WARPGROUP:
+    elif CHUNKED:
         # A batch of products, of which Triton gives each warp its own: no warp reads what another one reads.
         CHUNKS: tl.constexpr = BLOCK_K // CHUNK
         sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
@@ -240,10 +257,10 @@ def products(
             acc = tl.dot(columns, tl.permute(rows, (1, 0)), acc)
     BLOCK: tl.constexpr = BLOCK_K * (BLOCK_N * BITS // 8 + 2 * BLOCK_M)
     ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK) // (4 * BLOCK_N * BLOCK_M))
-    acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, BLOCK_N < WARPGROUP, ROOM)
+    acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, CHUNKED, ROOM)
     if BITS < 16 and COLUMNS == 0 and BLOCK_M <= ROWS_IN_PLACE:
         acc = scaled(acc, scale, scale_row, n, N)
-    if FLOAT4 and BLOCK_N < WARPGROUP:
+    if FLOAT4 and CHUNKED:
         acc *= rest_of(scale, tensor_scale)
     return acc, complete
 
@@ -280,15 +297,9 @@ def skinny_mm_kernel(
         store_transposed(out, acc, n, tl.arange(0, BLOCK_M), N, M)
 
 
-def _tma_reads(rows: torch.Tensor) -> bool:
-    """Whether a tensor descriptor can read `rows [n, k]`: unit columns, rows and start at multiples of 16 bytes."""
-    aligned = rows.stride(0) * rows.element_size() % 16 == 0 and rows.data_ptr() % 16 == 0
-    return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] and aligned
-
-
 def _block_shape(rows: int, config: Config, packed: int = 1) -> list[int]:
     """Of `[k / chunk, n, chunk]` where warps take chunks, of `[n, k]` else; an element holds `packed` numbers of k."""
-    if config.block_n < WARPGROUP.value:
+    if config.chunks:
         return [config.block_k // config.chunk, rows, config.chunk // packed]
     return [rows, config.block_k // packed]
 
@@ -299,15 +310,6 @@ def _descriptor(matrix: torch.Tensor, rows: int, config: Config, packed: int = 1
         chunk = block[2]
         return TensorDescriptor(matrix, [k // chunk, n, chunk], [chunk, matrix.stride(0), 1], block)
     return TensorDescriptor(matrix, [n, k], [matrix.stride(0), 1], block)
-
-
-class Weight(NamedTuple):
-    """A weight as an op gets it: `backends/weight_format.py`."""
-
-    data: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-    tensor_scale: torch.Tensor | None = None
 
 
 def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config | None, *args: Any, **constants: Any) -> None:
@@ -340,40 +342,10 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
     with device_guard(x):
         launch(
             kernel, (tiles * splits,), _descriptor(x, block_m, config),
-            _descriptor(weight, block_n, config, k // weight.shape[1]), *_scales(*scales), partial, counters,
+            _descriptor(weight, block_n, config, k // weight.shape[1]), *scale_arguments(*scales), partial, counters,
             m, n, k, weight, weight.stride(0), *args, **constants, **_constants(config, stored, n, k),
             num_warps=config.num_warps, early=config.full,
         )  # fmt: skip
-
-
-def check_operands(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raises a ValueError, as `run` does, for another k than the weight's or one that is no multiple of 64, or a weight that
-    TMA cannot read."""
-    k = x.shape[1]
-    if k != columns_of(weight):
-        raise ValueError(f"{name}: `x` must have the {columns_of(weight)} columns of `weight`, got {k}")
-    if k == 0 or k % CHUNK:
-        raise ValueError(f"{name}: the columns of `x` must be a multiple of {CHUNK}, got {k}")
-    if not _tma_reads(weight):
-        raise ValueError(
-            f"{name}: `weight` must have contiguous rows that start at multiples of 16 bytes, got strides "
-            f"{tuple(weight.stride())} at address {weight.data_ptr():#x}"
-        )
-
-
-def readable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy that TMA can read."""
-    return x if _tma_reads(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _scales(scale: torch.Tensor | None, zero: torch.Tensor | None, tensor_scale: torch.Tensor | None) -> tuple[Any, ...]:
-    """`scale`, `zero`, `tensor_scale` and the strides of the first two, as the kernel takes them."""
-    if scale is None:
-        return None, None, None, None, None
-    if zero is not None and zero.stride() != scale.stride():
-        scale, zero = scale.contiguous(), zero.contiguous()
-    strides = 0 if scale.shape[0] == 1 else scale.stride(0), 0 if scale.shape[1] == 1 else scale.stride(1)
-    return scale, zero, tensor_scale, *strides
 
 
 def _constants(config: Config, stored: WeightFormat, n: int, k: int) -> dict[str, Any]:
@@ -392,8 +364,13 @@ def skinny_mm(
     """`spec_ops.ops.linear.skinny_mm_op` without `invariant`; raises as `run` does."""
     out = x.new_empty(x.shape[0], weight.shape[0])
     if out.numel():
-        bias = None if bias is None else bias.contiguous()
-        run(skinny_mm_kernel, "skinny_mm", x, Weight(weight, scale, zero, tensor_scale), config, bias, out)
+        bias, weights = None if bias is None else bias.contiguous(), Weight(weight, scale, zero, tensor_scale)
+        if config is None and scale is not None and on_gpu(x) and arch_of(x.device) == 90:
+            from spec_ops.backends.triton.linear import hopper_mm  # here: Gluon is not there on other platforms
+
+            if hopper_mm.product(x, weights, bias, out):
+                return out
+        run(skinny_mm_kernel, "skinny_mm", x, weights, config, bias, out)
     return out
 
 

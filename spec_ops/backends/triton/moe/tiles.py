@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 
 from spec_ops.backends.triton.attention.tuning import SHARED
-from spec_ops.backends.triton.linear.skinny_mm import CHUNK
+from spec_ops.backends.triton.linear.operands import CHUNK
 
 MAX_TOKENS = 64
 

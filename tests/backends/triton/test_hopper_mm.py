@@ -1,0 +1,147 @@
+"""Which products go to the Hopper kernel for weights of 4 bits, and how it is compiled; `tests/gpu/test_hopper_mm.py` has what
+it computes."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what is launched")
+
+from spec_ops.backends.triton.linear import hopper_mm, skinny_mm  # noqa: E402
+from spec_ops.backends.triton.runtime import ahead  # noqa: E402
+from spec_ops.backends.triton.runtime.launch import Launch, Target, recorded  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HOPPER, TRITON = "hopper_mm_kernel", "skinny_mm_kernel"
+SCALES = {"nvfp4": (torch.float8_e4m3fn, 16), "mxfp4": (torch.uint8, 32), "int4": (BF16, 128)}
+
+
+def launched(
+    kind: str, m: int, n: int = 4096, k: int = 4096, arch: int = 90, dtype: torch.dtype = BF16, group: int = 0,
+    scales: torch.dtype | None = None, sms: int = 132,
+) -> Launch:  # fmt: skip
+    dtype_of, default = SCALES[kind]
+
+    def empty(*shape: int, of: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    scale = empty(n, k // (group or default), of=scales or dtype_of)
+    zero = empty(*scale.shape, of=scale.dtype) if kind == "int4" else None
+    with recorded(Target(arch, sms)) as launches:
+        out = skinny_mm.skinny_mm(empty(m, k, of=dtype), empty(n, k // 2, of=torch.uint8), None, scale, zero)
+    assert out.shape == (m, n)
+    (only,) = launches
+    return only
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "m", "kernel"),
+    [
+        *(("int4", 4096, m, TRITON) for m in (1, 8, 16)),
+        *(("int4", 4096, m, HOPPER) for m in (17, 32, 33, 64, 65, 128)),
+        *(("int4", 28672, m, HOPPER) for m in (17, 128)),
+        *((kind, 4096, m, TRITON) for kind in ("nvfp4", "mxfp4") for m in (16, 17, 32, 65, 128)),
+        *((kind, 4096, m, HOPPER) for kind in ("nvfp4", "mxfp4") for m in (33, 64)),
+        *((kind, 28672, m, HOPPER) for kind in ("nvfp4", "mxfp4") for m in (17, 32, 33, 64)),
+        *((kind, 28672, m, TRITON) for kind in ("nvfp4", "mxfp4") for m in (16, 65, 128)),
+    ],
+)
+def test_rows_and_columns_decide(kind, n, m, kernel):
+    assert launched(kind, m, n).kernel.fn.__name__ == kernel
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"arch": 100}, {"arch": 120}, {"dtype": FP16}, {"dtype": FP16, "scales": FP16}, {"scales": FP32}, {"group": 64},
+        {"group": 32}, {"k": 4096 + 64, "group": 64}, {"kind": "nvfp4", "dtype": FP16}, {"kind": "mxfp4", "k": 4096 + 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_near_misses(call):
+    kind = call.get("kind", "int4")
+    assert launched(**{"kind": kind, "m": 64, **call}).kernel.fn.__name__ == TRITON
+    if kind == "int4":  # more rows have the one kernel alone
+        with pytest.raises(ValueError, match="skinny_mm: `x` must have at most 64 rows, got 65"):
+            launched(**{"kind": kind, "m": 65, **call})
+
+
+@pytest.mark.parametrize("group", [128, 256])
+def test_groups_of_int4(group):
+    assert launched("int4", 128, group=group).arguments["COLUMNS"] == group
+
+
+def test_more_rows_than_any_kernel_has():
+    with pytest.raises(ValueError, match="skinny_mm: `x` must have at most 64 rows, got 129"):
+        launched("int4", 129)
+    with pytest.raises(ValueError, match="skinny_mm: `x` must have at most 128 rows, got 129"):
+        launched("nvfp4", 129)
+
+
+@pytest.mark.parametrize("sms", [1, 114, 132])
+@pytest.mark.parametrize(("n", "k"), [(100, 128), (64, 14336), (1000, 1280), (4096, 4096), (28672, 4096), (132 * 128, 1024)])
+def test_programs_share_the_blocks_of_k(n, k, sms):
+    """Each has some, and partial sums where a program does not have whole tiles: two of them for each program."""
+    for m in (32, 64, 128):
+        given = launched("int4", m, n, k, sms=sms).arguments
+        consumers, block_m = given["CONSUMERS"], given["x"].block_shape[0]
+        assert m <= block_m
+        tiles, blocks = -(-n // (64 * consumers)), k // 128
+        programs = min(sms, tiles * blocks)
+        whole = tiles % programs == 0
+        assert (given["partial"] is None) == (given["counters"] is None) == whole
+        if not whole:
+            assert given["partial"].numel() == 2 * programs * consumers * 64 * block_m
+            assert given["counters"].numel() >= tiles * consumers
+
+
+def test_16_rows_and_many_columns_of_int4():
+    """The tile that was faster there on an H200; other groups and other GPUs keep theirs."""
+    found = launched("int4", 16, 28672).arguments
+    assert (found["BLOCK_M"], found["BLOCK_N"], found["weight"].block_shape) == (16, 64, [4, 64, 64])
+    for call in ({"n": 16384}, {"arch": 100}, {"group": 64}):
+        assert launched(**{"kind": "int4", "m": 16, "n": 28672, **call}).arguments["BLOCK_N"] == 32
+    assert launched("nvfp4", 16, 28672).arguments["BLOCK_N"] == 32
+    assert launched("int4", 8, 28672).arguments["BLOCK_M"] == 8
+
+
+@pytest.mark.parametrize(
+    "case", ["a column", "no zero points", "no scale of the whole weight", "a bias", "a group of all of k"]
+)
+def test_other_arguments_compile(case):
+    kind = "nvfp4" if case == "no scale of the whole weight" else "int4"
+    found = launched(kind, 64, 1 if case == "a column" else 4096, 128 if case == "a group of all of k" else 4096)
+    if case == "no zero points":
+        found.arguments["zero"] = None
+    if case == "a bias":
+        found.arguments["bias"] = torch.empty(4096, dtype=BF16, device="meta")
+    used = ahead.compile_ahead(ahead.variant_of(case, found, archs=(90,)), 90)
+    assert used.spill_bytes == 0
+
+
+VARIANTS = list(hopper_mm.ahead())
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_compiles_without_spills_for_one_program_on_a_multiprocessor(variant):
+    used = ahead.compile_ahead(variant, 90)
+    assert (used.spill_bytes, used.loop_spills, used.serialized) == (0, 0, False)
+    warps = 4 * variant.constexprs["CONSUMERS"] + 4  # the loading warp's registers are those of a warpgroup
+    assert ahead.resident_blocks(used, warps, 90) == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:1] + VARIANTS[-1:], ids=lambda variant: variant.name)
+def test_nothing_is_read_or_written_before_the_wait(variant):
+    """But for asking: each warp that reads or writes waits for earlier kernels first, the loading warp after its requests."""
+    ptx = ahead.compiled(variant, 90).asm["ptx"]
+    waits = [at.start() for at in re.finditer(r"griddepcontrol\.wait", ptx)]
+    assert len(waits) == variant.constexprs["CONSUMERS"] + 1
+    first = min(at.start() for at in re.finditer(r"ld\.global|st\.global|atom\.|cp\.async\.bulk\.tensor", ptx))
+    assert first > waits[0]
+    asked, loads = ptx.find("prefetch.global.L2"), ptx.find("cp.async.bulk.tensor")
+    assert any(0 < asked < wait < loads for wait in waits)

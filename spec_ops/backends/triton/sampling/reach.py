@@ -58,8 +58,9 @@ def first_reaching(words, order, bins, amounts, there, limit):
     step = tl.arange(0, STEPS)
     before = tl.zeros([], tl.int64)
     few = tl.zeros([], tl.int32)
+    again = few + 1
     counter = words + COUNTER * WIDTH
-    while few == 0:
+    while again > 0:  # not `few == 0`: where nothing reaches `limit`, none are left
         for part in tl.static_range(3):
             clear_words(words, part * STEPS + step)
         clear_words(counter, few)
@@ -80,6 +81,7 @@ def first_reaching(words, order, bins, amounts, there, limit):
         tl.debug_barrier()  # before it is cleared
         if size <= FEW:
             few = few + size
+            again = again * 0
         else:
             least = tl.min(tl.where(there, order, BEYOND), 0)
             width = tl.max(tl.where(there, order, -BEYOND), 0) - least

@@ -31,8 +31,8 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
     GPU and one more package; `"nvfp4"` and `"mxfp4"`, of which torchao has prototypes. Biases, embeddings, norms, routers and
     layers whose input is no multiple of 64 stay as they are, and so do layers that are quantized already, such as an LM head
     that a draft shares with its target. The experts of this package's mixtures are stored too where `moe_experts` reads the
-    kind: the three of float8, and `"mxfp4"`. Load weights first: a quantized model has no state dict in the layout of
-    checkpoints.
+    kind: the three of float8, `"int4"` (without zero points), and `"mxfp4"`. Load weights first: a quantized model has no state
+    dict in the layout of checkpoints.
 
     Args:
         model: of any kind; ours, or one of transformers.

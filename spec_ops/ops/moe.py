@@ -180,8 +180,9 @@ def moe_experts(
     not `transposed`.
 
     Weights of 8 and 4 bits are read as they are stored, and rows keep their dtype: float8_e4m3fn with a scale for each block of
-    128 x 128, each row or each expert, and MXFP4, two numbers in a uint8 with a power of 2 for every 32
-    (`backends/expert_format.py`). Gate and up projection are blocked each by itself unless they are interleaved.
+    128 x 128, each row or each expert; MXFP4, two numbers in a uint8 with a power of 2 for every 32; and int4 without zero
+    points, in groups of 32, 64, 128 or 256 columns (`backends/expert_format.py`). Gate and up projection are blocked each by
+    itself unless they are interleaved.
 
     Args:
         x: `[T, H]` float32, bfloat16 or float16.
@@ -201,8 +202,10 @@ def moe_experts(
         alpha: SiLU is `g * sigmoid(alpha * g)`; only with `activation="silu"`.
         beta: added to the up projection.
         gate_up_scale: of a `gate_up` of float8 `[E, 2 * ceil(I / 128), ceil(H / 128)]` (`[E, 2 * I, 1]`, `[E, 2, 1]`,
-            `[E, 1, 1]`), floating-point; of uint8 `[E, 2 * I, H / 32]`, uint8 (e8m0).
-        down_scale: alike, `[E, ceil(H / 128), ceil(I / 128)]` (`[E, H, 1]`, `[E, 1, 1]`) or `[E, H, I / 32]`.
+            `[E, 1, 1]`), floating-point; of uint8 `[E, 2 * I, H / 32]` uint8 (e8m0), or `[E, 2 * I, H / group]`
+            floating-point for int4.
+        down_scale: alike, `[E, ceil(H / 128), ceil(I / 128)]` (`[E, H, 1]`, `[E, 1, 1]`), `[E, H, I / 32]` or
+            `[E, H, I / group]`.
 
     Returns:
         `[T, H]`, contiguous, dtype of `x`; zeros for a token without experts.

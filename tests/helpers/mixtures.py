@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spec_ops.backends.expert_format import dequantized_expert, expert_format
+from spec_ops.backends.weight_format import packed
 from spec_ops.ops.reference import moe as reference
 
 
@@ -64,7 +65,7 @@ def call(
     return normal(tokens, hidden).to(dtype), ids, weights, gate_up.to(dtype), down.to(dtype), *biases, *form[:-1]
 
 
-STORED = {"block": 8, "row": 8, "expert": 8, "MXFP4": 4}  # kinds of scales, and bits
+STORED = {"block": 8, "row": 8, "expert": 8, "MXFP4": 4, "int4-32": 4, "int4-64": 4}  # kinds of scales, and bits
 PUBLISHED = Form(interleaved=True, limit=1.5, alpha=1.702, beta=1.0, biases=True)  # gpt-oss's, as it lies in its files
 
 
@@ -79,6 +80,12 @@ def stored_stack(stack: torch.Tensor, kind: str, parts: int = 1) -> tuple[torch.
         code = (scaled.abs()[..., None] - steps).abs().argmin(-1) + 8 * (scaled < 0)
         code = code.flatten(2).to(torch.uint8)
         return code[..., ::2] | (code[..., 1::2] << 4), (power + 127).to(torch.uint8)
+    if kind.startswith("int4"):
+        group = 32 if k % 64 else int(kind.removeprefix("int4-"))
+        groups = stack.float().unflatten(2, (-1, group))
+        scale = (groups.abs().amax(3) / 7.5).to(torch.float32 if kind == "int4-32" else torch.float16)
+        numbers = (groups / scale.float()[..., None]).round().clamp(-8, 7).to(torch.int8).flatten(2)
+        return packed(numbers.flatten(0, 1)).view(*stack.shape[:2], -1), scale
     rows, columns = {"block": (128, 128), "row": (1, k), "expert": (n // parts, k)}[kind]
     data, scales = [], []
     for part in stack.float().chunk(parts, 1):

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.moe import experts, few, grouped
-from spec_ops.backends.triton.moe.stored import e8m0, scaled_fp4
+from spec_ops.backends.triton.moe.stored import e8m0, int4_numbers, scaled_4_bits
 from spec_ops.backends.triton.runtime.launch import recorded
+from spec_ops.backends.weight_format import unpacked
 from tests.helpers.mixtures import FORMS, PUBLISHED, STORED, Form, exact, stored_call
 from tests.helpers.pairs import pairwise
 
@@ -40,7 +41,7 @@ def test_few_tokens(layout, kind, tokens):
     check_close(few.few_experts(*args), args, 2e-3)
 
 
-@pytest.mark.parametrize("kind", ["block", "MXFP4"])
+@pytest.mark.parametrize("kind", ["block", "MXFP4", "int4-64"])
 def test_shares_of_the_inner_dimension(kind):
     """Shares that begin in the middle of an expert, and empty ones."""
     args = stored_call(FORMS["Qwen3-MoE"], kind, 5, 2, 3, 64, 640, FP16)
@@ -52,7 +53,7 @@ def test_shares_of_the_inner_dimension(kind):
 
 @pairwise(layout=LAYOUTS, kind=STORED, dtype=[FP16, torch.float32])
 def test_many_tokens(layout, kind, dtype):
-    hidden, inner = (96, 160) if kind == "MXFP4" else (100, 150)
+    hidden, inner = (96, 160) if STORED[kind] == 4 else (100, 150)
     args = stored_call(LAYOUTS[layout], kind, 30, 2, 3, hidden, inner, dtype, dropped=0.2)
     check_close(grouped.grouped_experts(*args), args, 2e-3 if dtype == FP16 else 1e-5)
 
@@ -85,7 +86,7 @@ def test_which_kernels_take_a_call():
 def fp4_kernel(block, scale, out, DTYPE: tl.constexpr):
     row = tl.arange(0, 16)[:, None]
     column = tl.arange(0, 16)[None, :]
-    made = scaled_fp4(tl.load(block + row * 16 + column), e8m0(tl.load(scale + row))[None, :, :], DTYPE)
+    made = scaled_4_bits(tl.load(block + row * 16 + column), e8m0(tl.load(scale + row))[None, :, :], DTYPE, False)
     tl.store(out + row * 32 + tl.arange(0, 32)[None, :], made)
 
 
@@ -99,3 +100,18 @@ def test_every_number_of_mxfp4():
         out = torch.empty(16, 16, 2, dtype=dtype)
         fp4_kernel[(1,)](block, scale, out, DTYPE=name)
         assert torch.equal(out.float(), wanted), dtype
+
+
+@triton.jit
+def int4_kernel(block, out, DTYPE: tl.constexpr):
+    at = tl.arange(0, 256)
+    made = int4_numbers(tl.load(block + at), DTYPE)
+    tl.store(out + 2 * at[:, None] + tl.arange(0, 2)[None, :], made)
+
+
+def test_every_number_of_int4():
+    block = torch.arange(256, dtype=torch.uint8)
+    for dtype, name in ((FP16, tl.float16), (torch.float32, tl.float32)):
+        out = torch.empty(256, 2, dtype=dtype)
+        int4_kernel[(1,)](block, out, DTYPE=name)
+        assert torch.equal(out.flatten().to(torch.int8), unpacked(block[:, None]).flatten()), dtype

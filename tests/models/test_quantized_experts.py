@@ -15,13 +15,14 @@ from spec_ops.backends.expert_format import dequantized_expert, expert_format
 from spec_ops.decoding import Generator
 from spec_ops.models import CausalLM, MixtureConfig, ModelConfig, MTPDraft, quantize, quantized, save_pair
 from spec_ops.models.layers import Mixture
-from spec_ops.models.quantized_experts import is_stored, mixtures, store_experts
+from spec_ops.models.quantized_experts import int4_without_zeros, is_stored, mixtures, store_experts
 from spec_ops.models.stored_tensor import StoredTensor
 from spec_ops.parallel import TensorParallel, shard
 from spec_ops.parallel.fake import fake_group
 
 KINDS = {"float8": quantized.float8_tensor, "float8_block": quantized.float8_tensor, "float8_tensor": quantized.float8_tensor}
-KINDS |= {"mxfp4": quantized.mxfp4_tensor}
+KINDS |= {"mxfp4": quantized.mxfp4_tensor, "int4": None}
+FOUR = ("mxfp4", "int4")  # bits
 CONFIG = ModelConfig(
     vocab_size=96, hidden_size=192, intermediate_size=128, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32,
     mixture=MixtureConfig(6, 2, intermediate_size=160, shared_intermediate_size=64, first_dense=1),
@@ -48,7 +49,7 @@ def with_stored_experts(model: CausalLM, kind: str) -> CausalLM:
 def test_experts_are_the_dequantized_ones(kind):
     exact, model = made(), with_stored_experts(made(), kind)
     stored, plain = only(model), only(exact)
-    bits = 4 if kind == "mxfp4" else 8
+    bits = 4 if kind in FOUR else 8
     assert stored.gate_up_proj.nbytes * 8 == plain.gate_up_proj.numel() * bits
     for name, parts in (("gate_up", 2), ("down", 1)):
         stack, scale = getattr(stored, f"{name}_proj"), getattr(stored, f"{name}_scale")
@@ -70,7 +71,7 @@ def test_gate_and_up_projection_are_stored_apart():
     assert (scale[:, 2:] > 20 * scale[:, :2]).all()
 
 
-@pytest.mark.parametrize("kind", ["float8_block", "mxfp4"])
+@pytest.mark.parametrize("kind", ["float8_block", "mxfp4", "int4"])
 def test_text_of_a_quantized_mixture(kind):
     """Needs no torchao; plain and speculative."""
     target = made()
@@ -88,17 +89,33 @@ def test_text_of_a_quantized_mixture(kind):
     assert plain.tokens != exact.tokens  # or nothing was quantized
 
 
+def test_int4_loses_no_more_than_with_the_greatest_magnitude_as_its_range():
+    weight = torch.randn(32, 384, generator=torch.Generator().manual_seed(0))
+    weight[0, :128], weight[1, :128] = 0, 3.0
+    made = int4_without_zeros(weight)
+    assert (made.data_.dtype, made.scale.shape, made.zero) == (torch.uint8, (32, 3), None)
+    groups = weight.unflatten(1, (3, 128))
+    whole = groups.abs().amax(2, keepdim=True) / 7.5
+    plain = (groups / torch.where(whole == 0, 1, whole)).round().clamp(-8, 7) * whole
+    lost = [(w - weight).unflatten(1, (3, 128)).square().sum(2) for w in (made.dequantize(), plain.flatten(1))]
+    assert (lost[0] <= lost[1] * 1.02).all()
+    assert lost[0].sum() < 0.9 * lost[1].sum()
+    assert not made.dequantize()[0, :128].any()
+    assert [int4_without_zeros(weight[:, :k]).scale.shape[1] for k in (64, 192, 96)] == [1, 3, 3]
+
+
 def test_what_stays():
     model = made()
     router, experts = only(model).router.weight.clone(), only(model).gate_up_proj.clone()
-    quantize(model, "int4")  # of which `moe_experts` has no format
+    quantize(model, "nvfp4")  # of which `moe_experts` has no format
     assert not is_stored(only(model))
     assert torch.equal(only(model).gate_up_proj, experts)
     assert type(only(model).router.weight.data) is torch.Tensor
     assert torch.equal(only(model).router.weight, router)
     assert type(only(model).shared.gate_up_proj.weight.data) is StoredTensor
     odd = made(replace(CONFIG, mixture=replace(CONFIG.mixture, intermediate_size=40)))
-    assert not is_stored(only(with_stored_experts(odd, "mxfp4")))  # no whole groups of 32
+    for kind in FOUR:
+        assert not is_stored(only(with_stored_experts(odd, kind)))  # no whole groups of 32
     assert is_stored(only(with_stored_experts(odd, "float8")))
     before = only(odd).gate_up_proj
     with_stored_experts(odd, "float8_block")

@@ -348,7 +348,8 @@ wrong("moe_experts", "down_scale", "shape (5, 2, 1)", **eight, **{**eight_scales
 wrong("moe_experts", "down", "float32", TypeError, **{**eight, **eight_scales, "down": torch.zeros(5, 8, 6)})
 four = {"gate_up": torch.zeros(5, 12, 4, dtype=torch.uint8), "down": torch.zeros(5, 8, 3, dtype=torch.uint8)}
 wrong("moe_experts", "gate_up_scale", "shape (5, 12, 1)", **four, gate_up_scale=torch.zeros(5, 12, 1, dtype=torch.uint8))
-wrong("moe_experts", "gate_up_scale", "float32", TypeError, **four, gate_up_scale=torch.zeros(5, 12, 1))
+wrong("moe_experts", "gate_up_scale", "float64", TypeError, **four, gate_up_scale=torch.zeros(5, 12, 1, dtype=torch.float64))
+wrong("moe_experts", "gate_up_scale", "shape (5, 12, 1)", **four, gate_up_scale=torch.zeros(5, 12, 1))  # of int4
 
 SAMPLING = ["sampling_support", "sample_logits", "sampling_probs"]
 bad_tensor(SAMPLING, "logits", dtype=torch.float64, device=False)

@@ -197,7 +197,7 @@ def test_mxfp4_is_what_transformers_reads():
     scales = torch.randint(100, 140, (3, 8, 2), generator=generator, dtype=torch.uint8)
     wanted = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
     stored = expert_format("test", "down", blocks.flatten(2), scales)
-    assert stored == (4, 1, 32, 1)
+    assert stored == (4, 1, 32, 1, False)
     for block, scale, expert in zip(blocks.flatten(2), scales, wanted, strict=True):
         assert torch.equal(dequantized_expert(block, scale, stored), expert)
 
@@ -208,7 +208,7 @@ def test_stored_weights_are_the_dequantized_ones(form, kind):
     args = stored_call(form, kind, 9, 3, 5, 160, 192)
     wide = dequantized_call(args)
     for mine, given in zip(wide[3:5], call(form, 9, 3, 5, 160, 192)[3:5], strict=True):
-        assert (mine - given).norm() < (0.2 if kind == "MXFP4" else 0.05) * given.norm()
+        assert (mine - given).norm() < (0.2 if STORED[kind] == 4 else 0.05) * given.norm()
     names = ("gate_up_bias", "down_bias", "activation", "gated", "interleaved", "transposed", "limit", "alpha", "beta")
     options = dict(zip(names, args[5:14], strict=True))
     got = spec_ops.moe_experts(*args[:5], **options, gate_up_scale=args[14], down_scale=args[15])
@@ -221,3 +221,26 @@ def test_gate_and_up_projection_have_blocks_of_their_own():
     stored = expert_format("test", "gate_up", weight, scale, 2)
     rows = dequantized_expert(weight[0], scale[0], stored)[:, 0].tolist()
     assert rows == [1.0] * 128 + [2.0] * 64 + [3.0] * 128 + [4.0] * 64
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "message"),
+    [
+        (
+            torch.ones(5, 64, 4),
+            ValueError,
+            r"must be \[5, 64, 192 / group\] with a group of .* beside int4, got shape \(5, 64, 4",
+        ),
+        (torch.ones(5, 1, 6), ValueError, r"must be \[5, 64, 192 / group\]"),
+        (torch.ones(5, 64, 6, dtype=torch.uint8)[..., :5], ValueError, r"must be \[5, 64, 192 / 32\] beside MXFP4"),
+        (
+            torch.ones(5, 64, 6, dtype=torch.int8),
+            TypeError,
+            "must be of uint8 .e8m0. beside MXFP4, or of float32, .* beside int4",
+        ),
+        (None, ValueError, "must be given beside"),
+    ],
+)
+def test_scales_of_4_bits_that_fit_no_format(scale, error, message):
+    with pytest.raises(error, match=f"test: `down_scale` {message}"):
+        expert_format("test", "down", torch.zeros(5, 64, 96, dtype=torch.uint8), scale)

@@ -53,6 +53,7 @@ STORED = [
     "Qwen3-MoE in float8, 4 tokens on sm_90",
     "DeepSeek-V3 in float8, 64 tokens on sm_90",
     "gpt-oss in MXFP4, 4 tokens on sm_90",
+    "Kimi-K2 in int4, 4 tokens on sm_90",
 ]
 
 
@@ -96,3 +97,12 @@ def test_stored_weights_are_resident_and_in_flight(variant):
     ptx = kernel.asm["ptx"]
     assert "cp.async.bulk.tensor" in ptx
     assert ("wgmma" in ptx) == wide
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE in MXFP4, 64 tokens on sm_120", "Kimi-K2 in int4, 64 tokens on sm_120"])
+def test_two_weights_of_4_bits_fit_in_registers(name):
+    """A gate and an up projection, whose numbers and sums are there at the same time."""
+    found = [v for v in few.ahead() if v.name.endswith(name)]
+    assert len(found) == 2
+    for variant in found:
+        assert ahead.resources(ahead.compiled(variant, 120)).spill_bytes == 0

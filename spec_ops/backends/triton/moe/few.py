@@ -31,7 +31,7 @@ from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.triton.linear.norm import store_sum
 from spec_ops.backends.triton.linear.skinny_mm import combined, store_transposed
 from spec_ops.backends.triton.moe.activation import activated, gated
-from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, MXFP4, meta_call
+from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
 from spec_ops.backends.triton.moe.stored import added, block_scales, formats, scale_arguments, scale_constants
 from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, Config, Sizes, choose
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
@@ -93,7 +93,7 @@ def few_gate_up_kernel(
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
-    BITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SUMS: tl.constexpr,
+    BITS: tl.constexpr, INT4: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SUMS: tl.constexpr,
     SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `tile * blocks of columns + block`. `x`, `weight`: tensor descriptors; `scale` to `scale_up`: of
@@ -139,30 +139,30 @@ def few_gate_up_kernel(
             # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
             s = block_scales(
                 scale, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
-                PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
             )  # fmt: skip
             if PAIR:
                 t = block_scales(
                     scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
-                    PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
                 )  # fmt: skip
         for block in tl.range(0, tl.cdiv(hidden, BLOCK_K), num_stages=STAGES):
             columns = _columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
             if PAIR:
                 ups = _columns(weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
             rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED)
-            acc = added(acc, columns, rows, s, BITS)
+            acc = added(acc, columns, rows, s, BITS, INT4)
             if PAIR:
-                other = added(other, ups, rows, t, BITS)
+                other = added(other, ups, rows, t, BITS, INT4)
             if BITS < 16:
                 s = block_scales(
                     scale, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
-                    PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
                 )  # fmt: skip
                 if PAIR:
                     t = block_scales(
                         scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
-                        PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+                        PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
                     )  # fmt: skip
         if CHUNKED:
             acc = tl.sum(acc, 0)
@@ -198,7 +198,8 @@ def few_down_kernel(
     norm_weight, out, z, squares, tokens, experts, hidden, inner,
     TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    BITS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, INT4: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `block of columns * SPLITS + split`. `h`, `weight`: tensor descriptors; `scale` to `scale_column`: of
     `scale_arguments`; `table`: the first kernel's; `BLOCKS` of an expert's inner dimension; `partial`, `counters`: as in
@@ -221,18 +222,18 @@ def few_down_kernel(
         PARTS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
         s = block_scales(
             scale, expert, scale_expert, scale_row, scale_column, n, hidden, begin % BLOCKS, inner, begin < total,
-            PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+            PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
         )  # fmt: skip
     for i in tl.range(begin, (split + 1) * total // SPLITS, num_stages=STAGES):
         block = i % BLOCKS
         columns = _columns(weight, expert, tile * BLOCK_N, block, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
-        acc = added(acc, columns, _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED), s, BITS)
+        acc = added(acc, columns, _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED), s, BITS, INT4)
         # One iteration ahead: a load that another load's address depends on halves what Triton keeps in flight.
         expert = tl.load(table + 1 + (i + 1) // BLOCKS)
         if BITS < 16:
             s = block_scales(
                 scale, expert, scale_expert, scale_row, scale_column, n, hidden, (i + 1) % BLOCKS, inner, i + 1 < total,
-                PARTS, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
             )  # fmt: skip
     if CHUNKED:
         acc = tl.sum(acc, 0)
@@ -391,6 +392,8 @@ MODELS: tuple[tuple[str, tuple[int, ...], tuple[int, int, int, int], dict[str, A
     ("Qwen3-MoE in float8", (4, 16, 64), (128, 8, 2048, 768), FLOAT8),
     ("DeepSeek-V3 in float8", (8, 64), (256, 8, 7168, 2048), FLOAT8),
     ("gpt-oss in MXFP4", (4, 16, 64), (32, 4, 2880, 2880), MXFP4),
+    ("Qwen3-MoE in MXFP4", (4, 16, 64), (128, 8, 2048, 768), {"bits": 4}),
+    ("Kimi-K2 in int4", (4, 16, 64), (384, 8, 7168, 2048), INT4),
 )
 BETWEEN_NORMS = (*MODELS[:1], ("DeepSeek-V3", (8, 32), (256, 8, 7168, 2048), {}))
 

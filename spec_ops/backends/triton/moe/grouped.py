@@ -23,8 +23,8 @@ from spec_ops.backends.expert_format import inner_of
 from spec_ops.backends.triton.linear.invariant import UNFUSED
 from spec_ops.backends.triton.linear.quantized import numbers
 from spec_ops.backends.triton.moe.activation import activated, gated
-from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, MXFP4, meta_call
-from spec_ops.backends.triton.moe.stored import block_scales, formats, scale_arguments, scale_constants, scaled_fp4
+from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
+from spec_ops.backends.triton.moe.stored import block_scales, formats, scale_arguments, scale_constants, scaled_4_bits
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, recorded
 
@@ -54,7 +54,7 @@ def _tile_rows(offsets, tile, experts, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.co
 @triton.jit
 def _added(
     acc, a, weight, expert, n, N, n_stride, k_stride, scale, scale_expert, scale_row, scale_column, row, rows, block, inner,
-    BLOCK_K: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BITS: tl.constexpr, INT4: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`acc [m, n]` and the product of `a [m, BLOCK_K]`, a block of k, with that of the weight's rows `n` below `N`, which have
     the scales of the rows `row` below `rows`."""
@@ -63,9 +63,24 @@ def _added(
         at = weight + (n * n_stride)[:, None] + (k * k_stride)[None, :]
         stored = tl.load(at, mask=(n < N)[:, None] & (2 * k < inner)[None, :], other=0)
         s = block_scales(
-            scale, expert, scale_expert, scale_row, scale_column, row, rows, block, inner, True, 1, BLOCK_K, BITS, ROWS, COLUMNS
+            scale,
+            expert,
+            scale_expert,
+            scale_row,
+            scale_column,
+            row,
+            rows,
+            block,
+            inner,
+            True,
+            1,
+            BLOCK_K,
+            BITS,
+            INT4,
+            ROWS,
+            COLUMNS,
         )
-        return tl.dot(a, tl.trans(scaled_fp4(stored, s, a.dtype)), acc, input_precision="ieee")
+        return tl.dot(a, tl.trans(scaled_4_bits(stored, s, a.dtype, INT4)), acc, input_precision="ieee")
     else:
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
         at = weight + (k * k_stride)[:, None] + (n * n_stride)[None, :]
@@ -74,8 +89,8 @@ def _added(
             return tl.dot(a, stored, acc, input_precision="ieee")
         else:
             s = block_scales(
-                scale, expert, scale_expert, scale_row, scale_column, row, rows, block, inner, True, 1, BLOCK_K, BITS, ROWS,
-                COLUMNS,
+                scale, expert, scale_expert, scale_row, scale_column, row, rows, block, inner, True, 1, BLOCK_K, BITS, INT4,
+                ROWS, COLUMNS,
             )  # fmt: skip
             made = tl.dot(a, numbers(stored, a.dtype, 8), input_precision="ieee")
             return acc + made * tl.reshape(s, [1, n.shape[0]])
@@ -85,7 +100,7 @@ def _added(
 def _products(
     rows, row_mask, weight, expert, scale, scale_expert, scale_row, scale_column, scale_up, first, second, wide, n, N, inner,
     n_stride, k_stride, PAIR: tl.constexpr, SPREAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BITS: tl.constexpr, INT4: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`[BLOCK_M, BLOCK_N]` of `rows` and the weight's rows `first`, and if `PAIR` of those at `second`; all below `wide`, and
     of interest where `n < N`.
@@ -102,13 +117,13 @@ def _products(
         a = tl.load(rows[:, None] + k[None, :], mask=row_mask[:, None] & (k < inner)[None, :], other=0.0)
         acc = _added(
             acc, a, weight, expert, first, wide, n_stride, k_stride, scale, scale_expert, scale_row, scale_column,
-            first if SPREAD else n, wide if SPREAD else N, block, inner, BLOCK_K, BITS, ROWS, COLUMNS,
+            first if SPREAD else n, wide if SPREAD else N, block, inner, BLOCK_K, BITS, INT4, ROWS, COLUMNS,
         )  # fmt: skip
         if PAIR:
             ups = scale if BITS == 16 or SPREAD else scale + scale_up
             other = _added(
                 other, a, weight, expert, second, wide, n_stride, k_stride, ups, scale_expert, scale_row, scale_column,
-                second if SPREAD else n, wide if SPREAD else N, block, inner, BLOCK_K, BITS, ROWS, COLUMNS,
+                second if SPREAD else n, wide if SPREAD else N, block, inner, BLOCK_K, BITS, INT4, ROWS, COLUMNS,
             )  # fmt: skip
     return acc, other
 
@@ -119,7 +134,7 @@ def grouped_gate_up_kernel(
     x_stride, expert_stride, n_stride, k_stride, bias_expert, bias_stride, limit, alpha, beta,
     TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    INT4: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(block of columns, tile)`: `out [pairs, inner]` in sorted order. `order [pairs]`: which pair comes where;
     `scale` to `scale_up`: of `scale_arguments`."""
@@ -139,7 +154,7 @@ def grouped_gate_up_kernel(
         values, ups = _products(
             rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, scale_up, first, second,
             2 * inner if GATED else inner, n, inner, hidden, n_stride, k_stride, GATED, GATED and INTERLEAVED,
-            BLOCK_M, BLOCK_N, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+            BLOCK_M, BLOCK_N, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
         )  # fmt: skip
         if bias is not None:
             bias += expert.to(tl.int64) * bias_expert
@@ -159,7 +174,7 @@ def grouped_down_kernel(
     h, weight, scale, scale_expert, scale_row, scale_column, bias, order, offsets, out, pairs, experts, hidden, inner,
     expert_stride, n_stride, k_stride, bias_expert, bias_stride,
     EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    INT4: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(block of columns, tile)`: `out [pairs, hidden]` in the order of the pairs."""
     await_predecessors(PDL)
@@ -174,7 +189,7 @@ def grouped_down_kernel(
         weight += expert.to(tl.int64) * expert_stride
         values, _ = _products(
             rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, 0, n, n, hidden, n, hidden, inner,
-            n_stride, k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K, BITS, SCALE_ROWS, SCALE_COLUMNS,
+            n_stride, k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
         )  # fmt: skip
         if bias is not None:
             bias += expert.to(tl.int64) * bias_expert
@@ -339,6 +354,7 @@ def ahead() -> Iterator[Variant]:
         ("Qwen3-MoE, 8 tokens in float32", 8, (128, 8, 2048, 768), {"dtype": torch.float32}),
         ("Qwen3-MoE in float8, 4096 tokens", 4096, (128, 8, 2048, 768), FLOAT8),
         ("gpt-oss in MXFP4, 1024 tokens", 1024, (32, 4, 2880, 2880), MXFP4),
+        ("Kimi-K2 in int4, 1024 tokens", 1024, (384, 8, 7168, 2048), INT4),
     ):
         with recorded() as launches:
             grouped_experts(*meta_call(tokens, *sizes, **form))

@@ -1,8 +1,9 @@
 """Experts' weights of 8 and 4 bits inside a kernel: their scales, their numbers, and products with them.
 
 A number of 8 bits is exact in 16, and its scale multiplies the sum of a block (`linear/quantized.py`). MXFP4 has a scale for
-every 32 numbers. Where warps take chunks of k a product is of so many; elsewhere numbers are scaled before the product, which
-is exact in bfloat16: scales are powers of 2.
+every 32 numbers, and int4 has one for 32 or more. Where warps take chunks of k a product is of so many, and its sum is scaled;
+elsewhere numbers are scaled before the product. That is exact with MXFP4's powers of 2 in bfloat16, and rounds an int4 weight
+once, as dequantizing it would.
 
 Formats: `backends/expert_format.py`.
 """
@@ -43,32 +44,62 @@ def fp4_numbers(block, dtype: tl.constexpr):
 
 
 @triton.jit
-def scaled_fp4(block, scale, dtype: tl.constexpr):
-    """The weights `[rows, k]` of bytes `[rows, k / 2]` and scales `[1, rows, k / 32]`. float16 has no room for most scales: a
-    weight beyond its range is infinite or 0."""
+def int4_numbers(block, dtype: tl.constexpr):
+    """What bytes `[.., stored]` hold, -8 to 7, as `[.., stored, 2]` of `dtype`. Number plus 8 become the last bits of 1024 in
+    float16, or of 128 in bfloat16, whose units these are."""
+    NARROW: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+    BASE: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+    OFFSET: tl.constexpr = 136 if dtype == tl.bfloat16 else 1032
+    bits = block.to(tl.int16)
+    low = (((bits & 15) ^ 8) | BASE).to(NARROW, bitcast=True) - OFFSET
+    high = ((((bits >> 4) & 15) ^ 8) | BASE).to(NARROW, bitcast=True) - OFFSET
+    return tl.join(low.to(dtype), high.to(dtype))
+
+
+@triton.jit
+def numbers_of_4_bits(block, dtype: tl.constexpr, INT4: tl.constexpr):
+    """What bytes `[.., stored]` hold, as `[.., stored, 2]` of `dtype`."""
+    if INT4:
+        return int4_numbers(block, dtype)
+    else:
+        return fp4_numbers(block, dtype)
+
+
+@triton.jit
+def scaled_4_bits(block, scale, dtype: tl.constexpr, INT4: tl.constexpr):
+    """The weights `[rows, k]` of bytes `[rows, k / 2]` and scales `[1, rows, k / 32]`. float16 has no room for most scales of
+    MXFP4: a weight beyond its range is infinite or 0."""
     GROUPS: tl.constexpr = block.numel // 16
-    wide = fp4_numbers(tl.reshape(block, [GROUPS, 16]), dtype) * tl.reshape(scale, [GROUPS, 1, 1]).to(dtype)
+    if INT4 and scale.dtype != dtype:  # which would round the scale too
+        wide = int4_numbers(tl.reshape(block, [GROUPS, 16]), tl.float32) * tl.reshape(scale, [GROUPS, 1, 1])
+        wide = wide.to(dtype)
+    else:
+        wide = numbers_of_4_bits(tl.reshape(block, [GROUPS, 16]), dtype, INT4) * tl.reshape(scale, [GROUPS, 1, 1]).to(dtype)
     return tl.reshape(wide, [block.shape[0], 2 * block.shape[1]])
 
 
 @triton.jit
 def block_scales(
     scale, expert, expert_stride, row_stride, column_stride, n, N, block, inner, live, PARTS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BITS: tl.constexpr, INT4: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The scales `[PARTS, n, each]` of an expert's rows `n` for block number `block` of k, of which a product takes `PARTS`
-    equal ones: one for each in 8 bits, one for every 32 numbers in 4. 0 beyond the weight, and everywhere unless `live`."""
+    equal ones: one for each in 8 bits, one for every 32 numbers in 4. 0 beyond the weight, and everywhere unless `live`.
+    float32, but those of int4 have their own dtype."""
     EACH: tl.constexpr = BLOCK_K // PARTS // 32 if BITS == 4 else 1
     k = block * BLOCK_K + tl.arange(0, PARTS * EACH) * (BLOCK_K // (PARTS * EACH))
     k = tl.reshape(k, [PARTS, 1, EACH])
     row = n[None, :, None]
     at = scale + expert.to(tl.int64) * expert_stride + row // ROWS * row_stride + k // COLUMNS * column_stride
     found = tl.load(at, mask=(row < N) & (k < inner) & live, other=0)
-    return e8m0(found) if BITS == 4 else found.to(tl.float32)
+    if INT4:
+        return found
+    else:
+        return e8m0(found) if BITS == 4 else found.to(tl.float32)
 
 
 @triton.jit
-def added(acc, columns, rows, scales, BITS: tl.constexpr):
+def added(acc, columns, rows, scales, BITS: tl.constexpr, INT4: tl.constexpr):
     """`acc` and the product of `columns [.., n, stored]` with `rows [.., k, m]`; `scales`: of `block_scales`."""
     if BITS == 16:
         return tl.dot(columns, rows, acc)
@@ -81,11 +112,11 @@ def added(acc, columns, rows, scales, BITS: tl.constexpr):
         N: tl.constexpr = acc.shape[1]
         EACH: tl.constexpr = P // columns.shape[0]
         bytes = tl.permute(tl.reshape(columns, [columns.shape[0], N, EACH, 16]), (0, 2, 1, 3))
-        wide = tl.reshape(fp4_numbers(tl.reshape(bytes, [P, N, 16]), rows.dtype), [P, N, 32])
+        wide = tl.reshape(numbers_of_4_bits(tl.reshape(bytes, [P, N, 16]), rows.dtype, INT4), [P, N, 32])
         made = tl.dot(wide, tl.reshape(rows, [P, 32, rows.shape[2]]))
         return acc + made * tl.reshape(tl.permute(scales, (0, 2, 1)), [P, N, 1])
     else:
-        return tl.dot(scaled_fp4(columns, scales, rows.dtype), rows, acc)
+        return tl.dot(scaled_4_bits(columns, scales, rows.dtype, INT4), rows, acc)
 
 
 def formats(
@@ -109,5 +140,5 @@ def scale_arguments(scale: torch.Tensor | None, stored: ExpertFormat) -> tuple[A
 
 def scale_constants(stored: ExpertFormat) -> dict[str, Any]:
     if stored.bits == 16:
-        return {"BITS": 16, "SCALE_ROWS": 1, "SCALE_COLUMNS": 1}
-    return {"BITS": stored.bits, "SCALE_ROWS": stored.rows, "SCALE_COLUMNS": stored.columns}
+        return {"BITS": 16, "INT4": False, "SCALE_ROWS": 1, "SCALE_COLUMNS": 1}
+    return {"BITS": stored.bits, "INT4": stored.int4, "SCALE_ROWS": stored.rows, "SCALE_COLUMNS": stored.columns}

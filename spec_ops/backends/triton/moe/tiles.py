@@ -92,7 +92,8 @@ def _fitted(
     if bits < 16:
         # A row of shared memory holds 128 numbers of 8 bits, and no product has two scales.
         chunk = 128 if inner % 128 == 0 else CHUNK
-        block_k = 512 if chunked else 128
+        spilling = bits == 4 and loads == 2 and arch >= 120  # with 64 tokens: numbers of two weights, and sums, in registers
+        block_k = 512 if chunked else 64 if spilling else 128
         most = 2 if bits == 4 else most  # by registers
         block_n *= 1 + (chunked and bits == 4 and loads == 1)
         if not chunked:

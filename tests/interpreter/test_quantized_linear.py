@@ -70,9 +70,15 @@ def test_scales_beyond_the_weight_are_not_read(m):
     torch.testing.assert_close(got.double(), exact(x, weight, scale, *rest) + bias.double(), rtol=2**-10, atol=2**-8)
 
 
+@pytest.mark.parametrize(("m", "scales_as"), [(8, torch.float32), (16, torch.float16)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_error_is_that_of_a_product_with_the_dequantized_weight(kind):
-    x, _, weight, *scales = tensors(8, 256, 1024, kind)
+def test_error_is_that_of_a_product_with_the_dequantized_weight(kind, m, scales_as):
+    """16 rows of int4 whose scales have the rows' dtype: numbers are scaled, and rounded."""
+    g = torch.Generator().manual_seed(0)
+    x, (weight, *scales) = (
+        torch.randn(m, 1024, generator=g).half(),
+        stored(torch.randn(256, 1024, generator=g), kind, scales_as),
+    )
     rounded = dequantized(weight, *scales).half()
     want = exact(x, weight, *scales)
     ours, theirs = (

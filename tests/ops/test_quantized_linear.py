@@ -392,6 +392,16 @@ def test_error_on_a_gpu(n, k, kind):
         assert errors[0] <= 1.05 * errors[1], m
 
 
+def assert_error_of_scaled_product(got: torch.Tensor, y: torch.Tensor, z: torch.Tensor, w: torch.Tensor, *scales) -> None:
+    """In each row at most 1.05 times that of a product with the dequantized weight in bfloat16, which is all that it rounds
+    before its result: kernels round int4 so, too, where that is faster (`quantized.py`)."""
+    rstd = torch.rsqrt(y.double().square().mean(1, True) + 1e-5)
+    want = exact(z, w, *scales) * rstd
+    rounded = ((z.double() @ dequantized(w, *scales).bfloat16().double().t()) * rstd).bfloat16()
+    ours, theirs = ((out.double() - want).square().mean(1).sqrt() for out in (got, rounded))
+    assert (ours <= 1.05 * theirs).all(), (ours / theirs).max()
+
+
 @GPU
 @pytest.mark.parametrize("kind", ["tensor", "row", "block", "int4-128", "nvfp4", "mxfp4"])
 def test_norm_on_a_gpu(kind):
@@ -410,8 +420,7 @@ def test_norm_on_a_gpu(kind):
         alone = skinny_mm.skinny_mm(x, w0, None, *s0, config=config)
         assert torch.equal(y, alone + residual)
         got = scaled_skinny_mm_op(z, w1, None, squares, 1e-5, *s1)
-        rstd = torch.rsqrt(y.double().square().mean(1, True) + 1e-5)
-        torch.testing.assert_close(got.double(), exact(z, w1, *s1) * rstd, rtol=2**-8, atol=2**-6)
+        assert_error_of_scaled_product(got, y, z, w1, *s1)
 
 
 @GPU

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
+import pkgutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -381,6 +383,21 @@ def test_where_the_time_goes():
     kernels = [Kernel(name, 0.0, 2 * duration) for name, (_, duration) in times.items()]
     expected = {"matmul_ms": 2.121, "attention_ms": 0.389, "other_ms": 0.203, "gaps_ms": 0.287}
     assert breakdown(kernels, 2, 3.0) == expected
+
+
+@pytest.mark.parametrize("package", ["linear", "moe"])
+def test_our_products_are_known(package):
+    """Every kernel beside them is named here, so that a new one is not counted as other unnoticed."""
+    folder = pytest.importorskip(f"spec_ops.backends.triton.{package}", reason="triton comes for Linux only")
+    found = {
+        name
+        for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}.")
+        for name, value in vars(importlib.import_module(module.name)).items()
+        if name.endswith("_kernel") and hasattr(value, "arg_names")
+    }
+    beside = {"scaled_silu_mul_kernel", "row_sum_kernel", "rms_norm_kernel", "route_experts_kernel"}
+    assert {name for name in found if kind_of(name) == "other"} == found & beside
+    assert {name for name in found if kind_of(name) == "matmul"} == found - beside
 
 
 def test_small_kernels_by_name():

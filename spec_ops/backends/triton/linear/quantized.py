@@ -3,7 +3,7 @@
 A product with a weight `stored * scale` is a product with what is stored, times the scale: exact numbers meet the tensor cores,
 and a scale costs one multiplication of a sum. Where all of k shares it (per row and per tensor), that is the last sum; where
 blocks or groups of k do, that of each. What `zero` adds to a weight is `zero * sum(x)`, a product with ones. So no weight is
-rounded after it was dequantized.
+rounded after it was dequantized, but for int4 with 9 to 16 rows of the dtype of its scales (`scaled_int4`).
 
 Formats: `backends/weight_format.py`.
 """

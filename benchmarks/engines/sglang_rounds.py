@@ -192,7 +192,8 @@ def _is_case(row: Row) -> bool:
 
 
 def over_fastest(rows: Sequence[Row]) -> float | None:
-    """Our milliseconds over those of the fastest other backend of each case: the geometric mean; None without both."""
+    """Our milliseconds over those of the fastest other backend of each case: the geometric mean; None without both. Cases in
+    which something held up every short call, so that no time is left for a round, do not count."""
     cases: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
         of_case = cases.setdefault((row["bs"], row["context"]), {})
@@ -200,7 +201,7 @@ def over_fastest(rows: Sequence[Row]) -> float | None:
     ratios = [
         found[OURS] / min(ms for name, ms in found.items() if name != OURS)
         for found in cases.values()
-        if OURS in found and len(found) > 1
+        if OURS in found and len(found) > 1 and min(found.values()) > 0
     ]
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
 

@@ -13,7 +13,7 @@ from tests.parallel.models import BATCH, JOBS, NEW_TOKENS, OF_FOUR, make_draft, 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request, tmp_path_factory) -> list[dict]:
     """What the cases returned, by rank."""
-    return world.run(request.param, "tests.parallel.cases", tmp_path_factory.mktemp(f"world{request.param}"))
+    return world.run(request.param, "tests.parallel.cases", tmp_path_factory)
 
 
 def of(ranks: list[dict], case: str) -> list[dict]:

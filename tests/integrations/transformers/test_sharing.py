@@ -33,7 +33,7 @@ pytest.importorskip("accelerate", reason="transformers needs it to divide models
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    found = world.run(2, "tests.integrations.transformers.sharing_cases", tmp_path_factory.mktemp("world"))
+    found = world.run(2, "tests.integrations.transformers.sharing_cases", tmp_path_factory)
     errors = [case["error"] for results in found for case in results.values() if "error" in case]
     assert not errors, errors[0]
     return found

@@ -11,7 +11,7 @@ say for each weight which of the rule's ranges of rows gain, and what the rule d
 weights of fewer bits are measured beside `torch.mm` on the dequantized weight (`torch_us`) and what a user has otherwise:
 `torch._scaled_mm` on rows that are quantized before it, for float8 with a scale for each row or for all (`scaled_mm_us`: its
 time with theirs); for int4 torch's `_weight_int4pack_mm` (`int4pack_us`), which torchao's `tile_packed_to_4d` calls, and where
-`mslk` is installed the kernel of `Int4Tensor` (`mslk_us`). `*_error` is that of theirs, over that of `torch.mm`.
+`mslk` is installed the kernel of `Int4Tensor` (`mslk_us`). `*_error` is such a kernel's error divided by `torch.mm`'s.
 """
 
 from __future__ import annotations

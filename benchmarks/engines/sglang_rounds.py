@@ -177,7 +177,11 @@ def engine_arguments(
 def run(
     python: str, job: dict[str, Any], seconds: float, accept_length: float | None, log_file: Path | None = None
 ) -> Iterator[Row]:
-    """The rows of one engine, as they come; what it says besides goes to `log_file`. A RuntimeError as of `rows_of`."""
+    """The rows of one engine, as they come; what it says besides goes to `log_file`.
+
+    Raises:
+        RuntimeError: as `rows_of` does.
+    """
     environment = {**os.environ, "SGLANG_SIMULATE_ACC_LEN": str(accept_length)}
     if accept_length is None:
         del environment["SGLANG_SIMULATE_ACC_LEN"]

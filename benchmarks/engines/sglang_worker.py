@@ -30,9 +30,14 @@ def generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> Call:
     return seconds, rounds, about[0]
 
 
-def measure(engine: Any, job: dict[str, Any], batch_size: int, context: int) -> dict[str, Any]:
+def drawn_prompts(job: dict[str, Any], batch_size: int, context: int) -> list[list[int]]:
+    """The same ones for every call with a case: the second finds them in the prefix cache."""
     drawn = random.Random(batch_size * 1_000_003 + context)
-    prompts = [[drawn.randrange(10, job["vocab_size"]) for _ in range(context)] for _ in range(batch_size)]
+    return [[drawn.randrange(10, job["vocab_size"]) for _ in range(context)] for _ in range(batch_size)]
+
+
+def measure(engine: Any, job: dict[str, Any], batch_size: int, context: int) -> dict[str, Any]:
+    prompts = drawn_prompts(job, batch_size, context)
     engine.flush_cache()
     short, long = (1 + int(rounds * job["tokens_per_round"]) for rounds in job["rounds"])
     for _ in range(2):  # fills the prefix cache; then what the timed calls do is compiled
@@ -50,8 +55,7 @@ def measure(engine: Any, job: dict[str, Any], batch_size: int, context: int) -> 
 
 def profile(engine: Any, job: dict[str, Any], batch_size: int, context: int) -> dict[str, Any]:
     """A case once more under torch's profiler: the rounds in the trace that the engine writes to `job["profile"]`."""
-    drawn = random.Random(batch_size * 1_000_003 + context)
-    prompts = [[drawn.randrange(10, job["vocab_size"]) for _ in range(context)] for _ in range(batch_size)]
+    prompts = drawn_prompts(job, batch_size, context)
     new_tokens = 1 + int(job["rounds"][1] * job["tokens_per_round"])
     generate(engine, prompts, new_tokens)
     engine.start_profile(output_dir=job["profile"], activities=["CPU", "GPU"], with_stack=False, record_shapes=False)

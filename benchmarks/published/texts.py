@@ -41,5 +41,5 @@ def texts(results: Path) -> str:
                 [MODELS[row["model"]], row["way"], differ, logits, without.get(key, ""), f"{row['accept_length']:.2f}"]
             )
     header = ("model", "decoded", "texts", "logits of tokens", "texts without the flag", "tokens a round")
-    intro += ". Random models have many near ties. Logits count if any bit is another"
+    intro += ". Random models have many near ties. A token's logits differ if any bit does"
     return paragraph(f"{intro}:") + "\n\n" + table(header, lines)

@@ -34,7 +34,8 @@ from torch import fx
 from torch._inductor import config as inductor_config
 
 from spec_ops.backends.registry import device_arch
-from spec_ops.backends.weight_format import SCALE_DTYPES
+from spec_ops.backends.triton.linear import hopper_tiles
+from spec_ops.backends.weight_format import SCALE_DTYPES, WeightFormat
 from spec_ops.ops.linear import invariant_weight, skinny_mm_op
 from spec_ops.passes.analysis.graph import calls, insert, value
 from spec_ops.passes.analysis.stored_weights import (
@@ -212,7 +213,7 @@ def _stored_refusal(node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: Sto
     if arch < QUANTIZED_ARCH:
         return f"sm_{arch} has no tensor memory access, with which the kernel reads a weight of 8 or 4 bits"
     int4 = 2 * data.numel() == n * k and value(stored.scale).dtype in SCALE_DTYPES
-    if m > (most := _int4_rows(stored, fake.dtype, k, arch) if int4 else QUANTIZED_ROWS):
+    if m > (most := _int4_rows(stored, fake.dtype, n, k, arch) if int4 else QUANTIZED_ROWS):
         return f"more than {most} rows, for which the weight is dequantized"
     if k % QUANTIZED_K:
         return f"k is no multiple of {QUANTIZED_K}"
@@ -226,11 +227,11 @@ def _stored_refusal(node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: Sto
     return None
 
 
-def _int4_rows(stored: StoredWeight, dtype: torch.dtype, k: int, arch: int) -> int:
-    """Most rows of `dtype` with a weight of int4. Up to 128 there is `backends/triton/linear/hopper_mm.py` alone."""
-    group, scales = k // stored.shape[1], value(stored.scale).dtype
-    on_hopper = arch == 90 and dtype == scales == torch.bfloat16 and k % 128 == 0 and group % 128 == 0
-    return QUANTIZED_ROWS if on_hopper else INT4_ROWS
+def _int4_rows(stored: StoredWeight, dtype: torch.dtype, n: int, k: int, arch: int) -> int:
+    """Most rows of `dtype` with a weight of int4."""
+    known = WeightFormat("int4", 1, k // stored.shape[1])
+    on_hopper = hopper_tiles.int4_rows(n, k, known, dtype, value(stored.scale).dtype) if arch == hopper_tiles.ARCH else 0
+    return on_hopper or INT4_ROWS
 
 
 def operands(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:

@@ -18,7 +18,7 @@ pytestmark = [
 
 import triton.language as tl  # noqa: E402
 
-from spec_ops.backends.triton.linear.hopper_mm import choose  # noqa: E402
+from spec_ops.backends.triton.linear.hopper_tiles import choose  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, recorded  # noqa: E402
 from spec_ops.backends.weight_format import dequantized, weight_format  # noqa: E402
 from spec_ops.ops.linear import skinny_mm_op  # noqa: E402

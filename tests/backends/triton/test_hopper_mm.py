@@ -76,11 +76,19 @@ def test_groups_of_int4(group):
     assert launched("int4", 128, group=group).arguments["COLUMNS"] == group
 
 
-def test_more_rows_than_any_kernel_has():
-    with pytest.raises(ValueError, match="skinny_mm: `x` must have at most 64 rows, got 129"):
-        launched("int4", 129)
-    with pytest.raises(ValueError, match="skinny_mm: `x` must have at most 128 rows, got 129"):
-        launched("nvfp4", 129)
+@pytest.mark.parametrize(
+    ("call", "most"),
+    [
+        ({"kind": "int4"}, 128), ({"kind": "nvfp4"}, 128), ({"kind": "int4", "arch": 100}, 64),
+        ({"kind": "int4", "group": 64}, 64), ({"kind": "int4", "dtype": FP16, "scales": FP16}, 64),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_more_rows_than_any_kernel_has(call, most):
+    """The message has the rows of the kernel that such a weight has there."""
+    with pytest.raises(ValueError, match=f"skinny_mm: `x` must have at most {most} rows, got 129"):
+        launched(m=129, **call)
+    launched(m=most, **call)
 
 
 @pytest.mark.parametrize("sms", [1, 114, 132])

@@ -18,7 +18,6 @@ then writes its sum, and the last one to arrive adds them up, in the order of k:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import triton
@@ -41,11 +40,12 @@ from spec_ops.backends.triton.attention.hopper.program import (
     range_of,
     range_start,
 )
+from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, choose, int4_rows
 from spec_ops.backends.triton.linear.operands import Weight, check_operands, readable, scale_arguments
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import Target, device_guard, launch, num_sms, recorded
-from spec_ops.backends.weight_format import WeightFormat, for_columns, weight_format
+from spec_ops.backends.weight_format import for_columns, weight_format
 
 # Of a byte of int4 in a word, `-8` to `7` as a pair of bfloat16: a multiplication copies the upper half to where the upper
 # number is, and 136 + number is a bfloat16 whose last bits they are.
@@ -353,43 +353,16 @@ def hopper_mm_kernel(
         )  # fmt: skip
 
 
-class HopperTile(NamedTuple):
-    """What a program computes at a time: all rows, up to `block_m`, and 64 columns for each of `consumers` warpgroups; `stages`
-    blocks of `BLOCK_K` of k are in flight."""
-
-    block_m: int
-    consumers: int
-    stages: int
-
-
-BLOCK_K = 128  # of k: what one row of a tile of x in shared memory holds; bytes of the weight, half as many
-WIDTH = 64  # columns of a warpgroup: of one `wgmma`
-MANY_COLUMNS = 16384  # from which three warpgroups read the rows less often, and are not too few programs
-
-
-def choose(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype) -> HopperTile | None:
-    """For rows of `dtype`; None if `skinny_mm_kernel` is the faster one, or alone has what the weight needs. Figures:
-    `docs/notebook/products.md`."""
-    int4 = stored.kind == "int4"
-    if dtype != torch.bfloat16 or k % BLOCK_K or not (int4 or stored.float4):
-        return None
-    if int4 and (stored.columns % BLOCK_K or scale_dtype != dtype):
-        return None
-    if m <= 16 or m > (128 if int4 else 64) or m * n >= 2**31:
-        return None
-    if m > 32:
-        return HopperTile(64, 2, 9) if m <= 64 else HopperTile(128, 2, 5)
-    if n >= MANY_COLUMNS and stored.kind != "nvfp4":
-        return HopperTile(32, 3, 11)
-    return HopperTile(32, 2, 12) if int4 or n >= MANY_COLUMNS else None
-
-
 def product(x: torch.Tensor, weights: Weight, bias: torch.Tensor | None, out: torch.Tensor) -> bool:
     """Computes `skinny_mm` on sm_90 into `out` and gives True, where `choose` has a tile; raises as `skinny_mm.run` does."""
     (m, k), (data, scale, zero, tensor_scale) = x.shape, weights
     weight = for_columns(data, k)
     stored, n = weight_format("skinny_mm", weight, scale, zero, tensor_scale), weight.shape[0]
-    if scale is None or (tile := choose(m, n, k, stored, x.dtype, scale.dtype)) is None:
+    if scale is None:
+        return False
+    if stored.kind == "int4" and m > (most := int4_rows(n, k, stored, x.dtype, scale.dtype)) > 0:
+        raise ValueError(f"skinny_mm: `x` must have at most {most} rows, got {m}")
+    if (tile := choose(m, n, k, stored, x.dtype, scale.dtype)) is None:
         return False
     check_operands("skinny_mm", x, weight)
     x = readable(x)

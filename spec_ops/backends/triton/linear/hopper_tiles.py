@@ -1,0 +1,48 @@
+"""Which products with a weight of 4 bits `hopper_mm.py` computes, and in which tiles. Without Triton, since passes ask too.
+
+Figures: `docs/notebook/products.md`, "4 bits at 17 to 128 rows on Hopper".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from spec_ops.backends.weight_format import WeightFormat
+
+ARCH = 90
+BLOCK_K = 128  # of k: what one row of a tile of x in shared memory holds; bytes of the weight, half as many
+WIDTH = 64  # columns of a warpgroup: of one `wgmma`
+MANY_COLUMNS = 16384  # from which three warpgroups read the rows less often, and are not too few programs
+INT4_ROWS, FLOAT4_ROWS = 128, 64  # most
+
+
+class HopperTile(NamedTuple):
+    """What a program computes at a time: all rows, up to `block_m`, and 64 columns for each of `consumers` warpgroups; `stages`
+    blocks of `BLOCK_K` of k are in flight."""
+
+    block_m: int
+    consumers: int
+    stages: int
+
+
+def choose(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype) -> HopperTile | None:
+    """For `m` rows of `dtype`, on Hopper; None if `skinny_mm_kernel` is the faster one, or alone has what the weight needs."""
+    int4 = stored.kind == "int4"
+    if dtype != torch.bfloat16 or k % BLOCK_K or not (int4 or stored.float4):
+        return None
+    if int4 and (stored.columns % BLOCK_K or scale_dtype != dtype):
+        return None
+    if m <= 16 or m > (INT4_ROWS if int4 else FLOAT4_ROWS) or m * n >= 2**31:
+        return None
+    if m > 32:
+        return HopperTile(64, 2, 9) if m <= 64 else HopperTile(128, 2, 5)
+    if n >= MANY_COLUMNS and stored.kind != "nvfp4":
+        return HopperTile(32, 3, 11)
+    return HopperTile(32, 2, 12) if int4 or n >= MANY_COLUMNS else None
+
+
+def int4_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype) -> int:
+    """Most rows of `dtype` with such a weight of int4; 0 if it is left to `skinny_mm_kernel`."""
+    return INT4_ROWS if choose(INT4_ROWS, n, k, stored, dtype, scale_dtype) is not None else 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published import texts
 from benchmarks.published.text import Row, listed, load, load_rounds, paragraph, table, without_empty_columns
 from benchmarks.round.report import beside_base, describe_choice, draft_shape
 
@@ -242,10 +243,16 @@ def sampled(results: Path) -> str:
 
 
 def invariant(results: Path) -> str:
-    """Batch-invariant rounds beside the others."""
+    """Batch-invariant rounds, and a prompt, beside the others."""
     file = "h200-round-invariant"
     intro = "What batch-invariant arithmetic adds to a round, milliseconds (`python -m benchmarks round --invariant`,"
-    return _judged(f"{intro} `benchmarks/results/{file}.json`)", [file], results)
+    text = _judged(f"{intro} `benchmarks/results/{file}.json`)", [file], results)
+    prompts = [row for row in texts.price(results) if row["what"].startswith("prompt")]
+    for row in prompts:
+        told = f"A {row['what']} tokens takes {row['invariant_ms']:.1f} ms instead of {row['ms']:.1f} ({row['ratio']:.2f}) in a"
+        told += f" model of {row['layers']} of Llama 8B's layers (`python -m benchmarks invariance --no-texts`,"
+        text += "\n\n" + paragraph(f"{told} `benchmarks/results/{texts.FILE}.json`).")
+    return text
 
 
 def weights(results: Path) -> str:

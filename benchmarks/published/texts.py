@@ -23,6 +23,11 @@ def equal(results: Path) -> bool | None:
     return not any(row["differ"] or row.get("logits_differ") for row in rows) if rows else None
 
 
+def price(results: Path) -> list[dict[str, Any]]:
+    """What a prompt and a round cost with the flag; none before they were timed."""
+    return load(FILE, results).get("price", []) if (results / f"{FILE}.json").exists() else []
+
+
 def texts(results: Path) -> str:
     """Of each way to decode, how many texts differ from plain decoding's, with the flag and without."""
     intro, command = "Texts that differ from those of plain decoding at batch 32, in bf16", "`python -m benchmarks invariance`"

@@ -153,7 +153,7 @@ def _count(generator: Generator, stats: GenerationStats) -> Counts | None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.no_grad(), torch.cuda.device(generator.device):
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             with torch.profiler.record_function("rounds"):
                 for _ in range(PROFILED):
                     step()

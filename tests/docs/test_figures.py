@@ -163,6 +163,16 @@ def test_texts_with_the_flag_and_without(tmp_path):
         assert texts.equal(tmp_path) is equal
 
 
+def test_what_the_flag_costs_a_prompt(tmp_path):
+    assert rounds.invariant(tmp_path).endswith("not measured yet.")
+    times = {"layers": 8, "ms": 80.0, "invariant_ms": 90.0, "ratio": 1.125}
+    told = [{"what": what, **times} for what in ("prompt of 8192", "round")]
+    (tmp_path / "h200-invariance.json").write_text(json.dumps({"rows": [], "price": told}))
+    text = rounds.invariant(tmp_path)
+    assert text.count("90.0 ms instead of 80.0 (1.12) in a model of 8") == 1
+    assert "A prompt of 8192 tokens takes" in text
+
+
 def test_sampling_stands_beside_the_fastest_of_flashinfer(tmp_path):
     assert "not measured yet" in sampling.sampling(tmp_path)
 

@@ -26,8 +26,6 @@ def check_invariant(target: Target, drafts: bool, config: SpeculationConfig, bac
                 f"Generator: `config.topk` must be 1 with `invariant=True` and the backend {value!r}, whose paths of trees are "
                 f"not chains, got {config.topk}"
             )
-    if weight.device.type == "cuda" and weight.dtype == torch.float32:
-        raise ValueError("Generator: `target` must be bfloat16 or float16 on CUDA with `invariant=True`, got torch.float32")
     if target.ranks is not None:
         _check_shares(target, weight.device)
 

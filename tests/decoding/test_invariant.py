@@ -133,8 +133,9 @@ def test_trees_need_a_backend_whose_paths_are_chains(target):
     tree = eagle(target), SpeculationConfig(3, topk=2, num_draft_tokens=6)
     assert get_backend("triton-deterministic").tree_paths
     on_gpu = mock.Mock(ranks=None)
-    on_gpu.embed.weight = mock.Mock(device=torch.device("cuda"), dtype=torch.bfloat16)
-    check_invariant(on_gpu, True, tree[1], "triton-deterministic", None)
+    for dtype in (torch.bfloat16, torch.float32):
+        on_gpu.embed.weight = mock.Mock(device=torch.device("cuda"), dtype=dtype)
+        check_invariant(on_gpu, True, tree[1], "triton-deterministic", None)
     plain = dataclasses.replace(get_backend("reference-deterministic"), name="chains-only", tree_paths=False)
     register_backend(plain)
     try:

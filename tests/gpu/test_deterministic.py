@@ -23,9 +23,10 @@ import spec_ops  # noqa: E402
 from tests.helpers.attention_calls import FAMILIES, in_float32, random_call, static_call  # noqa: E402
 from tests.helpers.chains import as_chains  # noqa: E402
 from tests.helpers.dense_attention import PREFIX, mask_words  # noqa: E402
+from tests.ops.test_attention import check, make_case  # noqa: E402
 
 DEVICE = "cuda"
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, FP16, FP8, FP32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32
 PER_REQUEST = ("q", "block_tables", "seq_lens", "tree_mask")
 # heads, KV heads (0: MLA), head_dim, v_dim, page_size, dtype, cache dtype, options
 MODELS: dict[str, tuple[int, int, int, int, int, torch.dtype, torch.dtype, dict[str, Any]]] = {
@@ -34,6 +35,20 @@ MODELS: dict[str, tuple[int, int, int, int, int, torch.dtype, torch.dtype, dict[
     "GQA 128 fp8, small pages": (16, 4, 128, 128, 16, BF16, FP8, {}),
     "GQA 96, soft cap": (10, 2, 96, 96, 64, FP16, FP16, {"softcap": 20.0}),
     "MLA": (16, 0, 576, 512, 64, BF16, BF16, {}),
+    "GQA 128, float32": (32, 8, 128, 128, 64, FP32, FP32, {}),
+    "GQA 64, float32, sinks, window and cap": (
+        6,
+        2,
+        64,
+        64,
+        16,
+        FP32,
+        FP32,
+        {"window_left": 700, "sinks": True, "softcap": 20.0},
+    ),
+    "GQA 256, float32, 16-bit cache": (4, 2, 256, 256, 64, FP32, BF16, {}),
+    "GQA 128, float32, fp8 cache": (8, 2, 128, 128, 64, FP32, FP8, {}),
+    "MLA, float32": (16, 0, 576, 512, 64, FP32, FP32, {}),
 }
 LENGTHS = (1, 40, 511, 512, 513, 1100, 1600, 5000)
 
@@ -204,6 +219,16 @@ def test_accuracy_and_batches_of_random_shapes(family):
         if f.mode != "extend":
             order = torch.randperm(len(out), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
             assert torch.equal(bits(getattr(spec_ops, name)(**rows(a, order), deterministic=True)), bits(out[order]))
+
+
+@pytest.mark.parametrize("kv_dtype", [FP32, BF16, FP8])
+@pytest.mark.parametrize("mode", ["draft_chain", "verify_chain", "verify_tree", "extend"])
+@pytest.mark.parametrize(("kind", "widths"), [("mha", (64, 64)), ("mha", (128, 128)), ("mha", (192, 128)), ("mla", (576, 512))])
+def test_accuracy_of_float32(kind, widths, mode, kv_dtype):
+    """Within the error of IEEE float32, beside float64: products in tf32 are off by a hundred times as much."""
+    shape = {"head_dim": widths[0], "v_dim": widths[1], "kv_dtype": kv_dtype, "lens": [0, 1, 40, 600], "q_lens": [0, 1, 9, 30]}
+    case = make_case(kind, mode, DEVICE, page_size=16, sinks=True, window_left=100, **shape)
+    check(case, case.run(backend="auto", deterministic=True))
 
 
 @pytest.mark.parametrize("family", ["chain of 4", "tree of 16", "MLA", "ragged"])

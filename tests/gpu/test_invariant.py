@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from spec_ops.ops.eager_invariance import BatchInvariant
 from spec_ops.ops.invariant import add_rms_norm_op, batched_mm_op, rms_norm_op, row_sum_op
 from spec_ops.ops.linear import skinny_mm_op
 from spec_ops.ops.moe import moe_experts_op
+from spec_ops.ops.reference.invariant import fused_product
 from tests.helpers.mixtures import FORMS, PUBLISHED, STORED, call, stored_call
 
 pytestmark = pytest.mark.gpu
@@ -70,20 +72,33 @@ def test_batched_products(dtype):
     check(lambda rows: batched_mm_op(rows.transpose(0, 1), b, None).transpose(0, 1).contiguous(), a, (*ROWS, 65, 300))
 
 
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1000, 1030), (128_256, 512)])
+def test_products_of_float32(n, k):
+    """Eager calls: linear layers with a bias, of any number of rows; and in the order that the reference states."""
+    weight, bias = normal(n, k, dtype=torch.float32, seed=1) / k**0.5, normal(n, dtype=torch.float32, seed=2)
+    x = normal(300, k, dtype=torch.float32)
+    with BatchInvariant():
+        check(lambda rows: F.linear(rows, weight, bias), x, (*ROWS, 65, 300))
+        got = F.linear(x[:33], weight, bias)
+    want = fused_product(x[:33].cpu(), weight.t()[:, :100].cpu()) + bias[:100].cpu()
+    assert torch.equal(bits(got[:, :100].contiguous().cpu()), bits(want))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n", [1, 96, 576, 4096, 7168, 16_384])
-def test_sums_and_norms(n):
-    x, weight = normal(300, n), normal(n, seed=1)
+def test_sums_and_norms(n, dtype):
+    x, weight = normal(300, n, dtype=dtype), normal(n, dtype=dtype, seed=1)
     total, out = add_rms_norm_op(x, x.flip(0), weight, 1e-5, False)
     assert torch.equal(bits(total), bits(x + x.flip(0)))
     assert torch.equal(bits(out), bits(rms_norm_op(total, weight, 1e-5, False)))
     check(row_sum_op, x)
     for rounded in (False, True):
         check(lambda rows, rounded=rounded: rms_norm_op(rows, weight, 1e-5, rounded), x)
-    torch.testing.assert_close(rms_norm_op(x, weight, 1e-5, False), F.rms_norm(x, (n,), weight, 1e-5), rtol=2**-6, atol=2**-6)
+    error = {torch.bfloat16: 2**-6, torch.float32: 2**-19}[dtype]
+    torch.testing.assert_close(rms_norm_op(x, weight, 1e-5, False), F.rms_norm(x, (n,), weight, 1e-5), rtol=error, atol=error)
 
 
-@pytest.mark.parametrize("kind", ["plain", *STORED])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "dtype"), [*product(["plain", *STORED], DTYPES), ("plain", torch.float32)])
 @pytest.mark.parametrize("form", [FORMS["Qwen3-MoE"], PUBLISHED], ids=["gate and up", "published"])
 def test_experts(form, dtype, kind):
     """Tiles of 64 and of 128 rows; others who go elsewhere, and whose rows are NaN."""
@@ -146,7 +161,7 @@ def test_two_processes_agree():
     assert len(set(first)) == 9
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
 def test_texts_of_the_shipped_pair(dtype):
     """Compiled rounds: plain, several lengths of chains, trees, together and alone."""
     target, draft, tokenizer = load_pair(device="cuda", dtype=dtype)

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton comes for Linux only")
 from spec_ops.backends.triton.attention.deterministic import launcher as steps
 from spec_ops.backends.triton.attention.tuning import Config
+from spec_ops.backends.triton.runtime.launch import recorded
 from tests.helpers.pairs import pairwise
 from tests.ops.test_attention import FP8, KINDS, UNSEEN, Case, check, make_case, poison_unseen, spread
 
@@ -92,6 +93,20 @@ def test_keys_that_no_query_sees(kind, mode, window_left):
 def test_windows_that_hide_nothing(mode):
     case = made("mha", mode, lens=[0, 3, 30], q_lens=[2, 9, 3])
     check(case, run(case, window_left=2**31 - 1))
+
+
+# What a model of that head size gets: chunks and tiles as they are.
+@pytest.mark.parametrize("mode", ["verify_chain", "verify_tree", "extend"])
+@pytest.mark.parametrize(
+    ("kind", "widths", "block_m"), [("mha", (64, 64), 32), ("mha", (192, 128), 16), ("mla", (576, 512), 16)]
+)
+def test_the_tiles_of_float32(kind, widths, block_m, mode):
+    shape = {"head_dim": widths[0], "v_dim": widths[1], "lens": [0, 33, 520], "q_lens": [0, 1, 5], "num_nodes": 5}
+    case = make_case(kind, mode, "cpu", sinks=True, page_size=24, **shape)
+    with recorded() as launches:
+        steps.attention(case.call())
+    assert {launch.arguments["BLOCK_M"] for launch in launches if "BLOCK_M" in launch.arguments} == {block_m}
+    check(case, steps.attention(case.call()))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

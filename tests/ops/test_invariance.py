@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from spec_ops.ops._library import INVARIANCE
 from spec_ops.ops.eager_invariance import BatchInvariant
 from spec_ops.ops.invariance import KEPT, NotInvariantError, judge, named_arguments
 from spec_ops.ops.linear import skinny_mm_op
+from spec_ops.ops.reference.invariant import _rounded_sum, fused_product
 
 G = torch.Generator().manual_seed(0)
 WEIGHT, DEEP = (torch.randn(shape, generator=G) for shape in ((80, 96), (4, 96, 33)))
@@ -160,3 +164,22 @@ def test_backends():
     assert invariant_backend(90) == invariant_backend(120) == "triton-deterministic"
     with pytest.raises(BackendError, match="no batch-invariant attention backend runs on sm_75"):
         invariant_backend(75)
+
+
+def test_float32_products_in_the_stated_order():
+    """Against the C library's `fmaf`, one number at a time; some sums nearly cancel."""
+    fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
+    fmaf.restype, fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(8, 300, generator=g), torch.randn(300, 9, generator=g)
+    a[:, 1::2], b[1::2] = -a[:, ::2] * (1 + 2**-20), b[::2] * (1 + 2**-21)
+    want = torch.zeros(8, 9)
+    for i, j in itertools.product(range(8), range(9)):
+        for k in range(300):
+            want[i, j] = fmaf(a[i, k].item(), b[k, j].item(), want[i, j].item())
+    assert torch.equal(fused_product(a, b), want)
+    # A sum in float64 that lies halfway between two float32, and the exact one does not: rounded twice it would be 1.
+    total = _rounded_sum(
+        torch.tensor([1.0 + 2**-24, -1.0 - 2**-24], dtype=torch.float64), torch.tensor([2.0**-80, -(2.0**-80)]).double()
+    )
+    assert total.tolist() == [1 + 2**-23, -1 - 2**-23]

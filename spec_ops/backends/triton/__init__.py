@@ -16,6 +16,8 @@ MAX_Q_LEN = 64
 
 
 def _constraint(meta: AttentionMeta, arch: int | None) -> str | None:
+    if meta.kv_dtype == torch.float32 != meta.dtype:
+        return f"does not support float32 caches with queries in {meta.dtype}"  # keys would be rounded
     if meta.kv_dtype == _FP8 and arch is not None and arch < 89:
         return f"needs sm_89 for fp8 caches, not sm_{arch}"
     if meta.step in APPENDS:
@@ -56,8 +58,8 @@ register_backend(
         name="triton-deterministic",
         kernels=dict.fromkeys(STEPS, "spec_ops.backends.triton.attention.deterministic.launcher:attention"),
         capabilities=(80, 121),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
-        kv_dtypes=frozenset({torch.bfloat16, torch.float16, _FP8}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, _FP8}),
         rank=110,
         tree_mask=True,
         window=True,

@@ -32,6 +32,30 @@ def batched_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> t
     return out
 
 
+def fused_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a [m, k] @ b [k, n]` of float32 in the order of the GPU's batch-invariant products: `total = fma(a[k], b[k], total)` for
+    each k in turn, from 0 on, rounded to float32 each time. A bias is added after the last.
+
+    It states that order, and tests compare bits with it; on the CPU `batched_mm` has the order of torch.
+    """
+    total = a.new_zeros(a.shape[0], b.shape[1])
+    for column, row in zip(a.double().unbind(1), b.double().unbind(0), strict=True):
+        total = _rounded_sum(column[:, None] * row, total.double())  # the product of two float32 is exact in float64
+    return total
+
+
+def _rounded_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`x + y` of float64, rounded once, to float32. Their sum in float64 is made odd where it is not exact: then rounding it
+    again cannot differ from rounding the exact sum (Boldo and Melquiond 2008, https://doi.org/10.1109/TC.2007.70819)."""
+    total = x + y
+    part = total - x
+    error = (x - (total - part)) + (y - part)
+    bits = total.view(torch.int64)
+    towards = torch.where((error > 0) == (total > 0), 1, -1)
+    odd = torch.where((error != 0) & (bits % 2 == 0), bits + towards, bits)
+    return odd.view(torch.float64).float()
+
+
 def row_sum(x: torch.Tensor) -> torch.Tensor:
     """Of halves, then of their halves: additions of single values, whose order no library chooses."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))

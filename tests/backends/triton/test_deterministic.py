@@ -54,6 +54,16 @@ def test_it_is_a_bool(came):
         call("mha_extend", deterministic=came)
 
 
+def test_dtypes_on_a_gpu():
+    """Float32 too, with any cache; a cache in float32 is not rounded to queries of 16 bits."""
+    for dtype, kv_dtype in [(torch.float32, kv) for kv in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)]:
+        assert get_backend(NAME).refuse(dataclasses.replace(META, dtype=dtype, kv_dtype=kv_dtype), 90) is None
+    mixed = dataclasses.replace(META, kv_dtype=torch.float32)
+    message = f"{NAME} does not support float32 caches with queries in torch.bfloat16"
+    with pytest.raises(BackendError, match=message):
+        select_backend(mixed, 90, NAME)
+
+
 def test_the_best_ranked_of_several():
     """One choice for every call, whatever it can run: results of two batch-invariant kernels differ."""
     spec_ops.register_backend(dataclasses.replace(get_backend(ON_CPU), name="better", rank=5, kernels={"mha_extend": "m:f"}))

@@ -2,6 +2,9 @@
 
 The online softmax is that of FlashAttention-2 (arXiv:2307.08691) in base 2; masks: `mask.py`.
 
+Products say `input_precision="ieee"`, which concerns float32 alone: fused multiply-adds, one after the other along k, where the
+default would be tf32. 16-bit operands compile to the same code with either.
+
 Caches of e4m3 come in two forms. As themselves, where the products are `wgmma`: a block is converted on its way through
 registers. For `mma.sync`, as int16: pairs of numbers. A register of its operands holds two keys of a column, which 8-bit
 values reach byte by byte only, while pairs come as 16-bit numbers do (`ldmatrix`). The first numbers of two pairs then make
@@ -60,7 +63,8 @@ def row_sums(p, ORDERED: tl.constexpr, dtype: tl.constexpr):
     loop; a product adds along keys in the order of the tensor cores, in every loop.
     """
     if ORDERED:
-        return tl.max(tl.dot(p.to(dtype), tl.full([p.shape[1], 16], 1.0, dtype)), 1)
+        ones = tl.full([p.shape[1], 16], 1.0, dtype)
+        return tl.max(tl.dot(p.to(dtype), ones, input_precision="ieee"), 1)
     else:
         return tl.sum(p, 1)
 
@@ -161,10 +165,10 @@ def read(x, dtype: tl.constexpr):
 def logits(q, q_odd, k, s):
     """`s` (or nothing) plus the products of queries and keys."""
     if k.dtype == tl.int16:
-        s = tl.dot(q, tl.trans(_half(k, False, q.dtype)), s)
-        return tl.dot(q_odd, tl.trans(_half(k, True, q.dtype)), s)
+        s = tl.dot(q, tl.trans(_half(k, False, q.dtype)), s, input_precision="ieee")
+        return tl.dot(q_odd, tl.trans(_half(k, True, q.dtype)), s, input_precision="ieee")
     else:
-        return tl.dot(q, tl.trans(k), s)
+        return tl.dot(q, tl.trans(k), s, input_precision="ieee")
 
 
 @triton.jit
@@ -172,9 +176,10 @@ def outputs(p, v, acc, acc_odd, dtype: tl.constexpr):
     """Outputs so far plus weights times values; of pairs, even and odd columns."""
     p = p.to(dtype)
     if v.dtype == tl.int16:
-        return tl.dot(p, _half(v, False, dtype), acc), tl.dot(p, _half(v, True, dtype), acc_odd)
+        acc = tl.dot(p, _half(v, False, dtype), acc, input_precision="ieee")
+        return acc, tl.dot(p, _half(v, True, dtype), acc_odd, input_precision="ieee")
     else:
-        return tl.dot(p, v, acc), acc_odd
+        return tl.dot(p, v, acc, input_precision="ieee"), acc_odd
 
 
 @triton.jit

@@ -24,12 +24,13 @@ from spec_ops.backends.triton.runtime import ahead as ahead_of_time
 from spec_ops.backends.triton.runtime.ahead import ARCHS, FP8_ARCHS, Variant
 from spec_ops.backends.triton.runtime.launch import Launch, recorded
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 HOPPER = tuning.Config(64, 64, 4, 3, 1)  # what a table shows of the Gluon kernels, which have their own pipelines
 
 
 class Shape(NamedTuple):
-    """A model's attention: query heads, KV heads (0: MLA), widths of keys and values, dtype of the cache, window."""
+    """A model's attention: query heads, KV heads (0: MLA), widths of keys and values, dtype of the cache, window, dtype of
+    queries."""
 
     label: str
     heads: int
@@ -38,6 +39,7 @@ class Shape(NamedTuple):
     v_dim: int
     kv_dtype: torch.dtype = BF16
     window: int = -1
+    dtype: torch.dtype = BF16
 
 
 GQA_128 = Shape("GQA 32/8 D128", 32, 8, 128, 128)
@@ -67,6 +69,9 @@ RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SI
 PAGE_SIZES = (64, 16, 1)  # of Hopper's kernels: a block of keys in one piece, in four, row by row
 DETERMINISTIC = [
     (GQA_64, 16, False), (GQA_64, 16, True), (GQA_128, 4, False), (GQA_128, 16, True), (MLA_128, 1, False), (MLA_16, 16, True),
+    *((shape._replace(label=f"{shape.label} float32", kv_dtype=FP32, dtype=FP32), 4, tree)
+      for shape in (GQA_64, GQA_128, GQA_256, MLA_16) for tree in (False, True)),
+    (GQA_FP8._replace(label="GQA 32/8 D128 float32, fp8 cache", dtype=FP32), 4, False),
 ]  # fmt: skip
 
 
@@ -109,7 +114,7 @@ def call_of(
     caches = [empty(1024, page_size, *([heads] if heads else []), width, dtype=shape.kv_dtype) for width in widths]
     call = AttentionCall(
         step,
-        empty(*([ragged] if ragged else [bs, q_len]), shape.heads, shape.head_dim, dtype=BF16),
+        empty(*([ragged] if ragged else [bs, q_len]), shape.heads, shape.head_dim, dtype=shape.dtype),
         caches[0],
         caches[-1],
         None if heads else shape.v_dim,
@@ -139,11 +144,16 @@ def _by_config(choose: Any, shape: Shape, rows: int, *window: int) -> Iterator[t
 def _deterministic() -> Iterator[Variant]:
     """One kernel of a shape serves every number of queries: of chains, and of trees of one `mask_len`."""
 
-    def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> tuning.Config:
-        return deterministic_steps.choose(arch, shared_kv, head_dim, v_dim, kv_bytes)
-
     bs = 8
     for shape, q_len, tree in DETERMINISTIC:
+
+        def choose(
+            arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, dtype: torch.dtype = shape.dtype
+        ) -> tuning.Config:
+            if dtype == FP32:
+                return deterministic_steps.choose_float32(arch, shared_kv, head_dim, v_dim)
+            return deterministic_steps.choose(arch, shared_kv, head_dim, v_dim, kv_bytes)
+
         call, ragged = call_of(shape, bs, q_len, tree), call_of(shape, bs, 512, ragged=2048)
         for config, archs, suffix in _by_config(choose, shape, 0):
             uniform = launches_of(functools.partial(deterministic_steps.attention, call, config))

@@ -326,7 +326,11 @@ def ahead() -> Iterator[Variant]:
         rms_norm(x[:4], weight[0], 1e-5, False)
         add_rms_norm(x[:4], x[4:8], weight[0], 1e-5, False)
         batched_mm(x.new_empty(128, 4, 128), x.new_empty(128, 128, 512), None)
-    for name, found in zip(("row_sum", "rms_norm", "add_rms_norm", "batched_mm"), launches, strict=True):
+        for m in (4, 64):
+            rows, columns = (x.new_empty(1, size, 4096, dtype=torch.float32) for size in (m, 6144))
+            batched_mm(rows, columns.transpose(1, 2), None)
+    names = ("row_sum", "rms_norm", "add_rms_norm", "batched_mm", "batched_mm of float32", "batched_mm of 64 rows of float32")
+    for name, found in zip(names, launches, strict=True):
         # Early or not, a norm of few rows has too few programs to spread unevenly.
         yield variant_of(f"{name}, invariant", found._replace(early=False), options=UNFUSED)
     for splits, archs in itertools.product((1, 2, 4), ((90, 100, 103), (120,))):

@@ -15,6 +15,9 @@ of a row does not, for these reasons:
   function is compiled into several kernels.
 * Only a zero's sign can differ; `finish` takes it off.
 
+In float32 no tensor cores take part: every product is added along its inner dimension by fused multiply-adds, one after the
+other, whatever the tile.
+
 A request of many chunks is either walked by one program, which merges them in registers, or split: one program a chunk, and a
 second launch that merges their results. Both give the same bits, so that choice is free (`divide`). Trees: `paths.py`.
 """

@@ -16,7 +16,7 @@ from spec_ops.backends.triton.attention.deterministic.kernels import (
 )
 from spec_ops.backends.triton.attention.launcher import MAX_GRID, Policy, run
 from spec_ops.backends.triton.attention.operands import Operands
-from spec_ops.backends.triton.runtime.launch import launch, num_sms
+from spec_ops.backends.triton.runtime.launch import arch_of, launch, num_sms
 
 CHUNK = 512  # keys
 TILE_ROWS = 64  # the least that Hopper's and Blackwell's large products take: fewer would leave longer queries to small ones
@@ -32,6 +32,17 @@ def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int)
         # Each chunk refills its pipeline; meanwhile a second program on the multiprocessor computes.
         config = replace(config, num_warps=4, num_stages=3, programs=2)
     return replace(config, ordered=not large or config.num_warps > 4)
+
+
+def choose_float32(arch: int, shared_kv: bool, head_dim: int, v_dim: int) -> tuning.Config:
+    """`choose` for queries in float32, whose products are multiply-adds of single threads. They keep operands in registers, so
+    tiles are small: on sm_90 no loop over keys of up to 128 numbers spills."""
+    width = max(head_dim, v_dim)
+    small = shared_kv and arch not in tuning.SHARED  # 99 KiB of shared memory, and MLA's keys of 32 tokens are 72
+    return tuning.Config(
+        block_m=16 if width > 128 else 32, block_n=16 if small else 32, num_warps=8 if width > 64 else 4, num_stages=2,
+        programs=1, tma=False, ordered=True,
+    )  # fmt: skip
 
 
 def _queries_of_a_tile(o: Operands) -> int:
@@ -103,4 +114,6 @@ DETERMINISTIC = Policy(
 
 def attention(call: AttentionCall, config: tuning.Config | None = None) -> torch.Tensor:
     """Every attention step; `config` to compile one."""
+    if config is None and call.q.dtype == torch.float32:
+        config = choose_float32(arch_of(call.q.device), call.is_mla, call.q.shape[-1], call.v_head_dim)
     return run(call, DETERMINISTIC, config)

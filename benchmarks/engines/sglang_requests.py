@@ -1,4 +1,4 @@
-"""`python -m benchmarks sglang-requests`: the shipped pair's texts in SGLang engines, by attention backend and scheduling.
+"""`python -m benchmarks sglang-requests`: texts of SGLang engines, by attention backend, scheduling, draft and number of GPUs.
 
 Requests of random lengths join and leave. In bfloat16 a text depends on the batch that it is computed in, with any backend, so
 the texts of two engines part where two tokens are nearly tied. A wrong token is told from a tie in float32: the logits of the
@@ -8,9 +8,12 @@ two tokens, after the text up to there, differ by no more than bfloat16 rounds.
 from __future__ import annotations
 
 import random
+import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.engines.process import rows_of
 from benchmarks.engines.sglang_rounds import OURS, parse_backend, parse_option
+from benchmarks.round.shapes import SHAPES
 from benchmarks.rows import write_rows
 from spec_ops.cli.options import console, writable_file, writable_folder
 from spec_ops.models.corpus import ByteTokenizer, held_out_prompts
@@ -29,13 +33,35 @@ from spec_ops.models.huggingface import export_pair
 from spec_ops.models.pretrained import load_pair
 
 WORKER = Path(__file__).with_name("sglang_texts.py")
-LONGEST = 256  # tokens of a prompt, and of its continuation
+SHIPPED = "shipped"
+MODELS = (SHIPPED, "llama-8b")
+CONTEXT = 1024
 Tokens = list[list[int]]
 
 
+@dataclass(frozen=True)
+class Way:
+    """How an engine serves: with a draft or without, and when it prepares the next step's batch."""
+
+    overlap: bool = True
+    chain: bool = True
+
+
+WAYS = {"chain": Way(), "serial": Way(overlap=False), "plain": Way(chain=False)}
+
+
 def bench_requests(
-    requests: Annotated[int, typer.Option(min=1, help="Prompts of 2 to 256 tokens, 1 to 256 new ones.")] = 1000,
+    model: Annotated[str, typer.Option(help="The shipped pair, or llama-8b: its shape, with random weights.")] = SHIPPED,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the target of llama-8b; default all.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 1000,
+    longest: Annotated[
+        int, typer.Option(min=2, max=CONTEXT // 4, help="Prompts of 2 tokens to this, 1 to this many new ones.")
+    ] = 256,
     backend: Annotated[list[str], typer.Option(help="NAME or NAME:PAGE_SIZE; may be repeated.")] = [OURS, "triton"],  # noqa: B006
+    way: Annotated[
+        list[str], typer.Option(help="chain, plain (no draft) or serial (a chain, no overlap scheduling); may be repeated.")
+    ] = list(WAYS),  # noqa: B006
+    tp: Annotated[list[int], typer.Option(min=1, help="GPUs of an engine; may be repeated.")] = [1],  # noqa: B006
     running: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 32,
     steps: Annotated[int, typer.Option(min=1, help="Draft steps of the chain.")] = 3,
     seconds: Annotated[float, typer.Option(min=1, help="For an engine, its start included.")] = 240,
@@ -46,31 +72,32 @@ def bench_requests(
     ] = None,
     json: Annotated[Path | None, typer.Option(callback=writable_file, help="Write the rows.")] = None,
 ) -> None:
-    """Texts of SGLang engines: with overlap scheduling and without, with a draft and plain, by attention backend."""
-    from transformers import AutoModelForCausalLM  # slow to import; other commands do without
-
+    """Texts of SGLang engines, each compared with the first one's: by attention backend, GPUs, scheduling and draft."""
+    for option, given, known in (("--model", [model], MODELS), ("--way", way, WAYS)):
+        if unknown := [name for name in given if name not in known]:
+            raise typer.BadParameter(f"must be one of {list(known)}, got {unknown[0]!r}", param_hint=option)
+    if layers is not None and model == SHIPPED:
+        raise typer.BadParameter("must not be given with the shipped pair, whose layers are trained", param_hint="--layers")
     backends = [parse_backend(text) for text in backend]
     options = dict(parse_option(text) for text in engine_option or [])
-    pair = load_pair()
-    tokenizer = pair[2]
-    prompts, counts = drawn_requests(tokenizer, requests)
-    ways = [(*way, overlap, chain) for way in backends for overlap, chain in ((True, True), (False, True), (True, False))]
+    prompts, counts = drawn_requests(model, requests, longest)
     rows: list[dict[str, Any]] = []
     texts: list[Tokens] = []
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        folders = export_pair(Path(folder) / "bfloat16", *load_pair(dtype=torch.bfloat16), context=1024)
-        exact = AutoModelForCausalLM.from_pretrained(export_pair(Path(folder) / "float32", *pair, context=1024)[0])
-        for name, page_size, overlap, chain in ways:
-            row: dict[str, Any] = {"engine": "sglang", "backend": name, "page_size": page_size, "overlap": overlap,
-                                   "steps": steps if chain else 0, "requests": requests}  # fmt: skip
+        with console.status("writing checkpoints"):
+            folders = export_model(model, Path(folder), layers)
+        exact = Exact(folders[0])
+        for (name, page_size), gpus, way_name in ((b, n, w) for b in backends for n in tp for w in way):
+            chosen = WAYS[way_name]
+            row: dict[str, Any] = {
+                "engine": "sglang", "backend": name, "page_size": page_size, "model": model, "layers": layers, "tp": gpus,
+                "overlap": chosen.overlap, "steps": steps if chosen.chain else 0, "requests": requests, "longest": longest,
+            }  # fmt: skip
             job = {"engine": _arguments(folders, row, running) | options, "prompts": prompts, "new_tokens": counts}
-            log = (
-                Path(folder if logs is None else logs)
-                / f"{name}-{page_size}{'' if overlap else '-no-overlap'}-{row['steps']}.log"
-            )
+            log = Path(folder if logs is None else logs) / f"{name}-{page_size}-tp{gpus}-{way_name}.log"
             try:
-                with console.status(f"{name}, pages of {page_size}, {'' if overlap else 'no '}overlap, S={row['steps']}"):
+                with console.status(f"{name}, pages of {page_size}, tp={gpus}, {way_name}"):
                     of_engine = rows_of(
                         python, WORKER, job, seconds, log, results=1, is_result=lambda row: "tokens" in row, limit="--seconds"
                     )
@@ -84,6 +111,8 @@ def bench_requests(
                 failed = True
                 console.print(f"[red]{name}[/red]: {len(wrong)} texts of another length, the first {wrong[0]}")
                 continue
+            if chosen.chain:  # the first token of a text is the prefill's, no round's
+                found["accept_length"] = round((sum(counts) - requests) / max(found["rounds"], 1), 3)
             row |= found | compare(exact, prompts, texts[0] if texts else tokens, tokens)
             texts.append(tokens)
             rows.append(row)
@@ -94,19 +123,66 @@ def bench_requests(
         raise typer.Exit(1)
 
 
-def drawn_requests(tokenizer: ByteTokenizer, count: int) -> tuple[Tokens, list[int]]:
-    """Prompts and numbers of new tokens; some prompts are the beginning of another."""
-    drawn, texts = random.Random(0), held_out_prompts(tokenizer, 32, LONGEST)
-    prompts = [drawn.choice(texts)[: drawn.randint(2, LONGEST)] for _ in range(count)]
-    return prompts, [drawn.randint(1, LONGEST) for _ in prompts]
+def drawn_requests(model: str, count: int, longest: int) -> tuple[Tokens, list[int]]:
+    """Prompts and numbers of new tokens; some prompts of the shipped pair are the beginning of another."""
+    drawn = random.Random(0)
+    if model == SHIPPED:
+        texts = held_out_prompts(ByteTokenizer(), 32, longest)
+        prompts = [drawn.choice(texts)[: drawn.randint(2, longest)] for _ in range(count)]
+    else:
+        ids = SHAPES[model].target.vocab_size
+        prompts = [[drawn.randrange(10, ids) for _ in range(drawn.randint(2, longest))] for _ in range(count)]
+    return prompts, [drawn.randint(1, longest) for _ in prompts]
+
+
+def export_model(model: str, folder: Path, layers: int | None) -> tuple[Path, Path]:
+    """Checkpoints in bfloat16 of a target and its head; the same random weights however many GPUs share them."""
+    if model == SHIPPED:
+        return export_pair(folder, *load_pair(dtype=torch.bfloat16), context=CONTEXT)
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target, draft = SHAPES[model].with_layers(layers).build(device, torch.bfloat16)
+    folders = export_pair(folder, target, draft, context=CONTEXT)  # type: ignore[arg-type]
+    del target, draft
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return folders
+
+
+class Exact:
+    """A target in float32, of a folder's weights in bfloat16. It is loaded when a logit is asked for, and has a GPU's memory
+    only meanwhile: engines measure how much is free."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def _model(self) -> torch.nn.Module:
+        from transformers import AutoModelForCausalLM  # slow to import; other commands do without
+
+        return AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
+
+    def logits(self, texts: Tokens) -> Iterator[torch.Tensor]:
+        """`[tokens, vocab]` for each text, one at a time."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            model = self._model.to(device)
+            for text in track(texts, "comparing logits", console=console, transient=True):
+                with torch.no_grad():
+                    yield model(torch.tensor([text], device=device)).logits[0]
+        finally:
+            self._model.to("cpu")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 def _arguments(folders: tuple[Path, Path], row: dict[str, Any], running: int) -> dict[str, Any]:
     arguments = {
         "model_path": str(folders[0]), "skip_tokenizer_init": True, "dtype": "bfloat16", "attention_backend": row["backend"],
-        "page_size": row["page_size"], "sampling_backend": "pytorch", "grammar_backend": "none", "context_length": 1024,
+        "page_size": row["page_size"], "sampling_backend": "pytorch", "grammar_backend": "none", "context_length": CONTEXT,
         "max_running_requests": running, "cuda_graph_backend_prefill": "disabled", "disable_flashinfer_autotune": True,
         "skip_server_warmup": True, "random_seed": 1, "log_level": "info", "disable_overlap_schedule": not row["overlap"],
+        "tp_size": row["tp"],
     }  # fmt: skip
     if row["steps"]:
         arguments |= {
@@ -116,23 +192,33 @@ def _arguments(folders: tuple[Path, Path], row: dict[str, Any], running: int) ->
     return arguments
 
 
-@torch.no_grad()
-def compare(model: torch.nn.Module, prompts: Tokens, first: Tokens, second: Tokens) -> dict[str, Any]:
-    """How many texts are equal, and how far the less likely of two tokens where texts part is below the likeliest (logits)."""
-    gaps = []
-    parted = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
-    for i in track(parted, "comparing logits", console=console, transient=True):
-        a, b = first[i], second[i]
-        at = next(k for k, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-        logits = model(torch.tensor([prompts[i] + a[:at]])).logits[0, -1]
-        gaps.append(float(logits.max() - torch.minimum(logits[a[at]], logits[b[at]])))
-    return {"equal": len(first) - len(parted), "largest_gap": round(max(gaps, default=0.0), 4)}
+def compare(exact: Exact, prompts: Tokens, first: Tokens, second: Tokens) -> dict[str, Any]:
+    """How many texts are equal, and how far the less likely of two tokens where texts part is below the likeliest (logits).
+
+    `typical_gap` is what a gap between arbitrary tokens would be at least: the median, over the same texts up to there, of how
+    far the second likeliest token is below the likeliest.
+    """
+    parted = [
+        (i, next(k for k, (x, y) in enumerate(zip(a, b, strict=True)) if x != y))
+        for i, (a, b) in enumerate(zip(first, second, strict=True))
+        if a != b
+    ]
+    found: dict[str, Any] = {"equal": len(first) - len(parted), "largest_gap": 0.0}
+    if not parted:
+        return found
+    gaps, margins = [], []
+    for (i, at), logits in zip(parted, exact.logits([prompts[i] + first[i][:at] for i, at in parted]), strict=True):
+        last = logits[-1]
+        gaps.append(float(last.max() - torch.minimum(last[first[i][at]], last[second[i][at]])))
+        likeliest = logits[len(prompts[i]) - 1 :].topk(2).values
+        margins += (likeliest[:, 0] - likeliest[:, 1]).tolist()
+    return found | {"largest_gap": round(max(gaps), 4), "typical_gap": round(statistics.median(margins), 4)}
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table("backend", "overlap", "S", "equal to the first", "largest gap of logits", "rounds", "s")
+    table = Table("backend", "GPUs", "overlap", "S", "equal to the first", "largest gap of logits", "rounds", "s")
     for row in rows:
-        way = f"{row['backend']}, page {row['page_size']}", "yes" if row["overlap"] else "no", str(row["steps"])
+        way = f"{row['backend']}, page {row['page_size']}", str(row["tp"]), "yes" if row["overlap"] else "no", str(row["steps"])
         table.add_row(
             *way, f"{row['equal']} of {row['requests']}", str(row["largest_gap"]), str(row["rounds"]), str(row["seconds"])
         )

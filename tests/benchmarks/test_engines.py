@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,12 @@ class Engine:
         return [{"meta_info": about} for _ in input_ids]
 
     def texts(self, prompts, sampling):
-        told = []  # tokens go by the prompt; an engine without overlap ends its third text otherwise
+        told = []  # tokens go by the prompt; an engine without overlap ends its third text otherwise, one of two GPUs its first
         for i, (prompt, one) in enumerate(zip(prompts, sampling)):
             ids = [(sum(prompt) + k) % 200 for k in range(one["max_new_tokens"])]
-            if i == 2 and self.given["disable_overlap_schedule"]:
+            if (i == 2 and self.given["disable_overlap_schedule"]) or (i == 0 and self.given["tp_size"] == 2):
                 ids[-1] += 1
-            told.append({"output_ids": ids, "meta_info": {"spec_verify_ct": len(ids)}})
+            told.append({"output_ids": ids, "meta_info": {"spec_verify_ct": (len(ids) - 1) / 2}})
         return told
 
     def start_profile(self, output_dir, **options):
@@ -293,9 +294,81 @@ def test_texts_of_requests(sglang, tmp_path):
     assert result.exit_code == 1
     assert result.output.count("broken: ended with 1 after 0 of 1 cases") == 3
     rows = json.loads(path.read_text())["rows"]
-    assert [(row["backend"], row["overlap"], row["steps"]) for row in rows] == [
-        ("spec_ops", True, 3), ("spec_ops", False, 3), ("spec_ops", True, 0),
+    assert [(row["backend"], row["tp"], row["overlap"], row["steps"]) for row in rows] == [
+        ("spec_ops", 1, True, 3), ("spec_ops", 1, False, 3), ("spec_ops", 1, True, 0),
     ]  # fmt: skip
     assert [row["equal"] for row in rows] == [5, 4, 5]
     assert rows[0]["largest_gap"] == rows[2]["largest_gap"] == 0
-    assert rows[1]["largest_gap"] > 0.5
+    assert rows[1]["largest_gap"] > rows[1]["typical_gap"] > 0.5
+    assert [row.get("accept_length") for row in rows] == [2, 2, None]
+
+
+@pytest.fixture
+def small_llama(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = SHAPES["llama-8b"]
+    target = replace(
+        shape.target,
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        num_layers=9,
+    )
+    monkeypatch.setitem(SHAPES, "llama-8b", replace(shape, target=target, draft_vocab=40))
+
+
+def test_texts_of_random_weights_over_gpus(sglang, small_llama, tmp_path):
+    """Every engine has the same checkpoint, in bfloat16, however many GPUs share it."""
+    path, logs = tmp_path / "rows.json", tmp_path / "logs"
+    with (tmp_path / "sglang.py").open("a") as file:
+        file.write(SEEN)
+    given = ("--tp", "2", "--tp", "1", "--way", "chain", "--way", "plain", "--requests", "4", "--longest", "8")
+    result = run_benchmarks(
+        "sglang-requests", "--model", "llama-8b", "--layers", "8", "--backend", "spec_ops", *given, "--logs", str(logs),
+        "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["tp"], row["steps"], row["equal"]) for row in rows] == [(2, 3, 4), (2, 0, 4), (1, 3, 3), (1, 0, 3)]
+    assert {(row["model"], row["layers"], row["longest"]) for row in rows} == {("llama-8b", 8, 8)}
+    assert rows[2]["largest_gap"] == rows[3]["largest_gap"] > 0
+    seen = {
+        name: (logs / f"spec_ops-64-{name}.log").read_text() for name in ("tp2-chain", "tp2-plain", "tp1-chain", "tp1-plain")
+    }
+    assert len({text.partition("SEEN ")[2] for text in seen.values()}) == 1
+    assert "(8, 300, 'bfloat16', 4)" in seen["tp2-chain"]
+
+
+# Appended to the stand-in: what the engine was given to load.
+SEEN = """
+
+def texts(self, prompts, sampling, before=Engine.texts):
+    import hashlib, sys
+
+    folder = self.given["model_path"]
+    config = json.load(open(folder + "/config.json"))
+    weights = hashlib.sha256(open(folder + "/model.safetensors", "rb").read()).hexdigest()
+    seen = config["num_hidden_layers"], config["vocab_size"], config["torch_dtype"], len(prompts)
+    assert max(map(len, prompts)) <= 8 and max(one["max_new_tokens"] for one in sampling) <= 8
+    print("SEEN", seen, weights, file=sys.stderr)
+    return before(self, prompts, sampling)
+
+
+Engine.texts = texts
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "message"),
+    [
+        (("--model", "gpt-oss"), "--model", "must be one of ['shipped', 'llama-8b'], got 'gpt-oss'"),
+        (("--way", "tree"), "--way", "must be one of ['chain', 'serial', 'plain'], got 'tree'"),
+        (("--layers", "2"), "--layers", "must not be given with the shipped pair"),
+        (("--tp", "0"), "--tp", "greater than or equal to 1"),
+        (("--longest", "257"), "--longest", "less than or equal to 256"),
+    ],
+)
+def test_mistakes_in_requests(given, option, message):
+    assert message in refusal(run_benchmarks("sglang-requests", *given), option)

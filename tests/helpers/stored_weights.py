@@ -8,7 +8,7 @@ from spec_ops.backends.weight_format import dequantized, packed, packed_e2m1
 
 # kind: rows and columns that share a scale; None for all.
 FLOAT8 = {"tensor": (None, None), "row": (1, None), "block": (128, 128), "group": (1, 64)}
-INT4 = {"int4-32": 32, "int4-128": 128, "int4-256": 256}
+INT4 = {"int4-32": 32, "int4-64": 64, "int4-128": 128, "int4-256": 256}
 INT8 = {"int8": (1, None)}
 FLOAT4 = {"nvfp4": 16, "mxfp4": 32}  # columns of a row that share a scale
 KINDS = [*FLOAT8, *INT8, *INT4, *FLOAT4]

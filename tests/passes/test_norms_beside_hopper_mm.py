@@ -67,6 +67,7 @@ def _places(*weights: tuple[torch.Tensor | None, ...]) -> Iterator[list[int | No
         ("int4-128", 17, (GATE_UP,)),
         ("int4-128", 32, (GATE_UP,)),
         ("int4-256", 32, (GATE_UP,)),
+        ("int4-32", 32, (GATE_UP,)),
         ("nvfp4", 32, (GATE_UP,)),
         ("mxfp4", 32, (GATE_UP,)),
         ("int4-128", 32, (MANY_COLUMNS,)),
@@ -95,7 +96,6 @@ def test_many_columns_keep_their_norm(kind, m, columns):
         ("int4-128", 16, (GATE_UP,), BF16),  # that kernel does not compute these:
         ("mxfp4", 16, (GATE_UP,), BF16),
         ("nvfp4", 32, (GATE_UP // 2, GATE_UP // 2), BF16),
-        ("int4-32", 32, (GATE_UP,), BF16),
         ("int4-128", 32, (GATE_UP,), FP32),
         ("row", 32, (GATE_UP,), FP32),
     ],

@@ -58,8 +58,9 @@ def test_rows_and_columns_decide(kind, n, m, kernel):
 @pytest.mark.parametrize(
     "call",
     [
-        {"arch": 100}, {"arch": 120}, {"dtype": FP16}, {"dtype": FP16, "scales": FP16}, {"scales": FP32}, {"group": 64},
-        {"group": 32}, {"k": 4096 + 64, "group": 64}, {"kind": "nvfp4", "dtype": FP16}, {"kind": "mxfp4", "k": 4096 + 64},
+        {"arch": 100}, {"arch": 120}, {"dtype": FP16}, {"dtype": FP16, "scales": FP16}, {"scales": FP32},
+        {"k": 4096 + 64, "group": 64}, {"k": 4096 + 64, "group": 32}, {"kind": "nvfp4", "dtype": FP16},
+        {"kind": "mxfp4", "k": 4096 + 64},
     ],
     ids=str,
 )  # fmt: skip
@@ -69,6 +70,25 @@ def test_near_misses(call):
     if kind == "int4":  # more rows have the one kernel alone
         with pytest.raises(ValueError, match="skinny_mm: `x` must have at most 64 rows, got 65"):
             launched(**{"kind": kind, "m": 65, **call})
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_small_groups_of_int4(group):
+    """Up to 64 rows, beyond which their scales do not fit in registers."""
+    for m in (17, 32, 33, 64):
+        found = launched("int4", m, group=group)
+        assert (found.kernel.fn.__name__, found.arguments["COLUMNS"]) == (HOPPER, group)
+    assert launched("int4", 16, group=group).kernel.fn.__name__ == TRITON
+    with pytest.raises(ValueError, match="skinny_mm: `x` must have at most 64 rows, got 65"):
+        launched("int4", 65, group=group)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_rows_of_tiles_without_that_kernel(group):
+    """Where a group is small, half as much of k with more than 8 rows, so that its scales stay in registers."""
+    for m in (8, 16, 32):
+        found = launched("int4", m, group=group, arch=100).arguments
+        assert (found["BLOCK_N"], found["BLOCK_K"]) == (32, 512 if group == 128 or m == 8 else 256)
 
 
 @pytest.mark.parametrize("group", [128, 256])
@@ -119,12 +139,21 @@ def test_16_rows_and_many_columns_of_int4():
 
 
 @pytest.mark.parametrize(
-    "case", ["a column", "no zero points", "no scale of the whole weight", "a bias", "a group of all of k"]
+    "case",
+    [
+        "a column",
+        "no zero points",
+        "no zero points in groups of 32",
+        "no scale of the whole weight",
+        "a bias",
+        "a group of all of k",
+    ],
 )
 def test_other_arguments_compile(case):
     kind = "nvfp4" if case == "no scale of the whole weight" else "int4"
-    found = launched(kind, 64, 1 if case == "a column" else 4096, 128 if case == "a group of all of k" else 4096)
-    if case == "no zero points":
+    n, k, group = 1 if case == "a column" else 4096, 128 if case == "a group of all of k" else 4096, 32 if "32" in case else 0
+    found = launched(kind, 64, n, k, group=group)
+    if case.startswith("no zero points"):
         found.arguments["zero"] = None
     if case == "a bias":
         found.arguments["bias"] = torch.empty(4096, dtype=BF16, device="meta")

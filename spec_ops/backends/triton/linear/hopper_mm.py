@@ -388,12 +388,14 @@ def product(x: torch.Tensor, weights: Weight, bias: torch.Tensor | None, out: to
 
 def ahead() -> Iterator[Variant]:
     k = 4096
-    for kind, group, columns in (("int4", 128, 4096), ("int4", 128, 28672), ("nvfp4", 16, 28672), ("mxfp4", 32, 28672)):
-        for m in (32, 64, 128) if kind == "int4" else (32, 64):
+    int4 = [("int4", group, columns) for group in (32, 64, 128) for columns in (4096, 28672)]
+    for kind, group, columns in (*int4, ("nvfp4", 16, 28672), ("mxfp4", 32, 28672)):
+        for m in (32, 64, 128) if group == 128 else (32, 64):
             with recorded(Target(90, 132)) as launches:
                 out = torch.empty(m, columns, dtype=torch.bfloat16, device="meta")
                 product(torch.empty(m, k, dtype=torch.bfloat16, device="meta"), _weights(kind, columns, k, group), None, out)
-            yield variant_of(f"hopper_mm {kind}, {m} x {columns} x {k}", launches[0], archs=(90,))
+            name = f"{kind} in groups of {group}" if kind == "int4" else kind
+            yield variant_of(f"hopper_mm {name}, {m} x {columns} x {k}", launches[0], archs=(90,))
 
 
 def _weights(kind: str, n: int, k: int, group: int) -> Weight:

@@ -15,7 +15,7 @@ ARCH = 90
 BLOCK_K = 128  # of k: what one row of a tile of x in shared memory holds; bytes of the weight, half as many
 WIDTH = 64  # columns of a warpgroup: of one `wgmma`
 MANY_COLUMNS = 16384  # from which three warpgroups read the rows less often, and are not too few programs
-INT4_ROWS, FLOAT4_ROWS = 128, 64  # most
+INT4_ROWS, FEW_ROWS = 128, 64  # most of int4, and of 4-bit floats and of int4 in groups of less than `BLOCK_K`
 
 
 class HopperTile(NamedTuple):
@@ -32,9 +32,11 @@ def choose(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, sca
     int4 = stored.kind == "int4"
     if dtype != torch.bfloat16 or k % BLOCK_K or not (int4 or stored.float4):
         return None
-    if int4 and (stored.columns % BLOCK_K or scale_dtype != dtype):
+    if int4 and scale_dtype != dtype:
         return None
-    if m <= 16 or m > (INT4_ROWS if int4 else FLOAT4_ROWS) or m * n >= 2**31:
+    # With 128 rows, registers do not hold a thread's scales and zero points of several groups beside its sums.
+    most = INT4_ROWS if int4 and stored.columns % BLOCK_K == 0 else FEW_ROWS
+    if m <= 16 or m > most or m * n >= 2**31:
         return None
     if m > 32:
         return HopperTile(64, 2, 9) if m <= 64 else HopperTile(128, 2, 5)
@@ -45,4 +47,4 @@ def choose(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, sca
 
 def int4_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype) -> int:
     """Most rows of `dtype` with such a weight of int4; 0 if it is left to `skinny_mm_kernel`."""
-    return INT4_ROWS if choose(INT4_ROWS, n, k, stored, dtype, scale_dtype) is not None else 0
+    return next((m for m in (INT4_ROWS, FEW_ROWS) if choose(m, n, k, stored, dtype, scale_dtype) is not None), 0)

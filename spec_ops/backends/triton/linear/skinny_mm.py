@@ -15,6 +15,7 @@ from which a warpgroup's instructions take them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,6 +65,8 @@ QUANTIZED_TILES = {
     8: (Tile(8, 16, 512, 4, 3), Tile(16, 16, 512, 4, 3), Tile(32, 64, 256, 4, 2), Tile(64, 64, 128, 4, 2)),
     4: (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 64, 128, 4, 2)),
 }
+# Of int4 in groups of less than 128: registers hold scales and zero points of less of k.
+SMALL_GROUP_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 256, 4, 3), Tile(32, 32, 256, 4, 2), Tile(64, 64, 128, 4, 2))
 # Of 4-bit floats: those that `wgmma` takes from registers, Triton would compute one by one.
 FLOAT4_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 32, 256, 4, 2))
 # Where columns are enough for as many programs as fit, which then share no sums.
@@ -111,6 +114,7 @@ def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | N
         tiles = MANY_INT4_COLUMNS if chunked else MANY_COLUMNS[stored.bits]
         many = (tile for tile in tiles if n >= tile.block_n * tile.programs * sms)
         few = FLOAT4_TILES if stored.float4 else QUANTIZED_TILES[stored.bits]
+        few = SMALL_GROUP_TILES if stored.kind == "int4" and stored.columns < 128 else few
         wide = WIDE_TILE if stored.bits == 8 and n >= WIDE_TILE.block_n * sms else NARROW_TILE
         tiles = (*many, *few, SMALL_TILE if arch >= 120 else wide)
     return fitted(next(tile for tile in tiles if m <= tile.block_m), n, k, sms, arch, stored)
@@ -139,6 +143,8 @@ def fitted(
         rest += 4 * block_n * block_m + 2 * block_n * block_k * (bits == 4 and 100 <= arch < 120)
     if stored is not None and stored.float4:
         rest += 4 * block_n * block_k // stored.columns  # scales on their way between threads
+    elif bits == 4 and tile.chunks and chunk < 128:
+        rest += (256 << 10) // chunk  # what threads exchange of narrow chunks, as compiled
     shared = SHARED.get(arch, 99) * 1024
     programs = max(1, min(most, shared // (2 * buffer + rest)))
     # At least two blocks for each, and partial sums of at most a quarter of the weight's bytes.
@@ -385,6 +391,9 @@ def ahead() -> Iterator[Variant]:
         for m, n in (size for size in sizes if size[0] <= most_rows(stored)):
             shape = (m, n, 4096)
             yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None}, name, stored)
+    for (m, n), group in itertools.product(((8, 28672), (16, 4096), (32, 4096), (64, 4096)), (32, 64)):
+        stored, name = WeightFormat("int4", 1, group), f"int4 in groups of {group}"
+        yield from variants(skinny_mm_kernel, "skinny_mm", (m, n, 4096), {"out": "*bf16:16"}, {"bias": None}, name, stored)
 
 
 def stored_ahead() -> list[tuple[str, WeightFormat]]:

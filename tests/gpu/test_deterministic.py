@@ -146,6 +146,19 @@ def test_any_number_of_queries(model):
     assert torch.equal(bits(run(kind, "extend", a | ragged)), bits(picked))
 
 
+@pytest.mark.parametrize("model", ["GQA 128", "GQA 96, soft cap", "MLA", "MLA, float32"])
+def test_many_chunks(model):
+    """Of two requests, computed by a program each and merged from memory; of an extend, walked by one program, in registers."""
+    kind, a = made(model, 2, 4)
+    page, lengths = MODELS[model][4], [33_000, 20_001]
+    a["block_tables"] = torch.randint(400, (2, -(-max(lengths) // page)), device=DEVICE, dtype=torch.int32)
+    a["seq_lens"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    indptr = torch.tensor([0, 4, 8], dtype=torch.int32, device=DEVICE)
+    ragged = a | {"q": a["q"].flatten(0, 1), "q_indptr": indptr, "max_q_len": 4}
+    expected = bits(run(kind, "extend", ragged)).view(2, 4, -1)
+    assert torch.equal(bits(run(kind, "target_verify", a)).view_as(expected), expected)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_any_nodes_of_a_tree(model):
     kind, a = made(model, 9, 16)

@@ -17,8 +17,9 @@ from spec_ops.backends.triton import _constraint  # noqa: E402
 from spec_ops.backends.triton.attention import launcher as steps  # noqa: E402
 from spec_ops.backends.triton.attention import tuning  # noqa: E402
 from spec_ops.backends.triton.attention import variants as attention_ahead  # noqa: E402
+from spec_ops.backends.triton.attention.deterministic import launcher as deterministic_steps  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
-from spec_ops.backends.triton.runtime.launch import recorded  # noqa: E402
+from spec_ops.backends.triton.runtime.launch import Target, recorded  # noqa: E402
 from tests.backends.triton.selection import GENERATION, covering, pairs, parametrize_pairs  # noqa: E402
 
 OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
@@ -134,6 +135,22 @@ def test_pointers_are_read_in_wide_and_early_loads(shape, q_len):
     ptx = ahead.lowered(attention_ahead.variant_of("pointers", launches[0], config, (90,), hot=False), 90).ptx
     assert "cp.async.c" in ptx
     assert not re.search(r"ld\.global[\w.:]*\.b(8|16)\b", ptx)
+
+
+@pytest.mark.parametrize(("bs", "warps"), [(8, 1), (64, 4)])
+def test_chunks_are_merged_without_waiting_for_each(bs, warps):
+    """Many of them lie in memory: the first are read without masks, at once, and the others several ahead (`cp.async`). A
+    program has one row where rows are few, else four."""
+    call = attention_ahead.call_of(attention_ahead.GQA_128, bs, 4)
+    with recorded(Target(90, 132)) as launches:
+        deterministic_steps.attention(call)
+    variant = ahead.variant_of("combine", launches[1], archs=(90,), options={"enable_fp_fusion": False})
+    assert variant.num_warps == variant.constexprs["ROWS"] == warps
+    kernel = ahead.compiled(variant, 90)
+    wide = re.findall(r"(@\S+ )?ld\.global\.v4\.b32", kernel.asm["ptx"])
+    assert wide == [""] * variant.constexprs["FEW"]
+    assert "cp.async.cg" in kernel.asm["ptx"]
+    assert ahead.resources(kernel).spill_bytes == 0
 
 
 def test_paths_of_a_tree_are_read_in_wide_and_early_loads():

@@ -215,14 +215,26 @@ def deterministic_attention_kernel(
             tl.store(o[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _part(partial_acc, partial_ml, at, BLOCK_DV: tl.constexpr):
+    """Maximum, sum and output of the rows whose partial results are at `at`."""
+    acc = tl.load(partial_acc + at[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :])
+    return tl.load(partial_ml + at * 2), tl.load(partial_ml + at * 2 + 1), acc
+
+
 @triton.jit(do_not_specialize=["bs", "q_len", "ranges", "capacity"])
 def deterministic_combine_kernel(
     out, seq_lens, sinks, partial_acc, partial_ml, v_scale, bs, q_len, ranges, capacity,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASK_LEN: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
+    FEW: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merges the chunks of split requests, `ROWS` rows a program, `AHEAD` chunks loaded at a time."""
+    """Merges the chunks of split requests, `ROWS` rows a program.
+
+    64 chunks must not take 64 latencies, but ptxas has a masked read wait for the use of the one before, and interleaves reads
+    and uses of more than a few chunks. So the first `FEW` are read without masks, all before one is used, and the others
+    through shared memory, `AHEAD` of them on their way.
+    """
     await_predecessors(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1)
@@ -238,14 +250,18 @@ def deterministic_combine_kernel(
         l = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
         first = first_slot(pieces, b, BS)
-        for start in tl.range(0, count, AHEAD):
-            for ahead in tl.static_range(AHEAD):
-                part = start + ahead
-                there = in_use & (part < count)
-                at = ((first + part).to(tl.int64) * KV_HEADS + kv_head) * rows + row
-                m_next = tl.load(partial_ml + at * 2, mask=there, other=float("-inf"))
-                l_next = tl.load(partial_ml + at * 2 + 1, mask=there, other=0.0)
-                acc_next = tl.load(partial_acc + at[:, None] * BLOCK_DV + dv[None, :], mask=there[:, None], other=0.0)
+        stride = (rows * KV_HEADS).to(tl.int64)
+        place = (first.to(tl.int64) * KV_HEADS + kv_head) * rows + tl.minimum(row, rows - 1)
+        parts = ()
+        for i in tl.static_range(FEW):  # past the last one it is read again, and counts for nothing
+            parts += (_part(partial_acc, partial_ml, place + tl.minimum(i, count - 1) * stride, BLOCK_DV),)  # type: ignore[assignment]
+        for i in tl.static_range(FEW):
+            m_next, l_next, acc_next = parts[i]  # type: ignore[var-annotated]
+            m_next = tl.where(i < count, m_next, float("-inf"))
+            m, l, acc = merge(m, l, acc, m_next, tl.where(i < count, l_next, 0.0), tl.where(i < count, acc_next, 0.0))
+        if count > FEW:
+            for part in tl.range(FEW, count, num_stages=AHEAD + 1):
+                m_next, l_next, acc_next = _part(partial_acc, partial_ml, place + part * stride, BLOCK_DV)
                 m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
         head = kv_head * GROUP + row % GROUP
         result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)

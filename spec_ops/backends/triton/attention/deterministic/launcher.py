@@ -21,7 +21,6 @@ from spec_ops.backends.triton.runtime.launch import arch_of, launch, num_sms
 CHUNK = 512  # keys
 TILE_ROWS = 64  # the least that Hopper's and Blackwell's large products take: fewer would leave longer queries to small ones
 PARTIAL_BYTES = 1 << 28  # most memory of a call for partial results; requests that find no place in it are not split
-COMBINE_WARPS = 4
 
 
 def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> tuning.Config:
@@ -82,11 +81,14 @@ def _launch_chunks(o: Operands) -> None:
         num_warps=config.num_warps, early=config.full and keys.tma, **common,
     )  # fmt: skip
     if capacity > 0:
-        rows_each = max(1, 128 * COMBINE_WARPS // keys.block_dv)  # four numbers a thread
+        # Four numbers a thread. Where rows are few, as many programs as there may be: one has little on its way.
+        few = chunk_rows * bs <= 16 * num_sms(o.q.device)
+        warps = max(1 if few else 4, keys.block_dv // 128)
+        rows_each = max(1, 128 * warps // keys.block_dv)
         launch(
             deterministic_combine_kernel, (triton.cdiv(o.rows, rows_each), o.kv_heads, bs), o.out, o.seq_lens, o.sinks,
             *partials, o.softmax[1], bs, q_len, ranges, capacity,
-            DV=keys.constants["DV"], BLOCK_DV=keys.block_dv, ROWS=rows_each, AHEAD=4, num_warps=COMBINE_WARPS, early=True,
+            DV=keys.constants["DV"], BLOCK_DV=keys.block_dv, ROWS=rows_each, FEW=4, AHEAD=16, num_warps=warps, early=True,
             **common,
         )  # fmt: skip
 

@@ -17,6 +17,8 @@ LABELS = {
     "gpt-oss-20b-type-24-layers": "gpt-oss 20B",
     "llama-3.3-70b-shape-80-layers": "Llama 70B",
     "qwen3-30b-a3b-48-layers": "Qwen3-30B-A3B",
+    "qwen3-8b-shape-36-layers": "Qwen3-8B",
+    "mistral-7b-shape-32-layers": "Mistral 7B",
 }
 PARTS_ABOVE = ("+ matmul", "+ attention", "+ other", "+ gaps")  # the floor
 

@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[int, int, int, int, int, torch.dtype, torch.dtype, dict[
         FP32,
         {"window_left": 700, "sinks": True, "softcap": 20.0},
     ),
-    "GQA 256, float32, 16-bit cache": (4, 2, 256, 256, 64, FP32, BF16, {}),
+    "GQA 256, float32": (4, 2, 256, 256, 64, FP32, FP32, {}),
     "GQA 128, float32, fp8 cache": (8, 2, 128, 128, 64, FP32, FP8, {}),
     "MLA, float32": (16, 0, 576, 512, 64, FP32, FP32, {}),
 }

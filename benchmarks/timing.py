@@ -42,14 +42,19 @@ def median_ms(step: Callable[[], object], repeats: int) -> float:
 
 
 def time_calls(
-    calls: Sequence[Callable[[], torch.Tensor]], *, min_ms: float = 20.0, min_replays: int = 7, graph: bool = True
+    calls: Sequence[Callable[[], torch.Tensor]],
+    *,
+    min_ms: float = 20.0,
+    min_replays: int = 7,
+    graph: bool = True,
+    rest_s: float = REST_S,
 ) -> Timing:
     """Time of one of `calls`, which do the same work on different buffers and run in turn, so that none finds its data in L2.
 
     On CUDA all calls are captured in one graph (several times over if they are short), replayed at least `min_replays` times
     and for `min_ms`; before a last replay the first result is overwritten (`_poison`), so that the result returned is what the
     timed graph wrote. `graph=False` runs the calls from Python between events, for work that cannot be captured. The GPU has
-    rested for `REST_S` before either. On CPU: wall clock.
+    rested for `rest_s` seconds before either. On CPU: wall clock.
     """
     if not calls:
         raise ValueError("time_calls: `calls` must hold at least one call, got none")
@@ -65,7 +70,7 @@ def time_calls(
         run_all()  # outside the capture too, in case a kernel compiles anew for other pointers
         if not graph:
             replays = _replays(median_ms(run_all, 1), min_ms, min_replays)
-            time.sleep(REST_S)
+            time.sleep(rest_s)
             ms = median_ms(run_all, replays)
             return Timing(ms / len(calls) * 1e3, output, False)
         captured, output = _capture(calls, 1)
@@ -73,7 +78,7 @@ def time_calls(
         if (rounds := min(math.ceil(MIN_GRAPH_MS / once), MAX_CALLS // count)) > 1:
             captured, output = _capture(calls, rounds)
             count, once = rounds * count, median_ms(captured.replay, 1)
-        time.sleep(REST_S)
+        time.sleep(rest_s)
         ms = median_ms(captured.replay, _replays(once, min_ms, min_replays))
         _poison(output)
         captured.replay()

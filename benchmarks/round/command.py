@@ -11,7 +11,7 @@ import typer
 
 from benchmarks.round.ranks import COLLECTIVES
 from benchmarks.round.shapes import SHAPES
-from benchmarks.round.stored import KINDS
+from benchmarks.round.stored import KINDS, OF_EXPERTS
 from benchmarks.timing import measure_ceilings
 from spec_ops.cli.options import KeepK, KeepP, MinP, Temperature, console, parse_sampling, plot_file, writable_file
 
@@ -94,6 +94,9 @@ def bench_round(
         raise typer.BadParameter(f"must be one of {list(PATHS)}, got {unknown}", param_hint="--path")
     if unknown := sorted(set(weights or []) - set(KINDS)):
         raise typer.BadParameter(f"must be one of {list(KINDS)}, got {unknown}", param_hint="--weights")
+    dense = [name for name in model if SHAPES[name].target.mixture is None]
+    if dense and (of_experts := [kind for kind in weights or [] if kind.endswith(OF_EXPERTS)]):
+        raise typer.BadParameter(f"{of_experts[0]} stores experts alone, of which {dense[0]} has none", param_hint="--weights")
     choices = _choices(sampled, penalties, temperature, top_k, top_p, min_p)
     choices += [choice | {"weights": kind} for kind in weights or [] for choice in choices]
     choices += [choice | {"invariant": True} for choice in choices if invariant]
@@ -103,7 +106,7 @@ def bench_round(
         raise typer.BadParameter("divides models of spec_ops alone: leave out --path transformers", param_hint="--alone")
     shared: list[dict[str, Any]] = [{"tp": n, "alone": alone, "collective": who} for n in tp if n > 1 for who in collective]
     if expert_parallel:
-        if dense := [name for name in model if SHAPES[name].target.mixture is None]:
+        if dense:
             raise typer.BadParameter(
                 f"shares mixtures of experts, of which {dense[0]} has none", param_hint="--expert-parallel"
             )

@@ -10,13 +10,16 @@ from spec_ops.models.quantized import float8_tensor, int4_tensor, linear_layers,
 from spec_ops.models.quantized_experts import EXPERT_KINDS, mixtures, store_experts
 from spec_ops.models.stored_tensor import StoredTensor
 
-KINDS = ("float8", "float8_block", "int4", "nvfp4", "mxfp4")
+KINDS = ("float8", "float8_block", "int4", "nvfp4", "mxfp4", "mxfp4_experts")
+OF_EXPERTS = "_experts"  # of a kind that stores experts alone, as gpt-oss is published
 _OF_4_BITS = {"int4": int4_tensor, "nvfp4": nvfp4_tensor, "mxfp4": mxfp4_tensor}
 
 
 def store(model: nn.Module, kind: str) -> None:
-    """What `quantize(model, kind)` does, without torchao: a compiled round has the same kernels."""
-    layers = linear_layers(model)
+    """What `quantize(model, kind)` does, without torchao: a compiled round has the same kernels. A model without experts keeps
+    its weights where `kind` is one of experts alone."""
+    layers = [] if kind.endswith(OF_EXPERTS) else linear_layers(model)
+    kind = kind.removesuffix(OF_EXPERTS)
     if kind in EXPERT_KINDS:
         for mixture in mixtures(model):
             store_experts(mixture, kind, mxfp4_tensor if kind == "mxfp4" else float8_tensor)
@@ -25,7 +28,7 @@ def store(model: nn.Module, kind: str) -> None:
 
 
 def stored(weight: torch.Tensor, kind: str) -> StoredTensor:
-    """`weight [n, k]` in one of `KINDS`; `"float8"` has a scale for each row."""
+    """`weight [n, k]` in one of `KINDS` but those of experts alone; `"float8"` has a scale for each row."""
     if (store := _OF_4_BITS.get(kind)) is not None:
         return store(weight)
     return float8_tensor(weight, 1, weight.shape[1]) if kind == "float8" else float8_tensor(weight)

@@ -69,7 +69,7 @@ def test_held_out_accept_length(tmp_path):
         (
             ["round", "--device", "cpu", "--weights", "int3"],
             "--weights",
-            "must be one of ['float8', 'float8_block', 'int4', 'nvfp4', 'mxfp4']",
+            "must be one of ['float8', 'float8_block', 'int4', 'nvfp4', 'mxfp4', 'mxfp4_experts']",
         ),
         (["round", "--timeline", "."], "--timeline", "must be a file"),
         (["tune", "--json", "."], "--json", "must be a file"),

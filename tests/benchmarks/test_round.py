@@ -249,6 +249,36 @@ def test_floors_of_weights_of_fewer_bits():
         assert floor_bytes(Meta, 1, 1024)[0] / 1e9 == pytest.approx(numbers * each, rel=0.002)
 
 
+def test_floors_of_stored_experts():
+    """By hand, in GB, for the 4 and 32 tokens that a round verifies of 1 and 8 requests. gpt-oss as published, a layer of two:
+    53.1e6 bytes of attention in 16 bits, and of experts with 24.88e6 weights each those that are touched; a head of 1.158 and a
+    draft of 0.366 three times. DeepSeek-V3 in blocks of fp8, a layer of one: 187.1e6 weights of attention, 44.0e6 of the shared
+    expert, 44.04e6 for each that is touched, a router of 3.7e6 bytes; a head of 0.9267. Its draft, of such a layer and 102.8e6
+    weights more, reads 8 experts a request and the same head, three times."""
+
+    def gigabytes(model: str, weights: str, layers: int, batch_size: int) -> float:
+        class Meta:
+            target, draft = SHAPES[model].with_layers(layers).build("meta", torch.bfloat16)
+            config = RoundCase(model, batch_size, (1024,)).config
+
+        store(Meta.target, weights)
+        store(Meta.draft, weights)
+        assert Meta.target.layers[0].mlp.down_proj.element_size() == 1
+        return floor_bytes(Meta, batch_size, 1024)[0] / 1e9
+
+    for batch_size in (1, 8):
+        verified = touched_experts(SHAPES["gpt-oss-experts"].target.mixture, 4 * batch_size)
+        assert verified == pytest.approx({1: 13.24, 8: 31.55}[batch_size], abs=0.01)
+        layer = 0.0531 + verified * 0.02488 * (0.5 + 1 / 32)
+        assert gigabytes("gpt-oss-experts", "mxfp4_experts", 2, batch_size) == pytest.approx(
+            2 * layer + 1.158 + 3 * 0.366, rel=0.01
+        )
+        mixture = SHAPES["mla-experts"].target.mixture
+        target, draft = (0.1871 + 0.0440 + 0.0037 + touched_experts(mixture, n) * 0.04404 for n in (4 * batch_size, batch_size))
+        found = gigabytes("mla-experts", "float8_block", 1, batch_size)
+        assert found == pytest.approx(target + 0.9267 + 3 * (draft + 0.1028 + 0.9267), rel=0.01)
+
+
 def test_what_weights_of_fewer_bits_are_judged_by():
     def row(ms: float, **more) -> dict:
         same = {"model": "m", "bs": 1, "context": 8, "steps": 3, "topk": 1, "round": "plain", "backend": "auto", "passes": True}

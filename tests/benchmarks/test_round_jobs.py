@@ -320,6 +320,7 @@ def test_the_cases_of_sampled_and_penalized_rounds():
         (["--tp", "2", "--alone", "--collective", "nccl"], "--alone"),
         (["--tp", "2", "--alone", "--path", "transformers"], "--alone"),
         (["--tp", "2", "--expert-parallel"], "--expert-parallel"),
+        (["--weights", "mxfp4_experts"], "--weights"),  # of which it has none
         (["--collective", "gloo"], "--collective"),
     ],
 )

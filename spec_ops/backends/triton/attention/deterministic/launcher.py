@@ -19,6 +19,7 @@ from spec_ops.backends.triton.attention.operands import Operands
 from spec_ops.backends.triton.runtime.launch import arch_of, launch, num_sms
 
 CHUNK = 512  # keys
+SECTION = 8  # chunks
 TILE_ROWS = 64  # the least that Hopper's and Blackwell's large products take: fewer would leave longer queries to small ones
 PARTIAL_BYTES = 1 << 28  # most memory of a call for partial results; requests that find no place in it are not split
 
@@ -70,7 +71,7 @@ def _launch_chunks(o: Operands) -> None:
     partials = partial, partial[numbers:]
     common = {
         "GROUP": o.group, "KV_HEADS": o.kv_heads, "MASK_LEN": o.mask_len, "WINDOW": o.window, "HAS_SINKS": o.sinks is not None,
-        "BS": max(2, triton.next_power_of_2(bs)), "CHUNK": CHUNK, "enable_fp_fusion": False,
+        "BS": max(2, triton.next_power_of_2(bs)), "CHUNK": CHUNK, "SECTION": SECTION, "enable_fp_fusion": False,
     }  # fmt: skip
     launch(
         deterministic_attention_kernel, (min(programs, bs * most * tiles),),
@@ -99,7 +100,8 @@ def _launch_extend(o: Operands) -> None:
         o.q, *o.keys.tensors, o.out, o.block_tables, o.seq_lens, o.q_indptr, o.sinks,
         *o.softmax, *o.q.stride()[:2], *o.keys.strides, o.block_tables.stride(0),
         GROUP=o.group, KV_HEADS=o.kv_heads, WINDOW=o.window, HAS_SINKS=o.sinks is not None, HAS_SOFTCAP=o.has_softcap,
-        CHUNK=CHUNK, ORDERED=o.config.ordered, **o.keys.constants, num_warps=o.config.num_warps, enable_fp_fusion=False,
+        CHUNK=CHUNK, SECTION=SECTION, ORDERED=o.config.ordered, **o.keys.constants, num_warps=o.config.num_warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

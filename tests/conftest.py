@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import re
 from collections.abc import Callable, Generator
@@ -26,6 +27,12 @@ if worker and visible not in os.environ and (gpus := torch.cuda.device_count()) 
 
 # Test tensors are tiny: a thread pool costs more than it saves, and xdist workers would fight over the cores.
 torch.set_num_threads(1)
+
+# pytest puts handlers on every logger that does not propagate. If the one of a trace has any, torch prints whole graphs for it.
+if "TORCH_TRACE" not in os.environ:
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers.clear()
+    trace.propagate = True
 
 # Dynamo flushes the processor's caches to time a graph's guards, for its log alone. It imports the function from here.
 torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0

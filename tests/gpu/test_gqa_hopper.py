@@ -36,7 +36,7 @@ class HopperCase(Case):
         from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
 
         call = self.call(**changes)
-        assert gqa_hopper.supports(90, call) or call.q.shape[-1] == 128
+        assert gqa_hopper.supports(90, call)
         return gqa_hopper.mha(call, **self.options)
 
 
@@ -122,6 +122,12 @@ def test_heads_of_128(q_len, tree, page_size):
     check_long(made(q_len, 4, kv_heads=8, tree=tree, page_size=page_size, head_dim=128, v_dim=128, lens=lens))
 
 
+@pytest.mark.parametrize(("q_len", "group"), [(16, 8), (24, 4), (64, 4)])
+@pytest.mark.parametrize("length", [65, 700, 20_000])
+def test_one_request_with_heads_of_128(length, q_len, group):
+    check_long(made(q_len, group, kv_heads=4, head_dim=128, v_dim=128, lens=[length]))
+
+
 def test_more_rows_than_a_program_has():
     check_long(made(20, lens=[300, 65, 0, 193, 1000]))  # 160 rows: two programs, a warpgroup without rows
 
@@ -186,7 +192,8 @@ def test_which_calls_the_backend_gives_to_it():
         ({"window_left": 100}, "split_kv_attention_kernel"),
         ({"softcap": 3.0}, "split_kv_attention_kernel"),
         ({"kv_dtype": FP8}, "split_kv_attention_kernel"),
-        ({"head_dim": 128, "v_dim": 128}, "split_kv_attention_kernel"),
+        ({"head_dim": 128, "v_dim": 128}, "gqa_hopper_attention"),
+        ({"head_dim": 256, "v_dim": 256}, "split_kv_attention_kernel"),
     ):
         case = make_case("mha", "verify_tree", DEVICE, **{**wanted, **changes})
         with recorded() as launches:

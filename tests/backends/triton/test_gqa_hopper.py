@@ -44,7 +44,7 @@ def serves(
     [
         {}, {"q_len": 9}, {"q_len": 40}, {"heads": 32, "q_len": 17}, {"heads": 64, "kv_heads": 1, "q_len": 2},
         {"page_size": 128}, {"page_size": 192}, {"page_size": 16}, {"page_size": 1}, {"dtype": FP16, "kv_dtype": FP16},
-        {"bs": 2048},
+        {"bs": 2048}, {"head_dim": 128, "v_dim": 128}, {"heads": 32, "q_len": 24, "head_dim": 128, "v_dim": 128},
     ],
     ids=str,
 )  # fmt: skip
@@ -56,7 +56,7 @@ def test_serves(call: dict[str, Any]):
     "call",
     [
         {"arch": 80}, {"arch": 100}, {"q_len": 8}, {"heads": 32, "q_len": 16}, {"heads": 40}, {"heads": 128, "kv_heads": 1},
-        {"head_dim": 128, "v_dim": 128}, {"head_dim": 256, "v_dim": 256}, {"v_dim": 128}, {"pages": 0},
+        {"heads": 32, "head_dim": 128, "v_dim": 128}, {"head_dim": 256, "v_dim": 256}, {"v_dim": 128}, {"pages": 0},
         {"dtype": torch.float32, "kv_dtype": torch.float32}, {"kv_dtype": FP8}, {"kv_dtype": FP16}, {"window_left": 100},
         {"softcap": 30.0},
     ],
@@ -64,6 +64,13 @@ def test_serves(call: dict[str, Any]):
 )  # fmt: skip
 def test_leaves_to_the_other_kernel(call: dict[str, Any]):
     assert not serves(**call)
+
+
+def test_blocks_of_keys():
+    """Where one tile has all rows, or one request all keys, more of them are asked for."""
+    assert gqa_hopper.blocks_of(64, 128, 8, 64) == gqa_hopper.blocks_of(64, 512, 1, 1) == (128, 5)
+    assert all(gqa_hopper.blocks_of(128, *one) == (64, 4) for one in ((128, 8, 64), (256, 1, 64), (129, 2, 16)))
+    assert gqa_hopper.blocks_of(128, 129, 2, 64) == (128, 2)
 
 
 def test_layouts_of_caches():

@@ -66,6 +66,7 @@ UNIFORM = [
     *((shape, q_len, False) for shape in OTHER_SIZES for q_len in (1, 16)),
 ]  # fmt: skip
 RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SIZES]
+TREES_ON_HOPPER = [(GQA_128, 24), (GQA_128, 48)]  # queries; one tile of rows, and two
 PAGE_SIZES = (64, 16, 1)  # of Hopper's kernels: a block of keys in one piece, in four, row by row
 DETERMINISTIC = [
     (GQA_64, 16, False), (GQA_64, 16, True), (GQA_128, 4, False), (GQA_128, 16, True), (MLA_128, 1, False), (MLA_16, 16, True),
@@ -180,7 +181,9 @@ def _on_hopper(name: str, shape: Shape, bs: int, q_len: int, tree: bool) -> Iter
                 launch.arguments["STRIPED"] = striped
             suffix = ", many splits" if striped is False else ""
             suffix += f", pages of {page_size}" if page_size < 64 else ""
-            yield variant_of(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=page_size > 1)
+            # With 128 keys of head_dim 128 a word lies on the stack; 64 keys took longer all the same.
+            wide = not call.is_mla and shape.head_dim * launch.arguments["BLOCK_N"] > 128 * 64
+            yield variant_of(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=page_size > 1 and not wide)
 
 
 def ahead() -> Iterator[Variant]:
@@ -203,6 +206,8 @@ def ahead() -> Iterator[Variant]:
                 yield _counted_on(shape, config, variant_of(f"{name}{suffix}", launch, config, archs, hot))
         if gqa_on_hopper or (call.is_mla and shape.kv_dtype == BF16):
             yield from _on_hopper(name, shape, bs, q_len, tree)
+    for shape, q_len in TREES_ON_HOPPER:
+        yield from _on_hopper(f"attention, {shape.label}, {q_len} tree", shape, 8, q_len, True)
     for shape in RAGGED:
         bs, most = 8, 512
         call = call_of(shape, bs, most, ragged=2048)

@@ -62,7 +62,7 @@ from spec_ops.backends.triton.attention.operands import packed, unit_rows, windo
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import launch, num_sms
 
-BLOCKS = {64: (128, 5), 128: (64, 4)}  # by head_dim: keys of a block, and how many blocks are loaded ahead
+HEAD_DIMS = (64, 128)
 MIN_ROWS = 65  # one tile of 64 rows leaves a warpgroup idle
 
 # Barriers `full` (TMA has written) and `free` (both warpgroups have read): of the queries' two buffers, then of the keys' and
@@ -393,11 +393,17 @@ def gqa_hopper_attention(
     )  # fmt: skip
 
 
-def supports(arch: int, call: AttentionCall) -> bool:
-    """Whether `mha` here serves a call on `arch` (90 for sm_90), by dtypes, shapes, strides and alignment.
+def blocks_of(head_dim: int, rows: int, bs: int, page_size: int) -> tuple[int, int]:
+    """Keys of a block, and how many blocks are loaded ahead, for `rows` of a KV head (figures: `docs/notebook/pages.md`)."""
+    if head_dim == 64:
+        return 128, 5
+    # Several tiles of rows read the same keys, so that less need be on its way; but one request has few blocks a program, and
+    # with more ids of pages the loop over 128 keys spills.
+    return (64, 4) if rows <= 128 or bs == 1 or page_size < 64 else (128, 2)
 
-    Not those of head_dim 128, which it can compute: it has not been timed there beside the plain kernel.
-    """
+
+def supports(arch: int, call: AttentionCall) -> bool:
+    """Whether `mha` here serves a call on `arch` (90 for sm_90), by dtypes, shapes, strides and alignment."""
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     pages, page_size, kv_heads, head_dim = k_cache.shape
     group = q.shape[2] // max(kv_heads, 1)
@@ -405,7 +411,8 @@ def supports(arch: int, call: AttentionCall) -> bool:
         arch == 90
         and q.dtype in (torch.bfloat16, torch.float16)
         and k_cache.dtype == v_cache.dtype == q.dtype
-        and head_dim == v_cache.shape[3] == 64
+        and head_dim == v_cache.shape[3]
+        and head_dim in HEAD_DIMS
         and group in (1, 2, 4, 8, 16, 32, 64)
         and group * q.shape[1] >= MIN_ROWS
         and pages > 0
@@ -417,13 +424,11 @@ def supports(arch: int, call: AttentionCall) -> bool:
 
 
 def mha(call: AttentionCall, blocks: tuple[int, int] | None = None, min_blocks: int = 1) -> torch.Tensor:
-    """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so, or would but for a head_dim of
-    128; `blocks` in place of `BLOCKS`."""
+    """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so; `blocks` in place of `blocks_of`."""
     q, k_cache, v_cache, seq_lens = call.q, call.k_cache, call.v_cache, call.seq_lens.contiguous()
     block_tables, sinks = unit_rows(call.block_tables), packed(call.sinks)
     tree_mask, mask_stride, mask_len = tree_arguments(call)
     bs, q_len, heads, dim = q.shape
-    block_n, stages = blocks or BLOCKS[dim]
     out = call.new_result()
     if out.numel() == 0:
         return out
@@ -431,6 +436,7 @@ def mha(call: AttentionCall, blocks: tuple[int, int] | None = None, min_blocks: 
         q = q.clone(memory_format=torch.contiguous_format)
     page_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
+    block_n, stages = blocks or blocks_of(dim, q_len * group, bs, k_cache.shape[1])
     row_blocks = triton.cdiv(q_len * group, 128)
     tiles = kv_heads * row_blocks
     ranges = aligned_ranges(max(1, num_sms(q.device) // tiles), bs)

@@ -29,7 +29,7 @@ from spec_ops.ops.moe import ACTIVATIONS, moe_experts
 NAME = "spec_ops"
 _FORM = "_spec_ops_form"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STORED = (torch.float8_e4m3fn, torch.int8)  # fp8, and fp4 two in a byte
+_STORED = (torch.float8_e4m3fn, torch.int8, torch.uint8)  # fp8; fp4 and int4 (`packed_experts.py`), two in a byte
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
 
@@ -108,10 +108,12 @@ def _stack(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     scale = getattr(module, f"{name}_scale_inv")
     if stack.dtype == torch.int8:  # two numbers of MXFP4
         return stack.view(torch.uint8), scale.view(torch.uint8)
+    if stack.dtype == torch.uint8:  # of int4
+        return stack, scale
     return stack, scale.float()  # which may be powers of 2 in 8 bits
 
 
-def _is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module) -> bool:
     """Whether it goes through transformers' experts interface."""
     return all(hasattr(module, name) for name in ("_apply_gate", "has_gate", "is_concatenated", "is_transposed", "down_proj"))
 
@@ -200,17 +202,17 @@ def implementations(model: PreTrainedModel) -> dict[str, str | None]:
 
 def present(model: PreTrainedModel) -> bool:
     """Whether `model` has experts: the first layers of a mixture may be dense, and a draft may have no others."""
-    return any(_is_experts(module) for module in model.modules())
+    return any(is_experts(module) for module in model.modules())
 
 
 def stored(model: PreTrainedModel) -> bool:
     """Whether experts of `model` are of 8 or 4 bits."""
-    return any(_is_experts(module) and module.down_proj.element_size() == 1 for module in model.modules())  # type: ignore[union-attr, operator]
+    return any(is_experts(module) and module.down_proj.element_size() == 1 for module in model.modules())  # type: ignore[union-attr, operator]
 
 
 def supported(model: PreTrainedModel) -> bool:
     """Whether all experts of `model` can run on `moe_experts`, and there are any. Finds their forms."""
-    modules = [module for module in model.modules() if _is_experts(module)]
+    modules = [module for module in model.modules() if is_experts(module)]
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not modules or ExpertsInterface is None or not any(m._can_set_experts_implementation() for m in models):
         return False

@@ -19,8 +19,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from spec_ops.integrations.transformers import packed_experts
 from spec_ops.integrations.transformers.mxfp4 import quantization_of, read_mxfp4_as_stored
 from spec_ops.models.layouts import layout_of
+from spec_ops.models.stored_tensor import StoredTensor
 
 METHOD = "spec_ops_stored"
 METHODS = ("gptq", "awq", "compressed-tensors")
@@ -97,13 +99,19 @@ class StoredLayersQuantizer(HfQuantizer):
         if not names:
             raise ValueError(f"a checkpoint of this method must have tensors {' or '.join(self._layout.marks)}, got none")
         linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+        self._experts = packed_experts.experts_of(model, names)
+        self._shapes = {name: packed_experts.take(model, name) for name in self._experts}
+        of_experts = tuple(f"{name}." for name in self._experts)
         self._layers: dict[str, dict[str, str]] = {}
+        self._pending: dict[str, Any] = {}
         for name in names:
+            self._layers[name] = {part: places[f"{name}.{part}"] for part in self._layout.names if f"{name}.{part}" in places}
+            if name.startswith(of_experts):
+                continue
             if (layer := linears.get(name)) is None:
                 raise ValueError(f"{name} must be a linear layer of {type(model).__name__} to be read as it is stored")
-            parts = {part: places[f"{name}.{part}"] for part in self._layout.names if f"{name}.{part}" in places}
-            self._layers[name] = parts
-            model.set_submodule(name, _Pending(layer))
+            self._pending[name] = _Pending(layer)
+            model.set_submodule(name, self._pending[name])
         ignored = {re.escape(f"{name}.{part}") + "$" for name, parts in self._layers.items() for part in parts}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         self._ignored = ignored
@@ -111,20 +119,25 @@ class StoredLayersQuantizer(HfQuantizer):
     @torch.no_grad()
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         model._keys_to_ignore_on_load_unexpected -= self._ignored  # type: ignore[operator]
-        for name, parts in self._layers.items():
-            pending: Any = model.get_submodule(name)
+
+        def read(name: str, n: int, k: int) -> StoredTensor:
             tensors = {}
-            for part, file in parts.items():
+            for part, file in self._layers[name].items():
                 with safe_open(file, "pt") as stored:
                     tensors[part] = stored.get_tensor(f"{name}.{part}").to(model.device)
-            n, k = pending.out_features, pending.in_features
             try:
-                weight = self._layout.stored(tensors, n, k, model.dtype)
+                return self._layout.stored(tensors, n, k, model.dtype)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{name}: {error}") from None
+
+        for name, pending in self._pending.items():
+            n, k = pending.out_features, pending.in_features
             layer = nn.Linear(k, n, bias=False, device="meta")
-            layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), pending.bias
+            layer.weight, layer.bias = nn.Parameter(read(name, n, k), requires_grad=False), pending.bias
             model.set_submodule(name, layer)
+        for name, module in self._experts.items():
+            packed_experts.fill(module, name, self._shapes[name], read)
+            model.set_submodule(name, module)
 
     def is_serializable(self) -> bool:
         return False

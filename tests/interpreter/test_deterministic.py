@@ -39,7 +39,7 @@ def rotated(*seen: Any) -> str:
     return list(WAYS)[sum(map(ord, str(seen))) % len(WAYS)]
 
 
-def run(case: Case, way: str = "split", block_m: int = 16, **changes: Any) -> torch.Tensor:
+def run(case: Case, way: str = "split", block_m: int = 16, section: int = SECTION, **changes: Any) -> torch.Tensor:
     """The launch function with the arguments that the op would hand it, chunks of 32 keys in blocks of 16, sections of 3."""
     ragged = changes.get("q", case.arguments["q"]).dim() == 3
     step = "extend" if ragged else "target_verify" if case.step == "extend" else case.step
@@ -48,7 +48,7 @@ def run(case: Case, way: str = "split", block_m: int = 16, **changes: Any) -> to
     with (
         mock.patch.object(steps, "num_sms", return_value=sms),
         mock.patch.object(steps, "CHUNK", CHUNK),
-        mock.patch.object(steps, "SECTION", SECTION),
+        mock.patch.object(steps, "_section", return_value=section),
         mock.patch.object(steps, "PARTIAL_BYTES", room),
     ):
         return steps.attention(dataclasses.replace(case, step=step).call(**changes), config)
@@ -163,13 +163,13 @@ def test_pieces():
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_pieces_change_nothing(products_by_rows, kind, mode):
     """Many chunks, in pieces of every kind; a window begins in the middle of a section."""
-    for options in ({}, {"window_left": 300}):
+    for options, section in (({}, SECTION), ({"window_left": 300}, SECTION), ({"window_left": 300}, 1)):
         case = made(kind, mode, lens=[620, 100, 193], num_nodes=4, page_size=64, **options)
-        expected = run(case, "whole")
+        expected = run(case, "whole", section=section)
         check(case, expected)
         for sms in (2, 5, 7, 48):
             with mock.patch.dict(WAYS, {"other": (sms, 1 << 20, True)}):
-                assert same_bits(run(case, "other"), expected), (sms, options)
+                assert same_bits(run(case, "other", section=section), expected), (sms, options)
 
 
 # A kernel knows of windows, sinks and caps; of the attention kind, how it loads keys.

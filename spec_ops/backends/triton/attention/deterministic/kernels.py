@@ -73,17 +73,26 @@ def attend_chunks(
 
     `TREE`: from the block of the tree's first key on, keys are those of paths (`tree`: of `attend_paths`).
     """
-    m, l, acc = _nothing(BLOCK_M, BLOCK_DV)
-    for section in tl.range(first_chunk // SECTION, tl.cdiv(last_chunk, SECTION), num_stages=1):
-        m_next, l_next, acc_next = _attend_section(
-            q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, tl.maximum(first_chunk, section * SECTION),
-            tl.minimum(last_chunk, section * SECTION + SECTION), first_key, last_key, seq_len, all_seen, position, first_seen,
-            qk_scale, softcap,
+    if SECTION == 1:  # a left fold of chunks: no second accumulator of merged ones
+        m, l, acc = _attend_section(
+            q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, first_chunk, last_chunk, first_key, last_key, seq_len,
+            all_seen, position, first_seen, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
             WIDE, CHUNK, ORDERED, TREE,
         )  # fmt: skip
-        m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
+    else:
+        m, l, acc = _nothing(BLOCK_M, BLOCK_DV)
+        for section in tl.range(first_chunk // SECTION, tl.cdiv(last_chunk, SECTION), num_stages=1):
+            m_next, l_next, acc_next = _attend_section(
+                q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, tl.maximum(first_chunk, section * SECTION),
+                tl.minimum(last_chunk, section * SECTION + SECTION), first_key, last_key, seq_len, all_seen, position,
+                first_seen, qk_scale, softcap,
+                k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+                D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
+                WIDE, CHUNK, ORDERED, TREE,
+            )  # fmt: skip
+            m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
     return m, l, acc
 
 
@@ -97,7 +106,7 @@ def _attend_section(
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     CLEAR: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, ORDERED: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """`attend_chunks` of chunks of one section."""
+    """`attend_chunks`, merged one after the other."""
     m, l, acc = _nothing(BLOCK_M, BLOCK_DV)
     for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
         begin = tl.maximum(chunk * CHUNK, first_key // BLOCK_N * BLOCK_N)

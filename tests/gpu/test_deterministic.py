@@ -234,7 +234,7 @@ def test_accuracy_and_batches_of_random_shapes(family):
             assert torch.equal(bits(getattr(spec_ops, name)(**rows(a, order), deterministic=True)), bits(out[order]))
 
 
-@pytest.mark.parametrize("kv_dtype", [FP32, BF16, FP8])
+@pytest.mark.parametrize("kv_dtype", [FP32, FP8])
 @pytest.mark.parametrize("mode", ["draft_chain", "verify_chain", "verify_tree", "extend"])
 @pytest.mark.parametrize(("kind", "widths"), [("mha", (64, 64)), ("mha", (128, 128)), ("mha", (192, 128)), ("mla", (576, 512))])
 def test_accuracy_of_float32(kind, widths, mode, kv_dtype):

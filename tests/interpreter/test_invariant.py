@@ -108,7 +108,21 @@ def test_the_order_is_a_fact_of_the_weight(n, k):
             assert ends == [split * (k // 128) // config.splits * 128 for split in range(config.splits + 1)]
         # Below, each warp has a chunk of k, and sums are added apart. Above, sm_100 has another instruction.
         widths = {config.block_n for config in configs}
-        assert widths <= {linear.WARPGROUP.value, *([128] if arch == 90 else [])}
+        assert widths <= {linear.WARPGROUP.value, *([128, 256] if arch == 90 else [])}
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "columns", "programs"),
+    [
+        (28_672, 4096, 256, 1), (128_256, 4096, 256, 1),  # 112 and 501 tiles for 132 multiprocessors
+        (36_864, 7168, 128, 2),  # 144 tiles of 256 columns: 12 would come alone
+        (6144, 4096, 128, 1),  # 192 programs of 64 columns: 60 multiprocessors would have two
+        (4096, 4096, 64, 2), (4096, 14_336, 64, 2),  # 256 of 264
+    ],
+)  # fmt: skip
+def test_many_rows_leave_no_multiprocessor_with_more_than_others(n, k, columns, programs):
+    config = invariant.config_of(128, n, k, 132, 90)
+    assert (config.block_n, config.programs) == (columns, programs)
 
 
 @pytest.mark.parametrize("strides", ["plain", "transposed", "sliced"])

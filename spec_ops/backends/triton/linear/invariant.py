@@ -5,8 +5,7 @@ beside others, since a tensor core adds along k alike for each of its columns. S
 in steps of 16 numbers, one after the other, within each of the weight's `splits` of k, whose sums are added in their order. How
 many there are is a fact of the weight and of the GPU (`config_of`). Tiles may follow the rows:
 
-* up to `READ_ONCE` rows: `skinny_mm`, whose programs share k, with tiles of 64 columns, on Hopper of 128 for many rows and
-  columns;
+* up to `READ_ONCE` rows: `skinny_mm`, whose programs share k, with tiles of 64 columns, on Hopper of 128 or 256 for many rows;
 * up to `SLICED` rows: the same, for `READ_ONCE` of them at a time;
 * more: `many_rows_kernel`, in which a program computes all splits of its tile, one after the other.
 
@@ -44,13 +43,24 @@ def config_of(m: int, n: int, k: int, sms: int, arch: int) -> Config:
     """For `m` rows, at most `READ_ONCE`. The splits, and the bounds of their blocks, do not depend on them."""
     splits = fitted(Tile(MAX_ROWS, 64, BLOCK_K, 4, 2), n, k, sms, arch).splits
     if m > MAX_ROWS and 90 <= arch < 100 and k % (BLOCK_K * splits) == 0:  # so that the bounds are those of whole blocks
-        # Twice the columns halve the bytes of rows for each of the weight's. (sm_100 has another instruction for 128 columns.)
-        tile = Tile(READ_ONCE, 128 if splits == 1 else 64, BLOCK_K // 2, 4, 2)
-        return fitted(tile, n, k, sms, arch, splits=splits)
+        return fitted(_many_rows_on_hopper(n, splits, sms), n, k, sms, arch, splits=splits)
     # On sm_100 a tile of 8 would be of another instruction (mma.sync) than the others; on sm_90 the two agree in their bits.
     sizes = (16, 32, MAX_ROWS, READ_ONCE) if 100 <= arch < 120 else (8, 16, 32, MAX_ROWS, READ_ONCE)
     block_m = next(size for size in sizes if m <= size)
     return fitted(Tile(block_m, 64, BLOCK_K, 4, 2), n, k, sms, arch, splits=splits)
+
+
+def _many_rows_on_hopper(n: int, splits: int, sms: int) -> Tile:
+    """For more than `MAX_ROWS` rows. More columns mean fewer bytes of rows for each of the weight's, and one program a
+    multiprocessor: of two, in a launch that begins early, some multiprocessors get both and others none. (sm_100 has another
+    instruction for more than 64 columns. Figures: `docs/notebook/products.md`.)"""
+    block_k = BLOCK_K // 2
+    if splits == 1:
+        tiles = triton.cdiv(n, 256)
+        busy = tiles / (triton.cdiv(tiles, sms) * sms)
+        return Tile(READ_ONCE, 256, block_k, 8, 1) if busy > 0.7 else Tile(READ_ONCE, 128, block_k, 4, 2)
+    full = triton.cdiv(n, 64) * splits > 0.9 * 2 * sms
+    return Tile(READ_ONCE, 64, block_k, 4, 2) if full else Tile(READ_ONCE, 128, block_k, 8, 1)
 
 
 def tile_of(splits: int, arch: int) -> tuple[tuple[int, int, int], int]:
@@ -316,7 +326,7 @@ def _normalized(
 
 def ahead() -> Iterator[Variant]:
     for m in (4, 16, 64, 128):
-        for n, k in ((6144, 4096), (4096, 14336)):
+        for n, k in ((6144, 4096), (4096, 14336), *([(28_672, 4096), (36_864, 7168)] if m > MAX_ROWS else [])):
             yield from linear.variants(
                 skinny_mm_kernel, "skinny_mm, invariant", (m, n, k), {"out": "*bf16:16"}, {"bias": None}, chooses=config_of
             )

@@ -11,11 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
-import triton
-import triton.language as tl
-
 from spec_ops.backends.triton.attention.deterministic import launcher as steps
-from spec_ops.backends.triton.attention.deterministic.kernels import divide
 from spec_ops.backends.triton.attention.tuning import Config
 from spec_ops.backends.triton.runtime.launch import recorded
 from tests.helpers.pairs import pairwise
@@ -32,15 +28,15 @@ WAYS = {
     "no room": (12, 0, True),
 }
 MODES = ("draft_chain", "draft_tree", "verify_chain", "verify_tree", "extend")  # the others are the same to a kernel
-CHUNK, SECTION = 32, 3
+CHUNK = 32
 
 
 def rotated(*seen: Any) -> str:
     return list(WAYS)[sum(map(ord, str(seen))) % len(WAYS)]
 
 
-def run(case: Case, way: str = "split", block_m: int = 16, section: int = SECTION, **changes: Any) -> torch.Tensor:
-    """The launch function with the arguments that the op would hand it, chunks of 32 keys in blocks of 16, sections of 3."""
+def run(case: Case, way: str = "split", block_m: int = 16, **changes: Any) -> torch.Tensor:
+    """The launch function with the arguments that the op would hand it, chunks of 32 keys in blocks of 16."""
     ragged = changes.get("q", case.arguments["q"]).dim() == 3
     step = "extend" if ragged else "target_verify" if case.step == "extend" else case.step
     sms, room, tma = WAYS[way]
@@ -48,7 +44,6 @@ def run(case: Case, way: str = "split", block_m: int = 16, section: int = SECTIO
     with (
         mock.patch.object(steps, "num_sms", return_value=sms),
         mock.patch.object(steps, "CHUNK", CHUNK),
-        mock.patch.object(steps, "_section", return_value=section),
         mock.patch.object(steps, "PARTIAL_BYTES", room),
     ):
         return steps.attention(dataclasses.replace(case, step=step).call(**changes), config)
@@ -136,40 +131,6 @@ def test_other_requests_change_nothing(products_by_rows, kind, mode, options):
         assert same_bits(run(case, way, **given), batch[b : b + 1])
     copies = {n: x.expand(3, *x.shape[1:]) for n, x in given.items()}
     assert same_bits(run(case, "room for some", **copies), batch[b : b + 1].expand(3, *batch.shape[1:]))
-
-
-@triton.jit
-def pieces_kernel(seq_lens, out, bs, ranges, capacity, SPAN: tl.constexpr, CHUNK: tl.constexpr, SECTION: tl.constexpr):
-    pieces, unit = divide(seq_lens, bs, SPAN, ranges, capacity, -1, CHUNK, SECTION, 4)
-    tl.store(out + tl.arange(0, 4), pieces)
-    tl.store(out + 4, unit)
-
-
-def test_pieces():
-    """Sections, chunks, or whole requests: an empty request is a piece too, of lengths in keys, programs of a tile, places."""
-    for lens, ranges, capacity, want in (
-        ([640, 0], 2, 99, [7, 1, 0, 0, 3]),  # 8 sections, 4 turns of 2 programs: the time of 24 chunks for 21
-        ([640, 31], 16, 99, [20, 1, 0, 0, 1]),
-        ([640, 640, 640], 3, 99, [1, 1, 1, 0, 3]),
-        ([640, 96], 2, 6, [1, 1, 0, 0, 3]),  # seven places are needed
-        ([640, 97, 1, 320], 7, 11, [7, 2, 1, 1, 3]),  # and 13: the last stays whole
-    ):
-        out = torch.zeros(5, dtype=torch.int32)
-        pieces_kernel[(1,)](torch.tensor(lens, dtype=torch.int32), out, len(lens), ranges, capacity, 1, CHUNK, SECTION)
-        assert out.tolist() == want, lens
-
-
-@pytest.mark.parametrize("mode", ["verify_chain", "verify_tree"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_pieces_change_nothing(products_by_rows, kind, mode):
-    """Many chunks, in pieces of every kind; a window begins in the middle of a section."""
-    for options, section in (({}, SECTION), ({"window_left": 300}, SECTION), ({"window_left": 300}, 1)):
-        case = made(kind, mode, lens=[620, 100, 193], num_nodes=4, page_size=64, **options)
-        expected = run(case, "whole", section=section)
-        check(case, expected)
-        for sms in (2, 5, 7, 48):
-            with mock.patch.dict(WAYS, {"other": (sms, 1 << 20, True)}):
-                assert same_bits(run(case, "other", section=section), expected), (sms, options)
 
 
 # A kernel knows of windows, sinks and caps; of the attention kind, how it loads keys.

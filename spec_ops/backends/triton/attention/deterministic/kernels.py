@@ -1,8 +1,8 @@
 """Batch-invariant attention: the bits of a query's result depend on that query and on the keys it sees, on nothing else.
 
-Keys are cut at multiples of `CHUNK`, counted from a request's first key, and `SECTION` chunks are a section. A chunk's online
-softmax starts anew; chunks of a section are merged in their order, then sections in theirs (`merge`). Who computes a chunk,
-and where partial results wait, may depend on the batch; the arithmetic of a row does not, for these reasons:
+Keys are cut at multiples of `CHUNK`, counted from a request's first key. A chunk's online softmax starts anew, and chunks are
+merged in their order (`merge`). Who computes a chunk, and where partial results wait, may depend on the batch; the arithmetic
+of a row does not, for these reasons:
 
 * One tile shape, one number of warps and of keys a block, whatever the number of queries, requests and keys: a product of the
   tensor cores adds the same numbers in the same order, wherever in the tile a row stands (`attend`).
@@ -18,9 +18,8 @@ and where partial results wait, may depend on the batch; the arithmetic of a row
 In float32 no tensor cores take part: every product is added along its inner dimension by fused multiply-adds, one after the
 other, whatever the tile.
 
-A request of many chunks is either walked by one program, which merges them in registers, or split: one program a section, or a
-chunk, and a second launch that merges their results. All give the same bits, so that choice is free (`divide`).
-Trees: `paths.py`.
+A request of many chunks is either walked by one program, which merges them in registers, or split: one program a chunk, and a
+second launch that merges their results. Both give the same bits, so that choice is free (`divide`). Trees: `paths.py`.
 """
 
 from __future__ import annotations
@@ -46,12 +45,6 @@ def merge(m, l, acc, m_next, l_next, acc_next):
 
 
 @triton.jit
-def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """What `merge` begins with, and leaves as it is."""
-    return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-
-
-@triton.jit
 def finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS: tl.constexpr):
     """The result, from a row's merged chunks."""
     result = acc * (denominator(m, l, sinks, head, in_use, HAS_SINKS) * v_scale)[:, None]
@@ -67,47 +60,14 @@ def attend_chunks(
     PAGE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     CLEAR: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, ORDERED: tl.constexpr, TREE: tl.constexpr,
-    SECTION: tl.constexpr,
 ):  # fmt: skip
     """Attention over the chunks `[first_chunk, last_chunk)`, merged. No row sees a key outside `[first_key, last_key)`.
 
     `TREE`: from the block of the tree's first key on, keys are those of paths (`tree`: of `attend_paths`).
     """
-    if SECTION == 1:  # a left fold of chunks: no second accumulator of merged ones
-        m, l, acc = _attend_section(
-            q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, first_chunk, last_chunk, first_key, last_key, seq_len,
-            all_seen, position, first_seen, qk_scale, softcap,
-            k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-            D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            WIDE, CHUNK, ORDERED, TREE,
-        )  # fmt: skip
-    else:
-        m, l, acc = _nothing(BLOCK_M, BLOCK_DV)
-        for section in tl.range(first_chunk // SECTION, tl.cdiv(last_chunk, SECTION), num_stages=1):
-            m_next, l_next, acc_next = _attend_section(
-                q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, tl.maximum(first_chunk, section * SECTION),
-                tl.minimum(last_chunk, section * SECTION + SECTION), first_key, last_key, seq_len, all_seen, position,
-                first_seen, qk_scale, softcap,
-                k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-                D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-                WIDE, CHUNK, ORDERED, TREE,
-            )  # fmt: skip
-            m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
-    return m, l, acc
-
-
-@triton.jit
-def _attend_section(
-    q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, first_chunk, last_chunk, first_key, last_key, seq_len, all_seen,
-    position, first_seen, qk_scale, softcap,
-    k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CLEAR: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, ORDERED: tl.constexpr, TREE: tl.constexpr,
-):  # fmt: skip
-    """`attend_chunks`, merged one after the other."""
-    m, l, acc = _nothing(BLOCK_M, BLOCK_DV)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
         begin = tl.maximum(chunk * CHUNK, first_key // BLOCK_N * BLOCK_N)
         end = tl.minimum(chunk * CHUNK + CHUNK, last_key)
@@ -133,29 +93,22 @@ def _attend_section(
 
 
 @triton.jit
-def divide(
-    seq_lens, bs, span, ranges, capacity, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SECTION: tl.constexpr, BS: tl.constexpr
-):  # fmt: skip
-    """`[BS]` pieces of each request: its sections or chunks if it is split, else 1 (also for an empty one, whose zeros someone
-    must write); and the chunks of a piece, `SECTION` or 1, for all requests.
+def divide(seq_lens, bs, span, ranges, capacity, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr):
+    """`[BS]` pieces of each request: its chunks if it is split, else 1 (also for an empty one, whose zeros someone must write).
 
-    Pieces are sections, and a request stays whole, if such pieces, dealt to `ranges` programs, would take at most a quarter
-    longer than an even division of all chunks: fewer pieces write and read fewer partial results. At most `capacity` pieces in
-    all get a place for theirs. `span`: see `kv_blocks`.
+    A request stays whole if requests like this one, dealt to `ranges` programs, would take at most a quarter longer than an
+    even division of their chunks. At most `capacity` chunks in all get a place for their partial results. `span`: see
+    `kv_blocks`.
     """
     ids = tl.arange(0, BS)
     lens = tl.load(seq_lens + ids, mask=ids < bs, other=0)
-    first, chunks = kv_blocks(lens, span, WINDOW, CHUNK)
-    sections = tl.cdiv(first + chunks, SECTION) - first // SECTION
+    _, chunks = kv_blocks(lens, span, WINDOW, CHUNK)
     chunks = tl.where(ids < bs, tl.maximum(chunks, 1), 0)
     total = tl.sum(chunks, 0)
-    turn = SECTION * ranges
-    unit = tl.where(4 * tl.cdiv(total, turn) * turn > 5 * total, 1, SECTION)
-    pieces = tl.where(unit == 1, chunks, tl.where(ids < bs, tl.maximum(sections, 1), 0))
-    turns = tl.maximum(chunks, 1) * ranges
-    split = (pieces > 1) & (4 * tl.cdiv(total, turns) * turns > 5 * total)
-    split = split & (tl.cumsum(tl.where(split, pieces, 0), 0) <= capacity)
-    return tl.where(split, pieces, tl.minimum(pieces, 1)), unit
+    turn = tl.maximum(chunks, 1) * ranges
+    split = (chunks > 1) & (4 * tl.cdiv(total, turn) * turn > 5 * total)
+    split = split & (tl.cumsum(tl.where(split, chunks, 0), 0) <= capacity)
+    return tl.where(split, chunks, tl.minimum(chunks, 1))
 
 
 @triton.jit
@@ -179,8 +132,7 @@ def deterministic_attention_kernel(
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
-    CHUNK: tl.constexpr, SECTION: tl.constexpr, QUERIES: tl.constexpr, WIDE: tl.constexpr, ORDERED: tl.constexpr,
-    PDL: tl.constexpr,
+    CHUNK: tl.constexpr, QUERIES: tl.constexpr, WIDE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [bs, q_len, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
 
@@ -195,7 +147,7 @@ def deterministic_attention_kernel(
     d0 = tl.arange(0, D0)
     dv = tl.arange(0, BLOCK_DV)
     span = MASK_LEN if MASK_LEN > 0 else q_len
-    pieces, unit = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, SECTION, BS)
+    pieces = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
     ends = tl.cumsum(pieces, 0)
     for item in tl.range(tl.program_id(0), tl.sum(pieces, 0) * tiles, tl.num_programs(0), num_stages=1):
         piece = item // tiles
@@ -213,9 +165,8 @@ def deterministic_attention_kernel(
         first_chunk, chunks = kv_blocks(seq_len, span, WINDOW, CHUNK)
         last_chunk = first_chunk + chunks
         if count > 1:
-            begin = (first_chunk // unit + part) * unit
-            first_chunk = tl.maximum(first_chunk, begin)
-            last_chunk = tl.minimum(last_chunk, begin + unit)
+            first_chunk += part
+            last_chunk = first_chunk + 1
 
         q_row = q + b.to(tl.int64) * q_stride_b + times(query, q_stride_q, WIDE) + times(head, q_stride_h, WIDE)
         q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
@@ -248,7 +199,7 @@ def deterministic_attention_kernel(
             last_chunk, first_key, last_key, seq_len, all_seen, position, first_seen, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            WIDE, CHUNK, ORDERED, MASK_LEN > 0, SECTION,
+            WIDE, CHUNK, ORDERED, MASK_LEN > 0,
         )  # fmt: skip
 
         if count > 1:
@@ -265,16 +216,6 @@ def deterministic_attention_kernel(
 
 
 @triton.jit
-def _merge_part(m_all, l_all, acc_all, m, l, acc, m_next, l_next, acc_next, begins):
-    """`merge` of a section's chunks so far with the next one; if that `begins` another, with those before it first."""
-    if begins:
-        m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
-        m, l, acc = _nothing(acc.shape[0], acc.shape[1])
-    m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
-    return m_all, l_all, acc_all, m, l, acc
-
-
-@triton.jit
 def _part(partial_acc, partial_ml, at, BLOCK_DV: tl.constexpr):
     """Maximum, sum and output of the rows whose partial results are at `at`."""
     acc = tl.load(partial_acc + at[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :])
@@ -285,8 +226,8 @@ def _part(partial_acc, partial_ml, at, BLOCK_DV: tl.constexpr):
 def deterministic_combine_kernel(
     out, seq_lens, sinks, partial_acc, partial_ml, v_scale, bs, q_len, ranges, capacity,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASK_LEN: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, SECTION: tl.constexpr,
-    ROWS: tl.constexpr, FEW: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    FEW: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merges the chunks of split requests, `ROWS` rows a program.
 
@@ -302,34 +243,26 @@ def deterministic_combine_kernel(
     in_use = row < rows
     dv = tl.arange(0, BLOCK_DV)
     span = MASK_LEN if MASK_LEN > 0 else q_len
-    pieces, unit = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, SECTION, BS)
+    pieces = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
     count = pick(pieces, b, BS)
     if count > 1:
-        first_chunk, _ = kv_blocks(tl.load(seq_lens + b), span, WINDOW, CHUNK)
-        every = SECTION // unit  # pieces in a section; the first one comes after `phase` others of its section
-        phase = tl.where(unit == 1, first_chunk % SECTION, 0)
-        m, l, acc = _nothing(ROWS, BLOCK_DV)
-        m_all, l_all, acc_all = _nothing(ROWS, BLOCK_DV)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
         first = first_slot(pieces, b, BS)
         stride = (rows * KV_HEADS).to(tl.int64)
         place = (first.to(tl.int64) * KV_HEADS + kv_head) * rows + tl.minimum(row, rows - 1)
         parts = ()
         for i in tl.static_range(FEW):  # past the last one it is read again, and counts for nothing
-            parts += (_part(partial_acc, partial_ml, place + tl.minimum(i, count - 1) * stride, BLOCK_DV),)  # type: ignore
+            parts += (_part(partial_acc, partial_ml, place + tl.minimum(i, count - 1) * stride, BLOCK_DV),)  # type: ignore[assignment]
         for i in tl.static_range(FEW):
-            m_next, l_next, acc_next = parts[i]  # type: ignore
+            m_next, l_next, acc_next = parts[i]  # type: ignore[var-annotated]
             m_next = tl.where(i < count, m_next, float("-inf"))
-            l_next, acc_next = tl.where(i < count, l_next, 0.0), tl.where(i < count, acc_next, 0.0)
-            m_all, l_all, acc_all, m, l, acc = _merge_part(
-                m_all, l_all, acc_all, m, l, acc, m_next, l_next, acc_next, (phase + i) % every == 0
-            )
+            m, l, acc = merge(m, l, acc, m_next, tl.where(i < count, l_next, 0.0), tl.where(i < count, acc_next, 0.0))
         if count > FEW:
             for part in tl.range(FEW, count, num_stages=AHEAD + 1):
                 m_next, l_next, acc_next = _part(partial_acc, partial_ml, place + part * stride, BLOCK_DV)
-                m_all, l_all, acc_all, m, l, acc = _merge_part(
-                    m_all, l_all, acc_all, m, l, acc, m_next, l_next, acc_next, (phase + part) % every == 0
-                )
-        m, l, acc = merge(m_all, l_all, acc_all, m, l, acc)
+                m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
         head = kv_head * GROUP + row % GROUP
         result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)
         o = out + ((b.to(tl.int64) * q_len + row // GROUP) * (KV_HEADS * GROUP) + head) * DV
@@ -350,7 +283,7 @@ def deterministic_extend_kernel(
     PAGE: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr, CHUNK: tl.constexpr,
-    SECTION: tl.constexpr, WIDE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [total_q, KV_HEADS * GROUP, D]`, ragged; `out` holds zeros. One program a tile, in which all chunks are merged."""
     await_predecessors(PDL)
@@ -383,7 +316,7 @@ def deterministic_extend_kernel(
             qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
-            WIDE, CHUNK, ORDERED, False, SECTION,
+            WIDE, CHUNK, ORDERED, False,
         )  # fmt: skip
         result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)
         o = out + ((begin + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV

@@ -19,7 +19,6 @@ from spec_ops.backends.triton.attention.operands import Operands
 from spec_ops.backends.triton.runtime.launch import arch_of, launch, num_sms
 
 CHUNK = 512  # keys
-SECTION = 8  # chunks, of GQA in 16 bits
 TILE_ROWS = 64  # the least that Hopper's and Blackwell's large products take: fewer would leave longer queries to small ones
 PARTIAL_BYTES = 1 << 28  # most memory of a call for partial results; requests that find no place in it are not split
 
@@ -43,12 +42,6 @@ def choose_float32(arch: int, shared_kv: bool, head_dim: int, v_dim: int) -> tun
         block_m=16 if width > 128 else 32, block_n=16 if small else 32, num_warps=8 if width > 64 else 4, num_stages=2,
         programs=1, tma=False, ordered=True,
     )  # fmt: skip
-
-
-def _section(o: Operands) -> int:
-    """A fact of the model, as the tile is. Merged chunks take registers: in loops that need all for MLA, or for float32 as its
-    products do without tensor cores, a second set of them would spill."""
-    return 1 if o.keys.constants["SHARED_KV"] or o.q.dtype == torch.float32 else SECTION
 
 
 def _queries_of_a_tile(o: Operands) -> int:
@@ -77,7 +70,7 @@ def _launch_chunks(o: Operands) -> None:
     partials = partial, partial[numbers:]
     common = {
         "GROUP": o.group, "KV_HEADS": o.kv_heads, "MASK_LEN": o.mask_len, "WINDOW": o.window, "HAS_SINKS": o.sinks is not None,
-        "BS": max(2, triton.next_power_of_2(bs)), "CHUNK": CHUNK, "SECTION": _section(o), "enable_fp_fusion": False,
+        "BS": max(2, triton.next_power_of_2(bs)), "CHUNK": CHUNK, "enable_fp_fusion": False,
     }  # fmt: skip
     launch(
         deterministic_attention_kernel, (min(programs, bs * most * tiles),),
@@ -106,8 +99,7 @@ def _launch_extend(o: Operands) -> None:
         o.q, *o.keys.tensors, o.out, o.block_tables, o.seq_lens, o.q_indptr, o.sinks,
         *o.softmax, *o.q.stride()[:2], *o.keys.strides, o.block_tables.stride(0),
         GROUP=o.group, KV_HEADS=o.kv_heads, WINDOW=o.window, HAS_SINKS=o.sinks is not None, HAS_SOFTCAP=o.has_softcap,
-        CHUNK=CHUNK, SECTION=_section(o), ORDERED=o.config.ordered, **o.keys.constants, num_warps=o.config.num_warps,
-        enable_fp_fusion=False,
+        CHUNK=CHUNK, ORDERED=o.config.ordered, **o.keys.constants, num_warps=o.config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from benchmarks.prompts import LONGEST, SHORTEST, heavy_tailed
 
 def test_the_three_ways(tmp_path):
     path = tmp_path / "prompts.json"
-    small = ["--prompts", "10", "--batch-size", "2", "--median", "12", "--repeats", "1", "--single", "--device", "cpu"]
+    small = ["--prompts", "6", "--batch-size", "2", "--median", "8", "--repeats", "1", "--single", "--device", "cpu"]
     result = CliRunner().invoke(app, ["prompts", *small, "--json", str(path)])
     assert result.exit_code == 0, result.output  # 1 where texts differ
     rows = {row["way"]: row for row in json.loads(path.read_text())["rows"]}

@@ -55,7 +55,7 @@ def test_weights_of_a_share_are_those_of_its_rounds():
 
     with mock.patch.object(PassManager, "__call__", noted), torch.no_grad():
         torch._dynamo.reset()
-        explain(Generator(target, draft, SpeculationConfig(2), max_batch_size=1, max_seq_len=64).round(1), arch=90)
+        explain(Generator(target, draft, SpeculationConfig(1), max_batch_size=1, max_seq_len=64).round(1), arch=90)
     weights = skinny_mm.weights_of("llama-8b", 2)
     assert found == set(weights)
     assert weights[4096, 2048] == ["llama-8b, 2: o_proj", "llama-8b's draft, 2: o_proj"]

@@ -76,12 +76,12 @@ def test_every_op_is_timed():
 
 
 def test_generation():
-    options = metrics.Options("cpu", (2,), context=40, steps=1, prompts=2, new_tokens=20, compile=False, heads=())
+    options = metrics.Options("cpu", (2,), context=40, steps=1, prompts=2, new_tokens=8, compile=False, heads=())
     with torch.no_grad():
         found = {key.rpartition("metric=")[2]: value for key, value in metrics.generation(options, 2)}
     target, draft, tokenizer = load_pair()
     prompts = held_out_prompts(tokenizer, 2, metrics.PROMPT)
-    stats = generate(target, draft, prompts, SpeculationConfig(1), max_new_tokens=20).stats
+    stats = generate(target, draft, prompts, SpeculationConfig(1), max_new_tokens=8).stats
     assert found["accept_length"] == stats.accept_length > 1.5
     assert min(found["tokens_per_second"], found["round_latency_ms"]) > 0
     assert found["planned_host_syncs"] == 0

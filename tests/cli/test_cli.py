@@ -27,11 +27,11 @@ def test_help_names_the_commands():
 
 @pytest.mark.parametrize("shape", [[], ["--steps", "2", "--tree-width", "3"]], ids=["chain", "tree"])
 def test_compare_finds_equal_texts(shape):
-    result = run("generate", "--compare", "--max-new-tokens", "48", "--device", "cpu", *shape)
+    result = run("generate", "--compare", "--max-new-tokens", "24", "--device", "cpu", *shape)
     assert result.exit_code == 0, result.output
     assert "texts are equal" in result.output
     plain, speculative = (int(n) for n in re.search(r"\((\d+) to (\d+)\)", result.output).groups())
-    assert plain == 47
+    assert plain == 23
     assert speculative < 0.7 * plain
     length, rates = re.search(
         r"accept length ([\d.]+) tokens a round; drafts accepted by position: (.*)", result.output
@@ -46,7 +46,7 @@ def test_compare_finds_equal_texts(shape):
 @pytest.mark.parametrize("lengths", ["auto", "0,2"])
 def test_lengths_that_are_chosen(lengths):
     """Costs are given, so that no time decides."""
-    options = ["--lengths", lengths, "--draft-cost", "0.1", "--max-new-tokens", "48", "--device", "cpu"]
+    options = ["--lengths", lengths, "--draft-cost", "0.1", "--max-new-tokens", "24", "--device", "cpu"]
     result = run("generate", "--compare", *options)
     assert result.exit_code == 0, result.output
     assert "texts are equal" in result.output
@@ -56,7 +56,7 @@ def test_lengths_that_are_chosen(lengths):
     chosen = re.search(r"draft steps of rounds: ((?:\d+ x\d+(?:, )?)+)", " ".join(result.output.split())).group(1)
     counts = dict(part.split(" x") for part in chosen.strip(", ").split(", "))
     assert counts.keys() <= allowed
-    assert sum(map(int, counts.values())) == int(re.search(r"\(47 to (\d+)\)", result.output).group(1))
+    assert sum(map(int, counts.values())) == int(re.search(r"\(23 to (\d+)\)", result.output).group(1))
 
 
 def test_compare_fails_on_different_texts(monkeypatch):
@@ -100,7 +100,7 @@ def test_generate_with_penalties():
     """They arrive in both ways of decoding, and make another text."""
     texts, shown = [], "greedy, repetition penalty 1.5, presence penalty 0.5, frequency penalty 0.1"
     for penalties in ([], ["--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "0.1"]):
-        result = run("generate", "--compare", "--max-new-tokens", "24", "--device", "cpu", *penalties)
+        result = run("generate", "--compare", "--max-new-tokens", "12", "--device", "cpu", *penalties)
         assert result.exit_code == 0, result.output
         assert "texts are equal" in result.output
         assert (shown in result.output) == bool(penalties)

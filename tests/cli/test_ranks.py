@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
+import spec_ops
 from tests.helpers.command_line import refusal
 from tests.helpers.command_line import run_spec_ops as run
+from tests.helpers.forked import run_ranks
 
-SMALL = ("generate", "--device", "cpu", "--max-new-tokens", "24")
+SMALL = ("generate", "--device", "cpu", "--max-new-tokens", "8")
 
 
 def test_two_processes_print_the_text_of_one(monkeypatch, capfd):
@@ -30,15 +33,14 @@ def test_two_processes_print_the_text_of_one(monkeypatch, capfd):
     assert text(shared.out) == text(alone.stdout)
 
 
-def test_batch_invariant_texts_of_two_processes(monkeypatch, capfd):
+def test_batch_invariant_texts_of_two_processes():
+    """Of processes that torchrun could have started."""
     few = ("--max-new-tokens", "6", "--prompt", "x = ")
     options = ("generate", "--device", "cpu", *few, "--tp", "2", "--invariant", "--dtype", "bfloat16", "--compare")
-    monkeypatch.setattr(sys, "argv", ["spec-ops", *options])
-    started = run(*options)
-    printed = capfd.readouterr()
-    assert started.exit_code == 0, printed.err
-    assert printed.out.startswith("2 ranks, cpu, bfloat16")
-    assert "texts are equal" in printed.out
+    done = run_ranks(Path(spec_ops.__file__).with_name("__main__.py"), *options, size=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 ranks, cpu, bfloat16")
+    assert "texts are equal" in done.stdout
 
 
 @pytest.mark.parametrize(

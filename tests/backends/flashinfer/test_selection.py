@@ -280,7 +280,7 @@ def plan(module, mla: bool, width: int, arch: str):
         sizes |= {"num_kv_heads": 1, "head_dim": 128}
     target = CausalLM(ModelConfig(num_layers=1, **sizes))
     draft = MTPDraft(ModelConfig(num_layers=1, **sizes), target)
-    made = module.NaiveRound(target.to(BF16), draft.to(BF16), width=width).eval()
+    made = module.NaiveRound(target.to(BF16), draft.to(BF16), steps=2, width=width).eval()
     made.hidden = made.hidden.to(BF16)
     return explain(made, arch=arch)
 

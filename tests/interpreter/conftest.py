@@ -30,8 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    """Every call of a device function patches `triton.language` again, as the launch already did; and integers are added twice
-    to look for an overflow, which only `debug` would report."""
+    """Every call of a device function patches `triton.language` again, as the launch already did; integers are added twice to
+    look for an overflow, which only `debug` would report; and each tensor builds its type and its shape anew."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
@@ -60,7 +60,54 @@ def quick_interpreter() -> Iterator[None]:
         options = interpreter.interpreter_builder.options
         if not options.debug:
             patch.setattr(interpreter.interpreter_builder, "options", dataclasses.replace(options, sanitize_overflow=False))
+        remember_types(patch, interpreter)
         yield
+
+
+def remember_types(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
+    """What types and tensors are made of is made once for every element type and shape: nobody changes it."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    numpy_type, block_type, tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
+    broadcast, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
+    numpy_types: dict[str, Any] = {}
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tensors: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def numpy_type_once(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(dtype)
+        return numpy_types[name]
+
+    def block_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[size.value if isinstance(size, core.constexpr) else size for size in shape])
+        if key not in blocks:
+            block_type(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key], element_ty=element_ty)
+
+    def tensor_once(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in tensors:
+            tensor(self, handle, type)
+            tensors[key] = dict(vars(self))
+        vars(self).update(tensors[key], handle=handle, type=type, dtype=type.scalar)
+
+    def broadcast_others(self: Any, a: Any, b: Any) -> tuple[Any, Any]:
+        blocks = a.type.is_block(), b.type.is_block()
+        same = not any(blocks) or (all(blocks) and [*a.type.shape] == [*b.type.shape])
+        return (a, b) if same else broadcast(self, a, b)
+
+    def cast_others(self: Any, given: Any, to: Any, *rounding: Any, **named: Any) -> Any:
+        return given if given.type.scalar is to.scalar else cast(self, given, to, *rounding, **named)
+
+    patch.setattr(interpreter, "_get_np_dtype", numpy_type_once)
+    patch.setattr(core.block_type, "__init__", block_type_once)
+    patch.setattr(core.tensor, "__init__", tensor_once)
+    patch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_others)
+    patch.setattr(TritonSemantic, "cast", cast_others)
 
 
 @pytest.fixture

@@ -22,16 +22,24 @@ def pairs(variants: Iterable[Variant]) -> list[Pair]:
     return [(variant, arch) for variant in variants for arch in variant.archs]
 
 
+def _tile(variant: Variant) -> int:
+    """Multiply-adds of a thread for one block of keys, which compile times grow with; 0 of kernels without such tiles."""
+    c = variant.constexprs
+    if "BLOCK_M" not in c or "BLOCK_DV" not in c:
+        return 0
+    return c["BLOCK_M"] * c["BLOCK_N"] * (c["D0"] + c["D1"] + c["BLOCK_DV"]) // (32 * variant.num_warps)
+
+
 def covering(
     candidates: list[Pair], facts: Callable[[Variant, int], Iterable[Hashable]], compiled: Iterable[Pair] = ()
 ) -> list[Pair]:
-    """Few of the candidates that together have all the facts of all of them: the one that adds most, again and again. First of
-    those that other tests compile, which then come from Triton's cache."""
+    """Few of the candidates that together have all the facts of all of them: the one that adds most, again and again, and of
+    several such the one of the smallest tile. First of those that other tests compile, which then come from Triton's cache."""
     left = {fact for pair in candidates for fact in facts(*pair)}
     chosen = []
     for share in ([pair for pair in compiled if pair in candidates], candidates):
         while share:
-            best = max(share, key=lambda pair: len(left.intersection(facts(*pair))))
+            best = max(share, key=lambda pair: (len(left.intersection(facts(*pair))), -_tile(pair[0])))
             if not left.intersection(facts(*best)):
                 break
             chosen.append(best)

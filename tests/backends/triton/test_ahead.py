@@ -165,6 +165,7 @@ def test_shared_memory_is_reported():
 
     variant = ahead.Variant("reduce", reduce_kernel, {"x": "*fp32:16"}, {"BLOCK": 1024})
     assert 16 <= ahead.compile_ahead(variant, 90).shared_bytes <= 256
+    assert ahead.lowered(variant, 90, "llir").shared_bytes == ahead.compile_ahead(variant, 90).shared_bytes
     assert ahead.compile_ahead(dataclasses.replace(variant, num_warps=1), 90).shared_bytes == 0
 
 
@@ -239,9 +240,12 @@ def test_lowered_runs_no_assembler(monkeypatch):
     assert ".entry" in ahead.lowered(fresh, 90).ptx
     assert ahead.lowered(WASTEFUL, 90).shared_bytes == plain.metadata.shared
     monkeypatch.setattr(CUDABackend, "make_ptx", lambda *args: pytest.fail("made PTX"))
-    cut = ahead.lowered(fresh, 100, ptx=False)
+    cut = ahead.lowered(fresh, 100, "llir")
     assert (cut.ptx, cut.shared_bytes) == ("", 0)
     assert "#ttg.blocked" in cut.ttgir
+    monkeypatch.setattr(CUDABackend, "make_llir", lambda *args: pytest.fail("left Triton's own code"))
+    assert "#ttg.blocked" in ahead.lowered(fresh, 103, "ttgir").ttgir
+    assert "DISABLE_LLVM_OPT" not in os.environ
     assert triton.knobs.runtime.add_stages_inspection_hook is None
 
 

@@ -179,7 +179,7 @@ def test_loops_of_float32_do_not_spill():
 def test_numbers_of_a_row_have_one_order(variant, arch):
     """In which order a reduction along keys adds is its layout's. Triton chose two for two loops of the MLA kernel, and a few
     results in a million had other bits than alone; on sm_120 it does so with GQA."""
-    text = ahead.lowered(variant, arch, ptx=False).ttgir
+    text = ahead.lowered(variant, arch, "ttgir").ttgir
     reductions = re.findall(r'"tt\.reduce"\((.*?)\}\) : \(tensor<([^,>]*), (#\w+)', text, re.DOTALL)
     rows, keys = variant.constexprs["BLOCK_M"], variant.constexprs["BLOCK_N"]
     layouts = {layout for region, shape, layout in reductions if "arith.addf" in region and shape == f"{rows}x{keys}xf32"}

@@ -79,7 +79,7 @@ def test_no_call_takes_more_than_is_counted_on(shape, feature, arch):
     used = config if feature.tma else dataclasses.replace(config, tma=False)
     (launch,) = variants.launches_of(lambda: launcher.attention(call, used))
     variant = variants.variant_of("a call", launch, used, (arch,), hot=False)
-    taken = ahead.lowered(variant, arch, ptx=False).shared_bytes
+    taken = ahead.lowered(variant, arch, "llir").shared_bytes
     assert taken <= tuning.shared_bytes(config, arch, *row) <= ahead.SHARED_LIMIT[arch]
 
 

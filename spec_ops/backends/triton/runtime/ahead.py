@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -34,6 +35,7 @@ SHARED_LIMIT = {arch: SHARED.get(arch, 99) * 1024 for arch in ARCHS}
 FP8_ARCHS = tuple(arch for arch in ARCHS if arch >= 89)  # that convert to and from e4m3
 
 ArgType = str | tuple["ArgType", ...]
+Stage = Literal["ttgir", "llir", "ptx"]
 _NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv", torch.float32: "fp32", torch.int16: "i16",
     torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
@@ -194,8 +196,8 @@ class Lowered(NamedTuple):
 
     Attributes:
         ttgir: Triton's intermediate code, in which values have layouts.
-        ptx: its code, without line information; "" if only the others were asked for.
-        shared_bytes: per block.
+        ptx: its code, without line information; "" if less was asked for.
+        shared_bytes: per block; 0 if only `ttgir` was asked for.
     """
 
     ttgir: str
@@ -203,21 +205,27 @@ class Lowered(NamedTuple):
     shared_bytes: int
 
 
-def lowered(variant: Variant, arch: int, ptx: bool = True) -> Lowered:
-    """The variant without the assembler's part, and without `ptx` not even that of LLVM; raises as `compile_ahead` does."""
-    with _without_stages("cubin", *(() if ptx else ("ptx",))):
+def lowered(variant: Variant, arch: int, last: Stage = "ptx") -> Lowered:
+    """The variant without the assembler's part; raises as `compile_ahead` does.
+
+    Args:
+        last: of Triton's stages, which take seconds each: "ttgir" for that alone, "llir" for `shared_bytes` beside it.
+    """
+    with _until(last):
         kernel = compiled(variant, arch)
     return Lowered(kernel.asm["ttgir"], kernel.asm["ptx"], kernel.metadata.shared)
 
 
 @contextlib.contextmanager
-def _without_stages(*skipped: str) -> Iterator[None]:
-    """Compilations inside take no part in these stages, nor do they carry line information."""
+def _until(last: Stage) -> Iterator[None]:
+    """Compilations inside take no part in the stages after this one, nor do they carry line information."""
+    skipped = {"ttgir": ("llir", "ptx", "cubin"), "llir": ("ptx", "cubin"), "ptx": ("cubin",)}[last]
     key = f"without {skipped} and lines"  # results of cut compilations have cache entries of their own
 
     def hook(backend=None, stages=None, options=None, language=None, capability=None) -> tuple[str, str]:
         def skip(source: Any, metadata: dict[str, Any]) -> str | bytes:
-            metadata.setdefault("name", "")  # what `ptx` leaves there, and a kernel must have
+            metadata.setdefault("name", "")  # what `ptx` leaves there, and `shared` what `llir` does: a kernel must have both
+            metadata.setdefault("shared", 0)
             return b""
 
         if stages is not None:
@@ -225,10 +233,29 @@ def _without_stages(*skipped: str) -> Iterator[None]:
         return key, hashlib.sha256(key.encode()).hexdigest()
 
     knobs = triton.knobs
-    with knobs.runtime.scope(), knobs.compilation.scope():
+    with (
+        knobs.runtime.scope(),
+        knobs.compilation.scope(),
+        _without_llvm_passes() if last == "llir" else contextlib.nullcontext(),
+    ):
         knobs.runtime.add_stages_inspection_hook = hook
         knobs.compilation.disable_line_info = True
         yield
+
+
+@contextlib.contextmanager
+def _without_llvm_passes() -> Iterator[None]:
+    """What is read before them they cannot change. No knob: Triton's C++ reads the environment."""
+    name = "DISABLE_LLVM_OPT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def ptx_hash(ptx: str) -> str:

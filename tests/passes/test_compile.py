@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 import spec_ops
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
 from spec_ops.models import CausalLM
-from tests.decoding.test_generate import PROMPTS, make_draft, make_target, model_config
+from tests.decoding.test_generate import PROMPTS, make_draft, model_config
 from tests.helpers.pass_harness import Uncached, cache_copies
 
 OPTIONS = {"max_batch_size": 4, "max_seq_len": 64, "page_size": 4}
@@ -36,7 +36,13 @@ def compiled_generator(target, draft, config, backend: str) -> Generator:
     return generator
 
 
-CHAIN, TREE = SpeculationConfig(3), SpeculationConfig(3, 2)
+CHAIN, TREE = SpeculationConfig(2), SpeculationConfig(2, 2)
+
+
+def one_layer(mla: bool) -> CausalLM:
+    """A second layer would be the same graph again."""
+    torch.manual_seed(1)
+    return CausalLM(model_config(mla, 1, aux_layers=(0, 0, 0)))
 
 
 # Each case costs seconds: every attention kind, draft, shape and acceptance appears, not every product of them.
@@ -51,7 +57,7 @@ CHAIN, TREE = SpeculationConfig(3), SpeculationConfig(3, 2)
 )
 def test_round_is_one_graph(mla, kind, config, sampled):
     torch._dynamo.reset()
-    target = make_target(mla)
+    target = one_layer(mla)
     draft = make_draft(kind, target)
     sampling = [SamplingParams()] * 4
     if sampled:  # a greedy row among them
@@ -69,7 +75,7 @@ def test_round_is_one_graph(mla, kind, config, sampled):
 
 def test_plain_round_is_one_graph():
     torch._dynamo.reset()
-    target = make_target(False)
+    target = one_layer(False)
     generator = compiled_generator(target, None, None, "aot_eager")
     counters.clear()
     expected = Generator(target, **OPTIONS).generate(PROMPTS[:3], max_new_tokens=12).tokens
@@ -82,7 +88,7 @@ def test_more_rounds_than_dynamos_recompile_limit(monkeypatch):
     torch._dynamo.reset()
     limit = 2
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda module, inputs, **options: module.forward)
-    generator = Generator(make_target(False), max_batch_size=2**limit, max_seq_len=16, page_size=4, compile=True)
+    generator = Generator(one_layer(False), max_batch_size=2**limit, max_seq_len=16, page_size=4, compile=True)
     alone = Generator(generator.target, max_seq_len=16).generate([[1, 2]], max_new_tokens=3).tokens[0]
     with torch._dynamo.config.patch(recompile_limit=limit):
         for size in range(limit + 1):
@@ -225,8 +231,7 @@ def test_inductor_round_equals_eager(capsys):
     """The real thing, once (tens of seconds): sampled, so that the hash of the uniforms runs through the C++ code generator,
     and with penalties, whose corrections are scatters."""
     torch._dynamo.reset()
-    torch.manual_seed(1)
-    target = CausalLM(model_config(False, 1, aux_layers=(0, 0, 0)))  # a second layer would be the same kernels again
+    target = one_layer(False)
     draft = make_draft("eagle3", target)
     sampling = SamplingParams(
         temperature=1.0,

@@ -81,8 +81,8 @@ def front(att, r, o, g, *_):
     return y, F.linear(rms_norm(y, g), o)
 
 
-def lowered(fn: Callable, args: list[torch.Tensor], arch: int = 90):
-    module, inputs = capture(fn, *args)
+def lowered(fn: Callable, args: list[torch.Tensor], arch: int = 90, *, dynamo: bool = False):
+    module, inputs = capture(fn, *args, dynamo=dynamo)
     run_pass(LowerSkinnyMm(), module, arch)
     return module, inputs
 
@@ -329,7 +329,7 @@ def test_what_counts_as_fast():
 
 
 def test_report_and_order():
-    module, _ = lowered(layer, tensors())
+    module, _ = lowered(layer, tensors(), dynamo=True)
     result = run_pass(FuseNormLinear(), module, 90)
     assert texts(result.done).splitlines() == [
         "RMSNorm of 4 x 256 in the product of 256 x 256 before it and SiLU after it",

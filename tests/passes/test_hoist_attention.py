@@ -4,15 +4,19 @@ keeps a call whole."""
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 from spec_ops import ops
 from spec_ops.models import PagedAttention, PagedKVCache
+from spec_ops.passes import PassResult
 from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, attention_calls, value
 from tests.decoding.test_generate import VOCAB, make_draft, make_target
 from tests.helpers.hoist_harness import (
@@ -29,6 +33,7 @@ from tests.helpers.hoist_harness import (
     trace,
     weights,
 )
+from tests.helpers.pairs import pairwise
 from tests.helpers.pass_harness import capture, using_provider
 
 
@@ -52,14 +57,27 @@ class Extend(torch.nn.Module):
         return (selected, self.select(hidden, row)) if self.twice else selected
 
 
-def run_compiled(module, *args, on: bool):
-    """`module(*args)` captured as Inductor would, with the pass or without; its result, graph and report."""
-    captured = []
+@dataclass
+class Compiled:
+    """What a module gives and leaves in its cache, by the graph that Inductor would see and by what the pass makes of it."""
+
+    want: Any
+    got: Any
+    want_caches: list[torch.Tensor]
+    got_caches: list[torch.Tensor]
+    before: fx.Graph
+    after: fx.Graph
+    result: PassResult
+
+
+def run_compiled(module: Extend, *args: torch.Tensor) -> Compiled:
+    """Traced once, which takes most of the time; both runs begin with the same cache."""
+    captured: list[fx.GraphModule] = []
+    current: list[fx.GraphModule] = []
 
     def compiler(traced, inputs):
-        captured.append((traced.graph, hoist(traced.graph) if on else None))
-        traced.recompile()
-        return make_boxed_func(traced.forward)
+        captured.append(traced)
+        return make_boxed_func(lambda *given: current[0](*given))
 
     backend = aot_autograd(
         fw_compiler=compiler,
@@ -67,10 +85,28 @@ def run_compiled(module, *args, on: bool):
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,
     )
+
+    def lowered(graph, inputs):
+        call = backend(graph, inputs)
+        current[:] = captured
+        return call
+
+    start = [tensor.clone() for tensor in module.cache.tensors()]
     torch._dynamo.reset()
+    compiled = torch.compile(module, backend=lowered, fullgraph=True, dynamic=False)
     with torch.no_grad():
-        out = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(*args)
-    return out, *captured[0]
+        want = compiled(*args)
+        want_caches = [tensor.clone() for tensor in module.cache.tensors()]
+        (traced,) = captured
+        passed = fx.GraphModule(traced, copy.deepcopy(traced.graph))
+        result = hoist(passed.graph)
+        passed.recompile()
+        for tensor, contents in zip(module.cache.tensors(), start, strict=True):
+            tensor.copy_(contents)
+        current[:] = [passed]
+        got = compiled(*args)
+        assert captured == [traced]
+    return Compiled(want, got, want_caches, list(module.cache.tensors()), traced.graph, passed.graph, result)
 
 
 def extend_inputs(hidden_size: int, bs: int = BS):
@@ -96,13 +132,11 @@ DRAFTS = [
     [pytest.param(*draft.values, bs, id=f"{draft.id}-{bs}") for draft, bs in zip(DRAFTS, (1, 3, 3, 1), strict=True)],
 )
 def test_extend_computes_the_last_layers_queries_and_head_on_one_row(mla, kind, layers, products, bs):
-    plain = Extend(make_draft(kind, make_target(mla)), rows_by_gather).eval()
-    passed = copy.deepcopy(plain)
-    inputs = extend_inputs(plain.draft.config.hidden_size, bs)
-    want, before, _ = run_compiled(plain, *inputs, on=False)
-    got, after, result = run_compiled(passed, *inputs, on=True)
-    torch.testing.assert_close(got, want)
-    for cache, expected in zip(passed.cache.tensors(), plain.cache.tensors(), strict=True):
+    module = Extend(make_draft(kind, make_target(mla)), rows_by_gather).eval()
+    run = run_compiled(module, *extend_inputs(module.draft.config.hidden_size, bs))
+    before, after, result = run.before, run.after, run.result
+    torch.testing.assert_close(run.got, run.want)
+    for cache, expected in zip(run.got_caches, run.want_caches, strict=True):
         assert torch.equal(cache, expected)
     assert result.matches == 1
     assert [n.text for n in result.done] == [f"1 of 4 rows per request in 1 attention call and {products} matrix products"]
@@ -118,28 +152,34 @@ def test_extend_computes_the_last_layers_queries_and_head_on_one_row(mla, kind, 
 
 @pytest.mark.parametrize("select", SELECTIONS)
 def test_every_form_of_selection(select):
-    plain = Extend(make_draft("eagle3", make_target(False)), SELECTIONS[select]).eval()
-    passed = copy.deepcopy(plain)
-    inputs = extend_inputs(64)
-    with torch.no_grad():
-        want = plain(*inputs)
-    got, graph, result = run_compiled(passed, *inputs, on=True)
-    torch.testing.assert_close(got, want)
+    module, inputs = Verify(False, D, SELECTIONS[select]), verify_inputs(D, False)
+    graph, result = check(module, *inputs)
     assert result.matches == 1
-    rows = want.numel() // want.shape[-1]
+    rows = module(*inputs).numel() // 11
     assert product_rows(graph)[-1] == rows
-    assert query_lengths(graph) == [rows // BS]
+    assert query_lengths(graph) == [rows // 4]
+
+
+@pytest.mark.parametrize("select", ["arange-two", "flat"])
+def test_forms_of_selection_after_a_draft(select):
+    module = Extend(make_draft("eagle3", make_target(False)), SELECTIONS[select]).eval()
+    eager, inputs = copy.deepcopy(module), extend_inputs(64)
+    with torch.no_grad():
+        want = eager(*inputs)
+    run = run_compiled(module, *inputs)
+    torch.testing.assert_close(run.got, want)
+    assert run.result.matches == 1
+    rows = want.numel() // want.shape[-1]
+    assert product_rows(run.after)[-1] == rows
+    assert query_lengths(run.after) == [rows // BS]
 
 
 def test_selections_by_the_same_index_move_together():
-    plain = Extend(make_draft("mtp", make_target(False)), rows_by_arange, twice=True).eval()
-    passed = copy.deepcopy(plain)
-    inputs = extend_inputs(64)
-    want, _, _ = run_compiled(plain, *inputs, on=False)
-    got, graph, result = run_compiled(passed, *inputs, on=True)
-    torch.testing.assert_close(got, want)
-    assert result.matches == 1
-    assert query_lengths(graph) == [1]
+    module = Extend(make_draft("mtp", make_target(False)), rows_by_arange, twice=True).eval()
+    run = run_compiled(module, *extend_inputs(64))
+    torch.testing.assert_close(run.got, run.want)
+    assert run.result.matches == 1
+    assert query_lengths(run.after) == [1]
 
 
 HEADS, DIM, PAGE = 4, 8, 4
@@ -192,10 +232,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
-@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("select", ["gather", "gather-two", "last", "middle-two"])
+@pairwise(mla=[False, True], tree=[False, True], options=OPTIONS, select=["gather", "gather-two", "last", "middle-two"])
 def test_a_query_sees_what_it_saw(mla, tree, options, select):
     """Also with fewer keys than queries, and none: there the result is that of zeros."""
     module = Verify(mla, 5, SELECTIONS[select], **OPTIONS[options])
@@ -249,17 +286,13 @@ class AppendsLater(Extend):
 
 
 def test_no_call_moves_past_a_write_to_its_cache():
-    plain = AppendsLater(make_draft("eagle3", make_target(False)), rows_by_gather).eval()
-    passed = copy.deepcopy(plain)
-    inputs = extend_inputs(64)
-    want, _, _ = run_compiled(plain, *inputs, on=False)
-    got, graph, result = run_compiled(passed, *inputs, on=True)
-    torch.testing.assert_close(got, want)
-    for cache, expected in zip(passed.cache.tensors(), plain.cache.tensors(), strict=True):
+    run = run_compiled(AppendsLater(make_draft("eagle3", make_target(False)), rows_by_gather).eval(), *extend_inputs(64))
+    torch.testing.assert_close(run.got, run.want)
+    for cache, expected in zip(run.got_caches, run.want_caches, strict=True):
         assert torch.equal(cache, expected)
-    assert query_lengths(graph) == [D]
-    assert product_rows(graph)[-1] == BS
-    assert "would copy the cache" in result.done[0].text
+    assert query_lengths(run.after) == [D]
+    assert product_rows(run.after)[-1] == BS
+    assert "would copy the cache" in run.result.done[0].text
 
 
 def test_interleaved_views_of_a_cache_are_one_input():

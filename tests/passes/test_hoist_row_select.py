@@ -287,7 +287,7 @@ LINKS = {
 }
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=70, deadline=None, derandomize=True)
 @given(
     links=st.lists(st.sampled_from(list(LINKS)), min_size=1, max_size=7),
     select=st.sampled_from(list(SELECTIONS)),

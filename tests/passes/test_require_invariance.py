@@ -203,13 +203,13 @@ def test_off_without_the_flag():
 @pytest.fixture(scope="module")
 def models():
     torch.manual_seed(0)
-    target = CausalLM(ModelConfig(num_layers=2, aux_layers=(0, 1, 1), **SIZES)).bfloat16()
+    target = CausalLM(ModelConfig(num_layers=1, aux_layers=(0, 0, 0), **SIZES)).bfloat16()
     return target, Eagle3Draft(ModelConfig(num_layers=1, **SIZES), target, torch.arange(0, 200, 2)).bfloat16()
 
 
 @pytest.mark.parametrize(
     ("config", "bs"),
-    [(SpeculationConfig(1), 1), (SpeculationConfig(2), 32), (SpeculationConfig(3, 2, 6), 2)],
+    [(SpeculationConfig(1), 1), (SpeculationConfig(2), 32), (SpeculationConfig(2, 2, 4), 2)],
 )
 def test_plain_and_speculative_rounds_come_to_the_same(models, config, bs):
     """For the target's layers, the same replacements in the same order, and the same attention, whatever the rows are."""
@@ -228,8 +228,8 @@ def test_plain_and_speculative_rounds_come_to_the_same(models, config, bs):
     plain, speculative = of_target(None), of_target(models[1], config)
     assert [text for text in plain if text not in speculative] == []
     assert "triton-deterministic" in plain
-    assert sum("skinny_mm, invariant" in text or "weight" in text for text in plain) == 2 * 4 + 1
-    assert sum("rms_norm" in text for text in plain) == 2 * 2 + 1
+    assert sum("skinny_mm, invariant" in text or "weight" in text for text in plain) == 4 + 1
+    assert sum("rms_norm" in text for text in plain) == 2 + 1
 
 
 def test_trees_are_refused_where_slots_decide(models):
@@ -239,7 +239,7 @@ def test_trees_are_refused_where_slots_decide(models):
         dataclasses.replace(get_backend("triton-deterministic"), name=slots_decide, rank=5, tree_paths=False)
     )
     try:
-        generator = Generator(*models, SpeculationConfig(3, 2, 6), max_batch_size=1, max_seq_len=64)
+        generator = Generator(*models, SpeculationConfig(2, 2, 4), max_batch_size=1, max_seq_len=64)
         plan = spec_ops.explain(generator.round(1), arch=90, invariant=True)
     finally:
         unregister_backend(slots_decide)

@@ -78,8 +78,8 @@ def compaction(k_cache, v_cache, x, slots):
     return x + 1
 
 
-def capture(fn: Callable, *args: torch.Tensor) -> fx.GraphModule:
-    return pass_harness.capture(fn, *args, write_back=True)[0]
+def capture(fn: Callable, *args: torch.Tensor, dynamo: bool = False) -> fx.GraphModule:
+    return pass_harness.capture(fn, *args, write_back=True, dynamo=dynamo)[0]
 
 
 def rotated(k_cache, v_cache, x, slots):
@@ -127,7 +127,7 @@ def test_a_direct_call_counts_as_work():
 
 
 def test_report_names_the_line():
-    module = capture(steps, *one_pool(), *rows())
+    module = capture(steps, *one_pool(), *rows(), dynamo=True)
     result = run_pass(WriteInPlace(), module)
     assert texts(result.done[:1]) == "append_kv writes 2 caches of one storage in place"
     assert "test_write_in_place.py" in result.done[0].where
@@ -346,8 +346,8 @@ def test_views_at_a_wrong_address_are_refused(fn, make, right, monkeypatch):
     """The values do not begin where their storage does; slices of them are wrong in every release."""
     monkeypatch.setattr(write_in_place, "STORAGE_OFFSETS_ARE_RIGHT", right)
     no_passes = PassManager(dict.fromkeys(spec_ops.passes.pass_names(), False))
-    no_passes(capture(fn, *[tensor.clone() for tensor in make()], *rows()).graph)
-    graph = capture(fn, *make(), *rows()).graph
+    no_passes(capture(fn, *[tensor.clone() for tensor in make()], *rows(), dynamo=True).graph)
+    graph = capture(fn, *make(), *rows(), dynamo=True).graph
     if right and fn is not slice_of_input:
         no_passes(graph)
         return

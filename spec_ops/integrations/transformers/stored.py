@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -76,6 +78,21 @@ class _Pending(nn.Module):
         self.bias = layer.bias
 
 
+def patterns_of(names: set[str], present: Iterable[str]) -> set[str]:
+    """Regular expressions for the tensors `names`, and no others of `present`. Names that differ in their numbers alone share
+    one where all such names are meant: transformers searches for every pattern in every name, and a mixture has tens of
+    thousands of names.
+    """
+    forms: dict[str, list[str]] = {}
+    for name in sorted({*names, *present}):
+        forms.setdefault(r"\d+".join(map(re.escape, re.split(r"\d+", name))) + "$", []).append(name)
+    found = set()
+    for form, alike in forms.items():
+        meant = [name for name in alike if name in names]
+        found |= {form} if len(meant) == len(alike) else {re.escape(name) + "$" for name in meant}
+    return found
+
+
 @register_quantizer(METHOD)
 class StoredLayersQuantizer(HfQuantizer):
     """Reads the weights of quantized layers itself: transformers would round their scales to the model's dtype."""
@@ -112,7 +129,7 @@ class StoredLayersQuantizer(HfQuantizer):
                 raise ValueError(f"{name} must be a linear layer of {type(model).__name__} to be read as it is stored")
             self._pending[name] = _Pending(layer)
             model.set_submodule(name, self._pending[name])
-        ignored = {re.escape(f"{name}.{part}") + "$" for name, parts in self._layers.items() for part in parts}
+        ignored = patterns_of({f"{name}.{part}" for name, parts in self._layers.items() for part in parts}, places)
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         self._ignored = ignored
 
@@ -120,16 +137,22 @@ class StoredLayersQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         model._keys_to_ignore_on_load_unexpected -= self._ignored  # type: ignore[operator]
 
-        def read(name: str, n: int, k: int) -> StoredTensor:
-            tensors = {}
-            for part, file in self._layers[name].items():
-                with safe_open(file, "pt") as stored:
-                    tensors[part] = stored.get_tensor(f"{name}.{part}").to(model.device)
-            try:
-                return self._layout.stored(tensors, n, k, model.dtype)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{name}: {error}") from None
+        # Opened once: whoever opens a file reads the names of all of its tensors.
+        with ExitStack() as opened:
+            paths = {path for parts in self._layers.values() for path in parts.values()}
+            files: dict[str, Any] = {path: opened.enter_context(safe_open(path, "pt")) for path in paths}
 
+            def read(name: str, n: int, k: int) -> StoredTensor:
+                parts = self._layers[name].items()
+                tensors = {part: files[path].get_tensor(f"{name}.{part}").to(model.device) for part, path in parts}
+                try:
+                    return self._layout.stored(tensors, n, k, model.dtype)
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{name}: {error}") from None
+
+            self._fill(model, read)
+
+    def _fill(self, model: PreTrainedModel, read: Callable[[str, int, int], StoredTensor]) -> None:
         for name, pending in self._pending.items():
             n, k = pending.out_features, pending.in_features
             layer = nn.Linear(k, n, bias=False, device="meta")

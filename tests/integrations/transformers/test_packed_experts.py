@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spec_ops.integrations.transformers import TransformersGenerator, read_as_stored
+from spec_ops.integrations.transformers import TransformersGenerator, read_as_stored, stored
 from spec_ops.integrations.transformers.experts import is_experts
 from tests.helpers.layouts import LAYOUTS
 from tests.integrations.transformers.test_stored_experts import COMMON, NEW, VOCAB, Calls, filled
@@ -73,6 +76,45 @@ def test_a_checkpoint_is_the_dequantized_model(tmp_path):
     with TransformersGenerator(model, plain, compile=False) as generator, Calls() as calls:
         assert torch.equal(generator.generate(IDS, **NEW), want)
     assert calls.count > 4
+
+
+def test_many_tensors_take_few_patterns_and_openings(tmp_path, monkeypatch):
+    """Every expert of every layer has tensors of its own. transformers searches for each pattern in each name, and whoever
+    opens a file reads all names in it."""
+    saved(tmp_path)
+    opened: Counter[str] = Counter()
+
+    def count(path: str, framework: str):
+        opened[path] += 1
+        return safe_open(path, framework)
+
+    monkeypatch.setattr(stored, "safe_open", count)
+    before = stored.StoredLayersQuantizer._process_model_before_weight_loading
+    patterns: list[str] = []
+
+    def record(self, model: PreTrainedModel, **options):
+        before(self, model, **options)
+        patterns.extend(self._ignored)
+
+    monkeypatch.setattr(stored.StoredLayersQuantizer, "_process_model_before_weight_loading", record)
+    load(tmp_path)
+    assert list(opened.values()) == [2]  # for the names, and for the tensors
+    names = [name for name in load_file(tmp_path / "model.safetensors") if name.endswith("weight_packed")]
+    assert len(names) == 2 * (4 + 3 * EXPERTS)
+    assert sum(pattern.endswith("weight_packed$") for pattern in patterns) == 4 + 3
+    assert all(any(re.search(pattern, name) for pattern in patterns) for name in names)
+
+
+def test_patterns_match_no_other_tensor_of_a_checkpoint():
+    """A layer that is not quantized has a name like those that are."""
+    alike = {f"layers.{i}.q_proj.weight" for i in (0, 1, 11)}
+    scales = {f"layers.{i}.experts.{j}.up_proj.weight_scale" for i in (0, 1) for j in range(3)}
+    present = alike | scales | {"embed.weight"}
+    names = scales | {"layers.0.q_proj.weight", "layers.1.q_proj.weight"}
+    patterns = stored.patterns_of(names, present)
+    assert {name for name in present if any(re.search(pattern, name) for pattern in patterns)} == names
+    assert len(patterns) == 3
+    assert len(stored.patterns_of(names, names)) == 2
 
 
 def drop(name: str) -> Callable[[dict], None]:

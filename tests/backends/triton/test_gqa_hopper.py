@@ -67,10 +67,12 @@ def test_leaves_to_the_other_kernel(call: dict[str, Any]):
 
 
 def test_blocks_of_keys():
-    """Where one tile has all rows, or one request all keys, more of them are asked for."""
+    """Where one tile has all rows, or one request all keys, more of them are asked for. Those of a block of 128 are in two
+    pages at most."""
     assert gqa_hopper.blocks_of(64, 128, 8, 64) == gqa_hopper.blocks_of(64, 512, 1, 1) == (128, 5)
     assert all(gqa_hopper.blocks_of(128, *one) == (64, 4) for one in ((128, 8, 64), (256, 1, 64), (129, 2, 16)))
-    assert gqa_hopper.blocks_of(128, 129, 2, 64) == (128, 2)
+    assert all(gqa_hopper.blocks_of(128, 129, 2, page_size) == (64, 4) for page_size in (72, 80, 96, 100))
+    assert all(gqa_hopper.blocks_of(128, 129, 2, page_size) == (128, 2) for page_size in (64, 128, 192))
 
 
 def test_layouts_of_caches():

@@ -14,6 +14,8 @@ Weights stay in registers. Masks are applied in a loop of its own, over the last
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -398,8 +400,8 @@ def blocks_of(head_dim: int, rows: int, bs: int, page_size: int) -> tuple[int, i
     if head_dim == 64:
         return 128, 5
     # Several tiles of rows read the same keys, so that less need be on its way; but one request has few blocks a program, and
-    # with more ids of pages the loop over 128 keys spills.
-    return (64, 4) if rows <= 128 or bs == 1 or page_size < 64 else (128, 2)
+    # with more ids of pages the loop over 128 keys spills: pages of 72 tokens are read row by row (`box_of`).
+    return (64, 4) if rows <= 128 or bs == 1 or math.gcd(page_size, 128) < 64 else (128, 2)
 
 
 def supports(arch: int, call: AttentionCall) -> bool:

@@ -183,3 +183,7 @@ def test_float32_products_in_the_stated_order():
         torch.tensor([1.0 + 2**-24, -1.0 - 2**-24], dtype=torch.float64), torch.tensor([2.0**-80, -(2.0**-80)]).double()
     )
     assert total.tolist() == [1 + 2**-23, -1 - 2**-23]
+    # A sum that has left the range of float32 stays infinite; of opposite infinities there is none.
+    factors = torch.tensor([[2.0, -2.0, 2.0], [1.0, 1.0, -torch.inf]])
+    total = fused_product(torch.tensor([[3e38, 1.0]]), factors)
+    torch.testing.assert_close(total, torch.tensor([[torch.inf, -torch.inf, torch.nan]]), equal_nan=True)

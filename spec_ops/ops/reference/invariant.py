@@ -52,7 +52,8 @@ def _rounded_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     error = (x - (total - part)) + (y - part)
     bits = total.view(torch.int64)
     towards = torch.where((error > 0) == (total > 0), 1, -1)
-    odd = torch.where((error != 0) & (bits % 2 == 0), bits + towards, bits)
+    inexact = error.abs() > 0  # not where it is NaN, as it is beside an infinite sum
+    odd = torch.where(inexact & (bits % 2 == 0), bits + towards, bits)
     return odd.view(torch.float64).float()
 
 

@@ -16,7 +16,7 @@ from spec_ops.models import load_pair as load_whole
 from spec_ops.parallel import RankError, TensorParallel, load_pair, shard
 from spec_ops.parallel.layers import VocabParallelHead, likeliest_of_shares
 from spec_ops.passes import PassManager
-from tests.parallel.models import BATCH, JOBS, NEW_TOKENS, OF_FOUR, make_draft, make_target
+from tests.parallel.models import BATCH, COMPILED, JOBS, NEW_TOKENS, OF_FOUR, make_draft, make_target
 
 
 def decoded(job, ranks: TensorParallel, **options: Any) -> list[list[int]]:
@@ -48,12 +48,13 @@ def case_compiled(ranks: TensorParallel) -> dict[str, Any]:
     for name, context in (("passes", watched), ("no passes", plain)):
         torch._dynamo.reset()
         with context, unbuilt():
-            found[name] = decoded(dataclasses.replace(JOBS["chain"], config=SpeculationConfig(1)), ranks, compile=True)
+            found[name] = decoded(COMPILED, ranks, compile=True)
     return {**found, "graphs": len(counts)}
 
 
 def case_invariant(ranks: TensorParallel) -> dict[str, Any]:
-    """Plain decoding, chains and trees in bfloat16, alone and together: the tokens, and the sums of ranks that torch did."""
+    """Plain decoding alone, chains and trees together in bfloat16: the tokens, and the sums of ranks that torch did. A
+    mixture of four ranks: its text changes soonest where sums are rounded otherwise."""
     sums = []
 
     class Watched(TorchDispatchMode):
@@ -63,16 +64,14 @@ def case_invariant(ranks: TensorParallel) -> dict[str, Any]:
             return func(*args, **(kwargs or {}))
 
     found: dict[str, Any] = {}
-    for kind in ("gqa", "mixture"):
-        target = shard(make_target(kind).bfloat16(), ranks)
-        draft = make_draft(JOBS["chain"], target).bfloat16()
-        ways = {"plain": (), "chain": (draft, SpeculationConfig(3)), "tree": (draft, SpeculationConfig(3, 2, 6))}
-        for name, drafting in ways.items():
-            for batch in (1, 4):
-                options = {"max_batch_size": batch, "max_seq_len": 64, "page_size": 4, "prefill_chunk_size": 8}
-                generator = Generator(target, *drafting, invariant=True, **options)
-                with Watched():
-                    found[f"{kind}, {name}, {batch}"] = generator.generate(BATCH, max_new_tokens=NEW_TOKENS).tokens
+    target = shard(make_target("mixture" if ranks.size == 4 else "gqa").bfloat16(), ranks)
+    draft = make_draft(JOBS["chain"], target).bfloat16()
+    ways = {"plain": (1,), "chain": (4, draft, SpeculationConfig(3)), "tree": (4, draft, SpeculationConfig(3, 2, 6))}
+    for name, (batch, *drafting) in ways.items():
+        options = {"max_batch_size": batch, "max_seq_len": 64, "page_size": 4, "prefill_chunk_size": 8}
+        generator = Generator(target, *drafting, invariant=True, **options)
+        with Watched():
+            found[name] = generator.generate(BATCH, max_new_tokens=24).tokens
     return {"tokens": found, "sums": len(sums)}
 
 

@@ -15,6 +15,7 @@ VOCAB = 97
 BATCH = [[1, 2, 3, 4, 5], [7], list(range(20, 41))]
 SIZES: dict[str, dict[str, Any]] = {
     "gqa": {"num_kv_heads": 4},
+    "one layer": {"num_kv_heads": 4, "num_layers": 1, "aux_layers": (0, 0, 0)},
     "shared KV head": {"num_kv_heads": 1},
     "sinks": {"attention_sinks": True, "sliding_window": 6},
     "mla": {},
@@ -61,6 +62,8 @@ JOBS = {
     "whole experts, tree": Job("sigmoid mixture", "standalone", expert_parallel=True, config=TREE),
 }
 NEW_TOKENS = 16
+# What is compiled: a layer less than the others.
+COMPILED = Job("one layer", config=SpeculationConfig(1))
 # With four ranks, what is different there: shares of a head, of a short vocabulary, and of an expert.
 OF_FOUR = ("whole draft, tree", "sampled chain", "shared KV head", "mla", "mixture", "whole experts")
 
@@ -77,7 +80,7 @@ def model_config(mla: bool, num_layers: int, **sizes: Any) -> ModelConfig:
 def make_target(kind: str) -> CausalLM:
     torch.manual_seed(1)
     sizes = {"aux_layers": (0, 1, 1), **SIZES[kind]}
-    model = CausalLM(model_config(kind == "mla", 2, **sizes))
+    model = CausalLM(model_config(kind == "mla", sizes.pop("num_layers", 2), **sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):  # zeros would hide a bias that is added on every rank
@@ -87,7 +90,8 @@ def make_target(kind: str) -> CausalLM:
 
 def draft_config(job: Job, layers: int) -> ModelConfig:
     sizes = dict(SIZES[job.kind])
-    sizes.pop("mixture", None)
+    for of_the_target in ("mixture", "num_layers", "aux_layers"):
+        sizes.pop(of_the_target, None)
     return model_config(job.kind == "mla", layers, **sizes)
 
 

@@ -269,7 +269,9 @@ def ranks(results: Path) -> str:
     file = "h200x2-round"
     cases: dict[tuple, dict[str, Row]] = {}
     for row in load(file, results)["rows"]:
-        if row.get("expert_parallel") or row["layers"] == 1:  # beside no other; whose tokens were compared
+        if (
+            row.get("expert_parallel") or row.get("whole_draft") or row["layers"] == 1
+        ):  # beside no other; whose tokens were compared
             continue
         case = (row["model"], row["bs"], row["context"], row["round"], row["path"])
         cases.setdefault(case, {})[row["collective"] if row.get("tp") else "one"] = row

@@ -57,6 +57,9 @@ def bench_round(
     expert_parallel: Annotated[
         bool, typer.Option("--expert-parallel", help="With --tp: also rounds whose ranks share mixtures by expert.")
     ] = False,
+    whole_draft: Annotated[
+        bool, typer.Option("--whole-draft", help="With --tp: also rounds whose draft is whole on every rank.")
+    ] = False,
     check_rounds: Annotated[
         int, typer.Option(min=0, help="With --tp: also so many rounds whose tokens the ranks compare.")
     ] = 0,
@@ -105,12 +108,16 @@ def bench_round(
     if alone and "transformers" in path:
         raise typer.BadParameter("divides models of spec_ops alone: leave out --path transformers", param_hint="--alone")
     shared: list[dict[str, Any]] = [{"tp": n, "alone": alone, "collective": who} for n in tp if n > 1 for who in collective]
+    for option, given in (("--expert-parallel", expert_parallel), ("--whole-draft", whole_draft)):
+        if given and not shared:
+            raise typer.BadParameter("needs --tp with more ranks than one", param_hint=option)
     if expert_parallel:
         if dense:
             raise typer.BadParameter(
                 f"shares mixtures of experts, of which {dense[0]} has none", param_hint="--expert-parallel"
             )
         shared += [ranks | {"expert_parallel": True} for ranks in shared]
+    shared += [ranks | {"whole_draft": True} for ranks in shared if whole_draft]
     whole: list[dict[str, Any]] = [{}] if 1 in tp else []
     choices = [choice | ranks for ranks in whole + shared for choice in choices]
     if naive and tree_width > 1:

@@ -62,7 +62,7 @@ class RoundCase:
         weights: of the linear layers of target and draft, one of `stored.KINDS`; None: they are of `dtype`.
         tp: ranks that share the models, in as many processes; alone: only the first of them runs (`ranks.py`).
         collective: who computes their sums: `"push"`, our kernels where they do; `"nccl"`.
-        expert_parallel: with ranks, a mixture's experts are shared whole.
+        expert_parallel: with ranks, a mixture's experts are shared whole. whole_draft: every rank has all of the draft.
         check_rounds: with ranks, so many rounds more, of which they compare the tokens.
     """
 
@@ -95,6 +95,7 @@ class RoundCase:
     alone: bool = False
     collective: str = "push"
     expert_parallel: bool = False
+    whole_draft: bool = False
     check_rounds: int = 0
 
     def __str__(self) -> str:
@@ -113,7 +114,7 @@ class RoundCase:
         """What its rows say of how tokens are chosen and weights are stored; nothing for a greedy round of unchanged logits
         and 16 bits."""
         settings = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        names = ("penalties", "invariant", "weights", "expert_parallel")
+        names = ("penalties", "invariant", "weights", "expert_parallel", "whole_draft")
         flags = {name: value for name in names if (value := getattr(self, name))}
         shared = {"tp": self.tp, "collective": self.collective, "gpus": self.processes} if self.tp > 1 else {}
         return ({"sampled": True, **settings} if self.sampled else {}) | flags | shared
@@ -152,7 +153,8 @@ class RoundCase:
         dtype = getattr(torch, self.dtype)
         if self.tp == 1:
             return self.shape.build(device, dtype)
-        return sharing.shares(self.shape, ranks, device, dtype, self.expert_parallel)
+        how = {"expert_parallel": self.expert_parallel, "whole_draft": self.whole_draft}
+        return sharing.shares(self.shape, ranks, device, dtype, **how)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -92,11 +92,26 @@ def _random(state: Mapping[str, torch.Tensor], device: str) -> dict[str, Any]:
 
 
 def shares(
-    shape: Shape, ranks: TensorParallel, device: str, dtype: torch.dtype, expert_parallel: bool = False
+    shape: Shape,
+    ranks: TensorParallel,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    expert_parallel: bool = False,
+    whole_draft: bool = False,
 ) -> tuple[CausalLM, Draft]:
-    """This rank's share of a target and its draft. `device`: on "meta" they take no memory. `expert_parallel`: see `shard`."""
+    """This rank's share of a target and its draft.
+
+    Args:
+        device: on "meta" they take no memory.
+        expert_parallel: see `shard`.
+        whole_draft: the draft is not divided.
+    """
     torch.manual_seed(0)  # what every rank holds is the same on all
     whole, draft = shape.build("meta", dtype)
     options: dict[str, Any] = {"device": device, "expert_parallel": expert_parallel}
     target = shard(whole, ranks, tensors=_random(whole.state_dict(), device), **options)
+    if whole_draft:
+        torch.manual_seed(1)  # the same on all ranks, though their parts of the target need not be of one size
+        return target, shape.build_draft(target, device, dtype)
     return target, shard(draft, ranks, target=target, tensors=_random(draft.own_state_dict(), device), **options)

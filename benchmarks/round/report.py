@@ -26,7 +26,7 @@ def above_floor(row: dict[str, Any]) -> dict[str, float] | None:
 # unchanged logits and weights of 16 bits in one process.
 CHOICE = (
     "sampled", "temperature", "top_k", "top_p", "min_p", "penalties", "invariant", "weights", "tp", "collective", "gpus",
-    "expert_parallel",
+    "expert_parallel", "whole_draft",
 )  # fmt: skip
 
 
@@ -40,8 +40,9 @@ def kind(row: Mapping[str, Any]) -> str:
 
 def _ranks(row: Mapping[str, Any]) -> str:
     alone = " alone" if row["gpus"] < row["tp"] else ""
-    experts = ", whole experts" if row.get("expert_parallel") else ""
-    return f"one of {row['tp']} ranks{alone}, {row['collective']}{experts}"
+    names = {"expert_parallel": ", whole experts", "whole_draft": ", whole draft"}
+    whole = "".join(said for name, said in names.items() if row.get(name))
+    return f"one of {row['tp']} ranks{alone}, {row['collective']}{whole}"
 
 
 def choice(row: Mapping[str, Any]) -> tuple:

@@ -76,7 +76,8 @@ def plan(
                 cases.append(RoundCase(round="assisted", backend="transformers", passes=False, **shortest))
         if plain:
             for path, kernel, on, choice in itertools.product(paths, backend, passes, choices):
-                cases.append(RoundCase(round="plain", path=path, backend=kernel, passes=on, **shared, **choice))
+                drafts_aside = {name: value for name, value in choice.items() if name != "whole_draft"}
+                cases.append(RoundCase(round="plain", path=path, backend=kernel, passes=on, **shared, **drafts_aside))
     return list(dict.fromkeys(cases))
 
 

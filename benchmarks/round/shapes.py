@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
-from spec_ops.models import CausalLM, Draft, Eagle3Draft, MixtureConfig, ModelConfig, MTPDraft
+from spec_ops.models import CausalLM, Draft, Eagle3Draft, MixtureConfig, ModelConfig, MTPDraft, Target
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,27 @@ class Shape:
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> tuple[CausalLM, Draft]:
         """Target and draft with fresh weights; on "meta" they take no memory."""
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(device), torch.no_grad():
-                target = CausalLM(self.target)
-                if self.draft_vocab is None:
-                    return target, MTPDraft(self.head(), target)
-                return target, Eagle3Draft(self.head(), target, torch.arange(self.draft_vocab))
-        finally:
-            torch.set_default_dtype(default)
+        with _fresh_weights(device, dtype):
+            target = CausalLM(self.target)
+        return target, self.build_draft(target, device, dtype)
+
+    def build_draft(self, target: Target, device: torch.device | str, dtype: torch.dtype) -> Draft:
+        """A draft with fresh weights for a target, which may be a rank's share."""
+        with _fresh_weights(device, dtype):
+            if self.draft_vocab is None:
+                return MTPDraft(self.head(), target)
+            return Eagle3Draft(self.head(), target, torch.arange(self.draft_vocab))
+
+
+@contextmanager
+def _fresh_weights(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device), torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def touched_experts(mixture: MixtureConfig, tokens: int) -> float:

@@ -147,6 +147,16 @@ def test_a_rank_that_holds_whole_experts():
     assert kind(whole) == "speculative, one of 2 ranks alone, push, whole experts"
 
 
+def test_a_rank_with_a_whole_draft():
+    """Every rank reads all of it. The name of the case tells it from the other."""
+    made = replace(TINY, tp=2, alone=True, bandwidth=1e9, contexts=(40,))
+    (divided,), (whole,) = (list(CompiledRound(replace(made, whole_draft=flag)).rows()) for flag in (False, True))
+    target = next(CompiledRound(replace(made, round="plain")).rows())["weights_floor_ms"]
+    drafts = [row["weights_floor_ms"] - target for row in (divided, whole)]
+    assert drafts[1] == pytest.approx(2 * drafts[0], rel=0.3)
+    assert kind(whole) == "speculative, one of 2 ranks alone, push, whole draft"
+
+
 def test_a_token_that_differs_once_is_found(monkeypatch):
     """Ranks compare one number for many rounds: it depends on every token of every round."""
     monkeypatch.setattr(sharing, "COMPARED", 30)

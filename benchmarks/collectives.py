@@ -11,6 +11,7 @@ ranks. Every result is compared with the sum of the parts.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -115,7 +116,7 @@ def _of_processes(sizes: list[int], calls: int) -> list[dict[str, Any]]:
             ways["symm_mem one-shot"] = _torchs(torch.ops.symm_mem.one_shot_all_reduce, shared, ranks.name)
             ways["symm_mem two-shot"] = _torchs(torch.ops.symm_mem.two_shot_all_reduce_, shared, ranks.name)
             workspace = workspace_of("collectives", ranks.name, ranks.device)
-            if size <= workspace.slot_bytes:
+            if size <= most_bytes(ranks.size):  # type: ignore[operator]  # connected ranks have some
                 ways |= _ours(workspace, parts[0], 1)
         for way, call in ways.items():
             figures = _measured(call, parts, calls, ranks)
@@ -139,17 +140,23 @@ def _ours(workspace: PushWorkspace, part: torch.Tensor, local: int) -> dict[str,
     residual, weight = torch.zeros_like(part), torch.ones(COLUMNS, device="cuda", dtype=part.dtype)
     squares = torch.empty(part.numel() // 16, device="cuda")
 
-    def alone(part: torch.Tensor) -> torch.Tensor:
+    def alone(part: torch.Tensor, two_shot: bool) -> torch.Tensor:
         out = torch.empty_like(part)
-        push(workspace, part, out, "sum", local=local)
+        push(workspace, part, out, "sum", local=local, two_shot=two_shot)
         return out
 
-    def with_norm(part: torch.Tensor) -> torch.Tensor:
+    def with_norm(part: torch.Tensor, two_shot: bool) -> torch.Tensor:
         out, z = torch.empty_like(part), torch.empty_like(part)
-        push(workspace, part, out, "sum", (residual, weight, z, squares, COLUMNS), local=local)
+        push(workspace, part, out, "sum", (residual, weight, z, squares, COLUMNS), local=local, two_shot=two_shot)
         return out
 
-    return {"push": alone, "push, residual and norm": with_norm}
+    ways = {}
+    for shots, two_shot in (("push", False), ("two-shot push", True)):
+        fits = (2 * part.nbytes // local // workspace.size if two_shot else part.nbytes // local) <= workspace.slot_bytes
+        if fits and (not two_shot or workspace.size > 2):
+            ways[shots] = functools.partial(alone, two_shot=two_shot)
+            ways[f"{shots}, residual and norm"] = functools.partial(with_norm, two_shot=two_shot)
+    return ways
 
 
 def _measured(call: Call, parts: torch.Tensor, calls: int, ranks: TensorParallel | None = None) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def captured(
     ranks: PushWorkspace, own: slice, calls: list[int], wrong: torch.Tensor, *, warps: int = 4
 ) -> torch.cuda.CUDAGraph:
-    """A graph of sums and maxima, each of which counts in `wrong` what differs from the reference.
+    """A graph of sums, one-shot and two-shot in turn, and maxima, each of which counts in `wrong` what differs from the
+    reference.
 
     Args:
         ranks: whose buffers.
@@ -64,7 +65,7 @@ def captured(
     def run() -> None:
         for i, (parts, wanted, keys, largest) in enumerate(cases):
             out = torch.empty_like(parts)
-            push.push(ranks, parts, out, "sum", warps=warps, local=local)
+            push.push(ranks, parts, out, "sum", warps=warps, local=local, two_shot=i % 2 == 1)
             wrong.add_((bits(out) != wanted).sum())
             if i % 3 == 1:
                 out = torch.empty_like(keys)
@@ -83,9 +84,12 @@ def compile_kernels(size: int, local: int, warps: int = 4) -> None:
     from spec_ops.backends.triton.collectives import push
 
     ranks = of_one_process(size, torch.device("cuda"), 1 << 16, 1)
-    for columns in (64, 1024):
-        for x in (torch.ones(local, 1, columns).bfloat16().cuda(), torch.ones(local, 33, dtype=torch.int64).cuda()):
-            push.push(ranks, x, torch.empty_like(x), "max" if x.dtype == torch.int64 else "sum", warps=warps, local=local)
+    keys = torch.ones(local, 33, dtype=torch.int64, device="cuda")
+    push.push(ranks, keys, torch.empty_like(keys), "max", local=local)
+    for columns in sorted(set(COLUMNS)):
+        x = torch.ones(local, 1, columns, dtype=torch.bfloat16, device="cuda")
+        for two_shot in (False, True):
+            push.push(ranks, x, torch.empty_like(x), "sum", warps=warps, local=local, two_shot=two_shot)
     torch.cuda.synchronize()
 
 

@@ -14,9 +14,10 @@ import torch
 
 PROGRAMS = 256  # most of a launch
 STATE = 2 * PROGRAMS + 4  # words of `state`, of a multiple of 16 bytes
-# Bytes up to which every rank writes all of its part to all others, by the number of ranks. With more of either the links'
-# bandwidth decides, and each rank should add up a part of the sum. The figures are SGLang's for H200 (its "push" all-reduce).
-MOST_BYTES = {2: 2 << 20, 4: 384 << 10, 8: 160 << 10}
+# Bytes up to which every rank writes all of its part to all others ("one-shot"), by the number of ranks. With more of either
+# the links' bandwidth decides: then each rank adds up a share of the sum, and writes that to the others ("two-shot").
+ONE_SHOT_BYTES = {2: 2 << 20, 4: 384 << 10, 8: 160 << 10}
+MOST_BYTES = {2: 2 << 20, 4: 2 << 20, 8: 2 << 20}  # of a sum: more are NCCL's
 LEAST_ARCH = 90
 LOOKS_A_SECOND = 3_500_000  # most of a waiting program at its buffer: one takes 314 ns with 2 ranks, 499 with 8 (H200)
 DTYPES = {"sum": (torch.bfloat16, torch.float16), "max": (torch.int64,)}
@@ -28,7 +29,8 @@ class PushWorkspace:
 
     Attributes:
         rank, size: of the group.
-        slot_bytes: most bytes of a call.
+        slot_bytes: of what one rank writes to another in a call.
+        one_shot_bytes: of a sum, up to which it is all of a rank's part.
         addresses: `[size + 1]` int64 on the device: of each rank's buffers as this process sees them, and of `failed`.
         state: `[ranks of this process, STATE]` int32 on the device: turns, words left by the previous call, whether a call
             failed.
@@ -40,6 +42,7 @@ class PushWorkspace:
     rank: int
     size: int
     slot_bytes: int
+    one_shot_bytes: int
     addresses: torch.Tensor
     state: torch.Tensor
     failed: torch.Tensor
@@ -51,7 +54,8 @@ class PushWorkspace:
         Raises:
             ValueError: the kernels do not reduce such a tensor.
         """
-        if reason := refusal(dtype, reduce, num_bytes, self.slot_bytes):
+        most = {"sum": max(self.slot_bytes, self.slot_bytes * self.size // 2), "max": self.slot_bytes // 2}
+        if reason := refusal(dtype, reduce, num_bytes, most.get(reduce, 0)):
             raise ValueError(f"{op}: `x` {reason}")
 
 
@@ -62,13 +66,19 @@ def refusal(dtype: torch.dtype, reduce: str, num_bytes: int, most: int) -> str |
         return f"and `reduce` must be one of {known}, got {reduce} of {dtype}"
     if num_bytes % 16 and reduce == "sum":
         return f"must be of a multiple of 16 bytes, got {num_bytes}"
-    travelling = num_bytes * (2 if reduce == "max" else 1)  # a key travels with 8 bytes beside it
-    return f"must be of at most {most * num_bytes // travelling} bytes, got {num_bytes}" if travelling > most else None
+    return f"must be of at most {most} bytes, got {num_bytes}" if num_bytes > most else None
 
 
-def most_bytes(size: int) -> int | None:
+def most_bytes(size: int, reduce: str = "sum") -> int | None:
     """Bytes of a call up to which the kernels are for so many ranks; None if they are not."""
-    return MOST_BYTES.get(size)
+    if size not in MOST_BYTES:
+        return None
+    return _slot_bytes(size) // 2 if reduce == "max" else MOST_BYTES[size]  # a key travels with 8 bytes beside it
+
+
+def _slot_bytes(size: int) -> int:
+    """Two shares of a sum lie in a slot: what a rank is given of its own share, and the sum of another's."""
+    return max(ONE_SHOT_BYTES[size], 2 * MOST_BYTES[size] // size)
 
 
 _workspaces: dict[tuple[str, torch.device], PushWorkspace] = {}  # by the name of the group and the device of the memory
@@ -109,9 +119,8 @@ def connect(group: Any, device: torch.device, seconds: float) -> PushWorkspace:
     name, size = group.group_name, group.size()
     if (name, device) in _workspaces:
         return _workspaces[name, device]
-    most = most_bytes(size)
-    assert most is not None
-    words = 3 * size * most // 4
+    slot = _slot_bytes(size)
+    words = 3 * size * slot // 4
     buffers = symmetric.empty(words, dtype=torch.int32, device=device)
     handle = symmetric.rendezvous(buffers, group)
     buffers.zero_()
@@ -122,7 +131,7 @@ def connect(group: Any, device: torch.device, seconds: float) -> PushWorkspace:
     handle.barrier()  # nobody writes to a buffer that is still to be zeroed
     torch.cuda.synchronize(device)
     looks = min(int(seconds * LOOKS_A_SECOND), 2**31 - 1)
-    made = PushWorkspace(group.rank(), size, most, addresses, state, failed, looks, (buffers, handle))
+    made = PushWorkspace(group.rank(), size, slot, ONE_SHOT_BYTES[size], addresses, state, failed, looks, (buffers, handle))
     return _workspaces.setdefault((name, device), made)
 
 
@@ -130,23 +139,26 @@ def without_others(group: str, size: int, device: torch.device) -> PushWorkspace
     """Buffers of the first of `size` ranks whose writes to another come back as that one's part, to time its rounds alone."""
     if (group, device) in _workspaces:
         return _workspaces[group, device]
-    most = most_bytes(size)
-    assert most is not None
-    buffers = torch.zeros(3 * size * most // 4, dtype=torch.int32, device=device)
+    slot = _slot_bytes(size)
+    buffers = torch.zeros(3 * size * slot // 4, dtype=torch.int32, device=device)
     failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
     # Rank 0 writes to slot 0 of every rank: slot `rank` of its own buffer.
-    pointers = [buffers.data_ptr() + rank * most for rank in range(size)]
+    pointers = [buffers.data_ptr() + rank * slot for rank in range(size)]
     addresses = torch.tensor([*pointers, failed.data_ptr()], dtype=torch.int64).to(device)
     state = torch.zeros(1, STATE, dtype=torch.int32, device=device)
-    made = PushWorkspace(0, size, most, addresses, state, failed, LOOKS_A_SECOND, buffers)
+    made = PushWorkspace(0, size, slot, ONE_SHOT_BYTES[size], addresses, state, failed, LOOKS_A_SECOND, buffers)
     return _workspaces.setdefault((group, device), made)
 
 
-def of_one_process(size: int, device: torch.device, most: int, looks: int) -> PushWorkspace:
-    """All ranks in one process and on one device: to try the kernels without a second GPU."""
-    buffers = torch.zeros(size, 3 * size * most // 4, dtype=torch.int32, device=device)
+def of_one_process(size: int, device: torch.device, slot: int, looks: int, one_shot: int | None = None) -> PushWorkspace:
+    """All ranks in one process and on one device: to try the kernels without a second GPU.
+
+    Args:
+        slot: its bytes. one_shot: see `PushWorkspace.one_shot_bytes`; default `slot`.
+    """
+    buffers = torch.zeros(size, 3 * size * slot // 4, dtype=torch.int32, device=device)
     failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
     pointers = [row.data_ptr() for row in buffers]
     addresses = torch.tensor([*pointers, failed.data_ptr()], dtype=torch.int64).to(device)
     state = torch.zeros(size, STATE, dtype=torch.int32, device=device)
-    return PushWorkspace(0, size, most, addresses, state, failed, looks, buffers)
+    return PushWorkspace(0, size, slot, slot if one_shot is None else one_shot, addresses, state, failed, looks, buffers)

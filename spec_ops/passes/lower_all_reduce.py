@@ -59,7 +59,7 @@ def _refusal(fake: torch.Tensor, reduce: Any, group: Any, arch: int, *, planned:
     if arch < push.LEAST_ARCH:
         return f"no figures for sm_{arch}"
     ranks = num_ranks(group)
-    if (most := push.most_bytes(ranks)) is None:
+    if (most := push.most_bytes(ranks, reduce)) is None:
         return f"no figures for {ranks} ranks"
     if reason := push.refusal(fake.dtype, reduce, fake.numel() * fake.element_size(), most):
         return f"a kernel's `x` {reason}"

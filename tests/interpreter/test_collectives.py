@@ -57,11 +57,19 @@ def ranks_of(size: int, most: int = 1 << 14, looks: int = LOOKS) -> PushWorkspac
     return of_one_process(size, CPU, most, looks)
 
 
-def run(ranks: PushWorkspace, parts: torch.Tensor, reduce: str = "sum", added: Any = None, seed: int = 0) -> torch.Tensor:
+def run(
+    ranks: PushWorkspace,
+    parts: torch.Tensor,
+    reduce: str = "sum",
+    added: Any = None,
+    seed: int = 0,
+    two_shot: bool = False,
+) -> torch.Tensor:
     """Of each rank, what it has afterwards; `parts[rank]` is what it gives."""
     out = torch.empty_like(parts)
-    with together(push.max_kernel if reduce == "max" else push.sum_kernel, seed):
-        push.push(ranks, parts, out, reduce, added, warps=1, local=ranks.size)
+    kernel = push.max_kernel if reduce == "max" else push.two_shot_kernel if two_shot else push.sum_kernel
+    with together(kernel, seed):
+        push.push(ranks, parts, out, reduce, added, warps=1, local=ranks.size, two_shot=two_shot)
     assert ranks.failed.item() == 0
     return out
 
@@ -87,14 +95,46 @@ def parts_of(size: int, m: int, n: int, seed: int = 0) -> torch.Tensor:
     return parts
 
 
+SHOTS = pytest.mark.parametrize("two_shot", [False, True], ids=["one-shot", "two-shot"])
+
+
+@SHOTS
 @pytest.mark.parametrize(("size", "m", "n"), [(2, 1, 16), (2, 3, 264), (4, 5, 128), (8, 1, 520)])
-def test_sum_of_ranks(size, m, n):
-    """In the order of the ranks, rounded once, and the same bits on all; any order of programs."""
+def test_sum_of_ranks(size, m, n, two_shot):
+    """In the order of the ranks, rounded once, and the same bits on all; any order of programs.
+
+    Shares of two shots: the last rank's is empty in the first and the last case, and a part of one in the second.
+    """
     ranks = ranks_of(size)
     for seed in range(3):
         parts = parts_of(size, m, n, seed)
-        for got in run(ranks, parts, seed=seed):
+        for got in run(ranks, parts, seed=seed, two_shot=two_shot):
             same_bits(got, reference.sum_of(list(parts)))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_shares_of_any_number_of_vectors(size):
+    """Less than two vectors a rank, tiles that are full, and a sum that ends inside a tile."""
+    ranks = ranks_of(size)
+    for n in (8, 24, 256 * size, 256 * size + 8, 512 * size - 8):
+        parts = parts_of(size, 1, 16 * (n // 16 + 1))[..., :n].contiguous()
+        for got in run(ranks, parts, two_shot=True):
+            same_bits(got, reference.sum_of(list(parts)))
+
+
+def test_bytes_decide_how_a_sum_is_computed():
+    """A slot has room for two shares: more than one for a rank's whole part."""
+    ranks = of_one_process(4, CPU, 512, LOOKS, one_shot=256)
+    launched: list[Any] = []
+    for n in (128, 136, 512):
+        parts = parts_of(4, 1, n)
+        with mock.patch.object(push, "launch", lambda kernel, *args, **kwargs: launched.append(kernel)):
+            push.push(ranks, parts, torch.empty_like(parts), "sum", local=4)
+        for got in run(ranks, parts, two_shot=launched[-1] is push.two_shot_kernel):
+            same_bits(got, reference.sum_of(list(parts)))
+    assert launched == [push.sum_kernel, push.two_shot_kernel, push.two_shot_kernel]
+    with pytest.raises(ValueError, match="`x` must be of at most 1024 bytes, got 1040"):
+        push.push(ranks, torch.ones(4, 1, 520).half(), torch.ones(4, 1, 520).half(), "sum", local=4)
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (16, 1), (8, 5), (2, 4, 3, 1)])
@@ -109,6 +149,7 @@ def test_sum_of_any_shape(shape):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_rank_without_the_others(size):
+    # Shares of two shots are other ranks' in what it sums up, and its own in what it gets.
     """It gets its own part from each, in calls of any sizes in turn."""
     with mock.patch.dict(workspaces._workspaces):
         elsewhere = workspaces.without_others(f"alone of {size}", size, torch.device("meta"))
@@ -122,6 +163,12 @@ def test_a_rank_without_the_others(size):
         with together(push.sum_kernel, call):
             push.push(ranks, part, out, "sum", warps=1)
         same_bits(out[0], reference.sum_of([part[0]] * size))
+        if columns % (16 * size) == 0:
+            of_shares = list(part[0].view(size, -1))
+            with together(push.two_shot_kernel, call):
+                push.push(ranks, part, out, "sum", warps=1, two_shot=True)
+            for share in out[0].view(size, -1):
+                same_bits(share, reference.sum_of(of_shares))
         keys = torch.tensor([[3, -5, 2**40 + call]])
         with together(push.max_kernel, call):
             push.push(ranks, keys, largest, "max", warps=1)
@@ -138,7 +185,7 @@ def test_calls_of_any_sizes_in_turn():
             for got in run(ranks, keys, "max", seed=call):
                 assert torch.equal(got, keys.max(0).values)
         parts = parts_of(2, 1, columns, call)
-        for got in run(ranks, parts, seed=call):
+        for got in run(ranks, parts, seed=call, two_shot=call % 3 == 2):
             same_bits(got, reference.sum_of(list(parts)))
 
 
@@ -152,8 +199,9 @@ def test_maximum_of_keys():
         assert torch.equal(got, keys.max(0).values)
 
 
-@pytest.mark.parametrize(("size", "m", "n"), [(2, 3, 272), (4, 1, 1040)])
-def test_sum_with_a_residual(size, m, n):
+@SHOTS
+@pytest.mark.parametrize(("size", "m", "n"), [(2, 3, 272), (4, 1, 1040), (8, 7, 48)])
+def test_sum_with_a_residual(size, m, n, two_shot):
     """Every rank has the same residual; what is normalized afterwards comes with the squares of its rows."""
     parts = parts_of(size, m, n).nan_to_num(1.0, 2.0, 3.0)
     g = torch.Generator().manual_seed(n)
@@ -161,7 +209,7 @@ def test_sum_with_a_residual(size, m, n):
     z = torch.empty_like(parts)
     squares = torch.empty(size, m, n // 16)
     everywhere = residual.expand(size, m, n).contiguous()
-    got = run(ranks_of(size), parts, added=(everywhere, weight, z, squares, n))
+    got = run(ranks_of(size), parts, added=(everywhere, weight, z, squares, n), two_shot=two_shot)
     wanted = reference.add_to(reference.sum_of(list(parts)), residual, weight)
     for rank in range(size):
         same_bits(got[rank], wanted[0])
@@ -169,19 +217,24 @@ def test_sum_with_a_residual(size, m, n):
         torch.testing.assert_close(squares[rank], wanted[2], rtol=1e-5, atol=0)
 
 
-def test_a_rank_that_does_not_come():
-    """The others give up, say so, and do not wait again."""
+@SHOTS
+def test_a_rank_that_does_not_come(two_shot):
+    """The others give up, say so, and do not wait again: neither for the next tiles nor in the next call."""
     ranks = ranks_of(2, looks=20)
-    parts = parts_of(2, 1, 16)
-    out = torch.zeros(1, 16).half()
-    with together(push.sum_kernel, 0):
-        push.push(ranks, parts[0], out, "sum", warps=1, local=1)
-    assert out.isnan().all()
-    assert ranks.failed.item() == 1
-    looks: list[int] = []
-    with together(push.sum_kernel, 0), mock.patch.object(push, "read_again", lambda *a: looks.append(1) or read(*a)):
-        push.push(ranks, parts[0], out, "sum", warps=1, local=1)
-    assert len(looks) == 1
+    kernel, waits = (push.two_shot_kernel, 2) if two_shot else (push.sum_kernel, 1)
+    tiles = 3
+    parts = parts_of(2, 1, 256 * tiles * waits)
+    out = torch.zeros_like(parts[0])
+    for expected in (20 + tiles * waits, tiles * waits):
+        with (
+            together(kernel, 0),
+            mock.patch.object(push, "num_sms", return_value=1),
+            mock.patch.object(push, "read_again", side_effect=read) as looks,
+        ):
+            push.push(ranks, parts[0], out, "sum", warps=1, local=1, two_shot=two_shot)
+        assert out.isnan().all()
+        assert ranks.failed.item() == 1
+        assert looks.call_count == expected
 
 
 def test_bad_input():

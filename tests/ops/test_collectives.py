@@ -52,7 +52,7 @@ def test_of_one_rank(device):
         (torch.bfloat16, "sum", 1 << 18, None),
         (torch.int64, "max", 1 << 17, None),
         (torch.float16, "sum", (1 << 18) + 16, "must be of at most 262144 bytes, got 262160"),
-        (torch.int64, "max", (1 << 17) + 8, "must be of at most 131072 bytes, got 131080"),
+        (torch.int64, "max", (1 << 18) + 8, "must be of at most 262144 bytes, got 262152"),
         (torch.bfloat16, "sum", 24, "must be of a multiple of 16 bytes, got 24"),
         (torch.float32, "sum", 64, "got sum of torch.float32"),
         (torch.int64, "sum", 64, "got sum of torch.int64"),
@@ -66,3 +66,18 @@ def test_what_the_kernels_take(dtype, reduce, num_bytes, reason):
 
 def test_numbers_of_ranks():
     assert [size for size in range(10) if push.most_bytes(size)] == [2, 4, 8]
+    assert push.most_bytes(3, "max") is None
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_workspace_takes_as_much_as_the_limits_say(size, monkeypatch):
+    """Sums in shares, and keys, each of which travels as 16 bytes."""
+    monkeypatch.setattr(push, "_workspaces", {})
+    ranks = push.without_others("limits", size, torch.device("meta"))
+    for reduce, dtype, least in (("sum", torch.bfloat16, 16), ("max", torch.int64, 8)):
+        most = push.most_bytes(size, reduce)
+        ranks.check("all_reduce", dtype, reduce, most)
+        assert push.refusal(dtype, reduce, most + least, most)
+        if push.ONE_SHOT_BYTES[size] < push.MOST_BYTES[size] or reduce == "max":
+            with pytest.raises(ValueError, match=f"of at most {most} bytes, got {most + least}"):
+                ranks.check("all_reduce", dtype, reduce, most + least)

@@ -1,8 +1,11 @@
 """Sums over the ranks of one host in one kernel: every rank writes its part into the memory of all, and adds up what it gets.
+Of a large sum it writes to each rank what that one is to add up, its share, and then the sum of its own share to all.
 
 Data is its own signal. A rank's buffer has a slot for each rank and is zero before a call; a word that is no longer zero has
 arrived, so nobody waits for a flag or a fence. A word of data that is zero is sent as a pair of negative zeros, and sums start
 at +0.0, which takes the sign back.
+
+An all-reduce of several steps still is one kernel, since each of them waits for its data only.
 
 Three buffers take turns. A rank ends call `e` when it has all parts of it, so every other rank has begun call `e`, and ended
 `e - 1`. What it pushes in call `e + 1` lands in the third buffer, which the others zeroed in call `e - 1`. Which buffer's turn
@@ -28,9 +31,11 @@ from spec_ops.backends.triton.runtime.ahead import Variant
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
 
 WARPS = 4
+GROUP = tl.constexpr(SUM_COLUMNS // 2)  # words of a sum of squares
 WORDS = 128  # of 32 bits that a warp works on: 16 bytes a thread
 ARCHS = (90, 100, 103)  # of the GPUs with NVLink
 NEGATIVE_ZEROS = tl.constexpr(0x80008000 - (1 << 32))  # two of them, in bfloat16 and in float16
+ZERO_SUMS = tl.constexpr(-1)  # two zeros of a sum that is done: two NaN, of which no arithmetic gives such bits
 
 
 @triton.jit
@@ -124,11 +129,24 @@ def packed(low, high, DTYPE: tl.constexpr):
     return low | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
+@triton.jit
+def with_residual(low, high, other, weight, z, mask, DTYPE: tl.constexpr):
+    """The sum with a residual, of which `z` gets the product with the norm's weight.
+
+    Rounded as the sum of the ranks, then as the sum with the residual, as two kernels would.
+    """
+    a, b = halves(other, DTYPE)
+    low, high = rounded(rounded(low, DTYPE) + a, DTYPE), rounded(rounded(high, DTYPE) + b, DTYPE)
+    a, b = halves(weight, DTYPE)
+    tl.store(z, packed(low * a, high * b, DTYPE), mask=mask)
+    return low, high
+
+
 @triton.jit(do_not_specialize=["rank", "limit"])
 def sum_kernel(
     x, out, addresses, state, vectors, rank, limit, residual, norm_weight, z, squares, columns,
     DTYPE: tl.constexpr, W: tl.constexpr, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, STATE: tl.constexpr,
-    BLOCK: tl.constexpr, SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`x` and `out`: `vectors` times 16 bytes, as int32, like all of the others. With a `residual` of their size, `out` is the
     sum with it, `z` that times `norm_weight [columns]`, and `squares` are float32.
@@ -169,6 +187,7 @@ def sum_kernel(
             weight = tl.load(norm_weight + at % (columns // 2), mask=mask, other=0)
         words, missing = arrived(buffers + start + slot * SLOT + at[None, :], mask[None, :], limit)
         late |= missing
+        limit = tl.where(missing, 0, limit)
         low, high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for i in tl.static_range(W):
             a, b = halves(tl.sum(tl.where(slot == i, words, 0), 0), DTYPE)
@@ -176,18 +195,96 @@ def sum_kernel(
             high += b
         low, high = tl.where(missing, float("nan"), low), tl.where(missing, float("nan"), high)
         if residual is not None:
-            # Rounded as the sum of the ranks, then as the sum with the residual, as two kernels would.
-            a, b = halves(other, DTYPE)
-            low, high = rounded(rounded(low, DTYPE) + a, DTYPE), rounded(rounded(high, DTYPE) + b, DTYPE)
-            a, b = halves(weight, DTYPE)
-            tl.store(z + local * vectors * 4 + at, packed(low * a, high * b, DTYPE), mask=mask)
-            GROUP: tl.constexpr = SUM_COLUMNS // 2
+            low, high = with_residual(low, high, other, weight, z + local * vectors * 4 + at, mask, DTYPE)
             sums = tl.sum(tl.reshape(low * low + high * high, [BLOCK // GROUP, GROUP]), 1)
             group = tile * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
             count = vectors * 4 // GROUP
             tl.store(squares + local * count + group, sums, mask=group < count)
         tl.store(out + at, packed(low, high, DTYPE), mask=mask)
     end(state, addresses, turn, vectors * 4, late, W, PROGRAMS)
+
+
+@triton.jit(do_not_specialize=["rank", "limit"])
+def two_shot_kernel(
+    x, out, addresses, state, vectors, share, rank, limit, residual, norm_weight, z, squares, columns,
+    DTYPE: tl.constexpr, W: tl.constexpr, SLOT: tl.constexpr, PROGRAMS: tl.constexpr, STATE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `sum_kernel`, whose arguments it has, and `share`: how many vectors a rank adds up, an even number.
+
+    A slot's first `share` vectors are for a part of what the rank adds up, the next for the sum of the slot's rank.
+    """
+    await_predecessors(PDL)
+    local = tl.program_id(1)
+    rank += local
+    state += local * STATE
+    first = local * vectors * 4
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    tiles = tl.cdiv(share * 4, BLOCK)
+    turn, left, limit = begin(state, limit, PROGRAMS)
+    start = turn * (W * SLOT)
+    of_rank = tl.arange(0, W)[:, None]
+    column, vector = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK // 4)
+    # Not all ranks begin with the same one.
+    owner = (rank + of_rank) % W
+    owners = tl.load(addresses + owner).to(tl.pointer_type(tl.int32)) + (start + rank * SLOT)
+    for tile in range(program, tiles, programs):
+        within = tile * BLOCK + column
+        mask = (within // 4 < share) & (owner * share + within // 4 < vectors)
+        words = tl.load(x + first + owner * share * 4 + within, mask=mask, other=0)
+        words = tl.where(words == 0, NEGATIVE_ZEROS, words)
+        even, odd = tl.split(tl.reshape(words, [W, BLOCK // 4, 2, 2]))
+        first_word, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        place = tile * (BLOCK // 4) + vector[None, :]
+        there = (place < share) & (owner * share + place < vectors)
+        send(owners + place * 4, first_word, second, third, fourth, there.to(tl.int32))
+    buffers = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+    clear(buffers, turn, left, W, SLOT, BLOCK)
+    late = False
+    mine = tl.minimum(share, tl.maximum(vectors - rank * share, 0))
+    for tile in range(program, tiles, programs):
+        at = tile * BLOCK + tl.arange(0, BLOCK)
+        words, missing = arrived(buffers + start + of_rank * SLOT + at[None, :], (at // 4 < mine)[None, :], limit)
+        late |= missing
+        limit = tl.where(missing, 0, limit)
+        low, high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(W):
+            a, b = halves(tl.sum(tl.where(of_rank == i, words, 0), 0), DTYPE)
+            low += a
+            high += b
+        low, high = tl.where(missing, float("nan"), low), tl.where(missing, float("nan"), high)
+        summed = packed(low, high, DTYPE)
+        summed = tl.where(summed == 0, ZERO_SUMS, summed)
+        even, odd = tl.split(tl.reshape(summed, [BLOCK // 4, 2, 2]))
+        first_word, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        place = tile * (BLOCK // 4) + vector
+        for i in tl.static_range(W):
+            peer = tl.load(addresses + (rank + i) % W).to(tl.pointer_type(tl.int32)) + (start + rank * SLOT + share * 4)
+            send(peer + place * 4, first_word, second, third, fourth, (place < mine).to(tl.int32))
+    for tile in range(program, tiles, programs):
+        within = tile * BLOCK + column
+        at = of_rank * share * 4 + within
+        mask = (within // 4 < share) & (at // 4 < vectors)
+        if residual is not None:
+            other = tl.load(residual + first + at, mask=mask, other=0)
+            weight = tl.load(norm_weight + at % (columns // 2), mask=mask, other=0)
+        words, missing = arrived(buffers + start + of_rank * SLOT + share * 4 + within, mask, limit)
+        late |= missing
+        limit = tl.where(missing, 0, limit)
+        low, high = halves(tl.where(words == ZERO_SUMS, 0, words), DTYPE)
+        low, high = tl.where(missing, float("nan"), low), tl.where(missing, float("nan"), high)
+        if residual is not None:
+            low, high = with_residual(low, high, other, weight, z + first + at, mask, DTYPE)
+            sums = tl.sum(tl.reshape(low * low + high * high, [W, BLOCK // GROUP, GROUP]), 2)
+            within_group = tile * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[None, :]
+            group = of_rank * (share * 4 // GROUP) + within_group
+            count = vectors * 4 // GROUP
+            there = (within_group < share * 4 // GROUP) & (group < count)
+            tl.store(squares + local * count + group, sums, mask=there)
+        tl.store(out + first + at, packed(low, high, DTYPE), mask=mask)
+    end(state, addresses, turn, 2 * share * 4, late, W, PROGRAMS)
 
 
 @triton.jit(do_not_specialize=["keys", "rank", "limit"])
@@ -257,39 +354,46 @@ def all_reduce_add(
 
 def push(
     ranks: PushWorkspace, x: torch.Tensor, out: torch.Tensor, reduce: str, added: tuple[Any, ...] | None = None, *,
-    warps: int = WARPS, local: int = 1,
+    warps: int | None = None, local: int = 1, two_shot: bool | None = None,
 ) -> None:  # fmt: skip
     """Launch one call.
 
     Args:
         x, out: contiguous.
         added: residual, weight of the norm, z, squares and columns of `all_reduce_add`.
-        warps: of a program.
+        warps: of a program; default as is fast.
         local: how many ranks there are in this process, from `ranks.rank` on; of each its `x`, one after another.
+        two_shot: whether each rank adds up a share of the sum; default by the number of bytes.
     """
     size = x.numel() * x.element_size() // local
     of_max = reduce == "max"
     ranks.check("all_reduce" if added is None else "all_reduce_add", x.dtype, reduce, size)
+    if two_shot is None:
+        two_shot = not of_max and size > ranks.one_shot_bytes
+    # A rank's share of the sum in vectors of 16 bytes, of which two are a whole number of sums of squares.
+    share = 2 * triton.cdiv(size // 16, 2 * ranks.size)
+    if warps is None:
+        warps = 2 if two_shot and share * 4 <= num_sms(x.device) * 2 * WORDS else WARPS
     block = WORDS * warps
     options: dict[str, Any] = {
         "W": ranks.size, "SLOT": ranks.slot_bytes // 4, "PROGRAMS": PROGRAMS, "STATE": STATE,
         "BLOCK": block, "num_warps": warps, "early": True,
     }  # fmt: skip
     with device_guard(x):
-        tiles = triton.cdiv(size // 8 if of_max else size // 4, block)
+        tiles = triton.cdiv(size // 8 if of_max else share * 4 if two_shot else size // 4, block)
         # Programs wait for those of other ranks: all of them must fit on the GPU.
         grid = (tiles if of_max else min(tiles, PROGRAMS, num_sms(x.device)), local)
-        given = (ranks.addresses, ranks.state, size // 8 if of_max else size // 16, ranks.rank, ranks.looks)
+        counts = (size // 8,) if of_max else (size // 16, share) if two_shot else (size // 16,)
+        given = (ranks.addresses, ranks.state, *counts, ranks.rank, ranks.looks)
         if of_max:
             launch(max_kernel, grid, x, out, *given, **options)
             return
         others = (None, None, None, None, 2) if added is None else added
         residual, norm_weight, z, squares, columns = others
         words = [None if t is None else _words(t) for t in (residual, norm_weight, z)]
-        launch(
-            sum_kernel, grid, _words(x), _words(out), *given, *words, squares, columns,
-            DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16, SUM_COLUMNS=SUM_COLUMNS, **options,
-        )  # fmt: skip
+        options["DTYPE"] = tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
+        kernel = two_shot_kernel if two_shot else sum_kernel
+        launch(kernel, grid, _words(x), _words(out), *given, *words, squares, columns, **options)
 
 
 def _words(numbers: torch.Tensor) -> torch.Tensor:
@@ -306,14 +410,17 @@ def ahead() -> Iterator[Variant]:
             pointers = dict.fromkeys(("x", "out", *(("residual", "norm_weight", "z") if added else ())), "*i32:16")
             of_sums = {"squares": "*fp32:16", "columns": "i32:16"} if added else {}
             absent = {} if added else dict.fromkeys(("residual", "norm_weight", "z", "squares"), None) | {"columns": 2}
-            yield Variant(
-                f"all_reduce{'_add' * added} of {size} ranks",
-                sum_kernel,
-                {**pointers, **common, **of_sums, "vectors": "i32:16"},
-                {**constants, **absent, "DTYPE": tl.bfloat16, "SUM_COLUMNS": SUM_COLUMNS},
-                num_warps=WARPS,
-                archs=ARCHS,
-            )
+            for kernel, counts in ((sum_kernel, ("vectors",)), (two_shot_kernel, ("vectors", "share"))):
+                if kernel is two_shot_kernel and size == 2:
+                    continue
+                yield Variant(
+                    f"all_reduce{'_add' * added} of {size} ranks{', two-shot' * (len(counts) - 1)}",
+                    kernel,
+                    {**pointers, **common, **of_sums, **dict.fromkeys(counts, "i32:16")},
+                    {**constants, **absent, "DTYPE": tl.bfloat16},
+                    num_warps=WARPS,
+                    archs=ARCHS,
+                )
         yield Variant(
             f"maximum of {size} ranks",
             max_kernel,

@@ -15,9 +15,10 @@ import torch
 PROGRAMS = 256  # most of a launch
 STATE = 2 * PROGRAMS + 4  # words of `state`, of a multiple of 16 bytes
 # Bytes up to which every rank writes all of its part to all others ("one-shot"), by the number of ranks. With more of either
-# the links' bandwidth decides: then each rank adds up a share of the sum, and writes that to the others ("two-shot").
-ONE_SHOT_BYTES = {2: 2 << 20, 4: 384 << 10, 8: 160 << 10}
-MOST_BYTES = {2: 2 << 20, 4: 2 << 20, 8: 2 << 20}  # of a sum: more are NCCL's
+# the links' bandwidth decides: then each rank adds up a share of the sum, and writes that to the others ("two-shot"). Measured
+# on H200 for 2 and 4 ranks (docs/notebook/collectives.md), and computed from that for 8.
+ONE_SHOT_BYTES = {2: 2 << 20, 4: 256 << 10, 8: 96 << 10}
+MOST_BYTES = {2: 2 << 20, 4: 8 << 20, 8: 2 << 20}  # of a sum: more are NCCL's
 LEAST_ARCH = 90
 LOOKS_A_SECOND = 3_500_000  # most of a waiting program at its buffer: one takes 314 ns with 2 ranks, 499 with 8 (H200)
 DTYPES = {"sum": (torch.bfloat16, torch.float16), "max": (torch.int64,)}

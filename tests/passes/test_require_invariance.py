@@ -122,7 +122,7 @@ c10d = torch.ops._c10d_functional
 
 @pytest.mark.parametrize(
     ("size", "ranks", "arch", "sums"),
-    [((4, 64), 2, 90, 1), ((400, 4096), 8, 90, 2), ((1024, 4096), 4, 100, 4), ((400, 4096), 8, None, 1)],
+    [((4, 64), 2, 90, 1), ((400, 4096), 8, 90, 2), ((1025, 4096), 4, 100, 2), ((400, 4096), 8, None, 1)],
 )
 def test_sums_over_ranks(size, ranks, arch, sums):
     """Ours, as much of them at a time as there is room for; on the CPU all at once."""

@@ -373,7 +373,7 @@ def push(
     # A rank's share of the sum in vectors of 16 bytes, of which two are a whole number of sums of squares.
     share = 2 * triton.cdiv(size // 16, 2 * ranks.size)
     if warps is None:
-        warps = 2 if two_shot and share * 4 <= num_sms(x.device) * 2 * WORDS else WARPS
+        warps = 1 if two_shot and share * 4 <= num_sms(x.device) * 2 * WORDS else WARPS
     block = WORDS * warps
     options: dict[str, Any] = {
         "W": ranks.size, "SLOT": ranks.slot_bytes // 4, "PROGRAMS": PROGRAMS, "STATE": STATE,
@@ -411,16 +411,18 @@ def ahead() -> Iterator[Variant]:
             of_sums = {"squares": "*fp32:16", "columns": "i32:16"} if added else {}
             absent = {} if added else dict.fromkeys(("residual", "norm_weight", "z", "squares"), None) | {"columns": 2}
             for kernel, counts in ((sum_kernel, ("vectors",)), (two_shot_kernel, ("vectors", "share"))):
-                if kernel is two_shot_kernel and size == 2:
-                    continue
-                yield Variant(
-                    f"all_reduce{'_add' * added} of {size} ranks{', two-shot' * (len(counts) - 1)}",
-                    kernel,
-                    {**pointers, **common, **of_sums, **dict.fromkeys(counts, "i32:16")},
-                    {**constants, **absent, "DTYPE": tl.bfloat16},
-                    num_warps=WARPS,
-                    archs=ARCHS,
-                )
+                two_shot = kernel is two_shot_kernel
+                for warps in (1, WARPS) if two_shot else (WARPS,):
+                    if size == 2 and two_shot:
+                        continue
+                    yield Variant(
+                        f"all_reduce{'_add' * added} of {size} ranks{f', two-shot, {warps} warps' * two_shot}",
+                        kernel,
+                        {**pointers, **common, **of_sums, **dict.fromkeys(counts, "i32:16")},
+                        {**constants, **absent, "BLOCK": WORDS * warps, "DTYPE": tl.bfloat16},
+                        num_warps=warps,
+                        archs=ARCHS,
+                    )
         yield Variant(
             f"maximum of {size} ranks",
             max_kernel,

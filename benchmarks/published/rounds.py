@@ -20,6 +20,7 @@ LABELS = {
     "qwen3-8b-shape-36-layers": "Qwen3-8B",
     "mistral-7b-shape-32-layers": "Mistral 7B",
 }
+RANKS = (2, 4)  # GPUs of one host that rounds and sums were measured on
 PARTS_ABOVE = ("+ matmul", "+ attention", "+ other", "+ gaps")  # the floor
 
 
@@ -265,55 +266,60 @@ def weights(results: Path) -> str:
 
 
 def ranks(results: Path) -> str:
-    """Rounds of two ranks beside those of one GPU and beside NCCL's sums."""
-    file = "h200x2-round"
+    """Rounds of several ranks beside those of one GPU and beside NCCL's sums."""
     cases: dict[tuple, dict[str, Row]] = {}
-    for row in load(file, results)["rows"]:
-        if (
-            row.get("expert_parallel") or row.get("whole_draft") or row["layers"] == 1
-        ):  # beside no other; whose tokens were compared
-            continue
-        case = (row["model"], row["bs"], row["context"], row["round"], row["path"])
-        cases.setdefault(case, {})[row["collective"] if row.get("tp") else "one"] = row
+    files = [f"h200x{count}-round" for count in RANKS]
+    for count, file in zip(RANKS, files, strict=True):
+        for row in load(file, results)["rows"]:
+            if row["layers"] == 1:  # a few layers, whose tokens were compared
+                continue
+            case = (row["model"], row["bs"], row["context"], row["round"], row["path"], count)
+            how = "whole experts" if row.get("expert_parallel") else "whole draft" if row.get("whole_draft") else "push"
+            cases.setdefault(case, {})["nccl" if row.get("collective") == "nccl" else how if row.get("tp") else "one"] = row
     lines = []
-    for (model, bs, context, kind, path), found in sorted(cases.items(), key=lambda case: (label(case[0][0]), *case[0][1:])):
+    for (model, bs, context, kind, path, count), found in sorted(
+        cases.items(), key=lambda case: (label(case[0][0]), *case[0][1:])
+    ):
         shared = found.get("push")
         if shared is None:
             continue
-        times = [f"{found[way]['ms']:.2f}" if way in found else "" for way in ("one", "push", "nccl")]
+        times = [
+            f"{found[way]['ms']:.2f}" if way in found else "" for way in ("one", "push", "nccl", "whole draft", "whole experts")
+        ]
         faster = f"{found['one']['ms'] / shared['ms']:.2f}" if "one" in found else ""
         name = label(model) + ("" if path == "own" else ", transformers")
-        lines.append([name, f"{bs}, {context}", kind, *times, faster, f"{shared['floor_ms'] / shared['ms']:.2f}"])
-    intro = "Rounds on one GPU and on two, milliseconds"
-    intro += " (`python -m benchmarks round --tp 1 --tp 2 --collective push --collective nccl`,"
-    intro += f" `benchmarks/results/{file}.json`). The last column is the bytes floor of two GPUs, divided by the time with our"
-    intro += " sums:"
+        lines.append([name, f"{bs}, {context}", kind, str(count), *times, faster, f"{shared['floor_ms'] / shared['ms']:.2f}"])
+    intro = "Rounds on one GPU and on several, milliseconds (`python -m benchmarks round --tp N --collective push"
+    intro += f" --collective nccl`, {' and '.join(f'`benchmarks/results/{file}.json`' for file in files)}): with our sums, with"
+    intro += " NCCL's; with our sums and a draft, or with experts, that are not divided. The last column is the bytes floor of"
+    intro += " those GPUs, divided by the time with our sums:"
     header = (
-        "model",
-        "batch, context",
-        "kind",
-        "one GPU",
-        "two, our sums",
-        "two, NCCL's sums",
-        "speed-up",
-        "share of the floor",
-    )
+        "model", "batch, context", "kind", "GPUs", "one GPU", "our sums", "NCCL's sums", "whole draft", "whole experts",
+        "speed-up", "share of the floor",
+    )  # fmt: skip
     return paragraph(intro) + "\n\n" + table(header, lines)
 
 
 def collectives(results: Path) -> str:
-    """Sums over ranks on two GPUs."""
-    file = "h200x2-collectives"
-    found: dict[int, dict[str, float]] = {}
-    rows = load(file, results)["rows"]
-    for row in rows:
-        found.setdefault(row["kib"], {})[row["way"]] = row["us"]
-    ways = list(next(iter(found.values())))
-    graph = f"CUDA graph of {rows[0]['calls']}" if "calls" in rows[0] else "CUDA graph"
-    intro = f"A sum over two GPUs in a {graph}, microseconds (`torchrun --nproc-per-node 2 -m benchmarks collectives`,"
-    intro += f" `benchmarks/results/{file}.json`); torch's symmetric memory with the copies into it and out of it:"
-    lines = [[str(kib), *(f"{times[way]:.1f}" for way in ways)] for kib, times in found.items()]
-    return paragraph(intro) + "\n\n" + table(("KiB a rank", *ways), lines)
+    """Sums over ranks, a table for each number of GPUs."""
+    text = []
+    for count in RANKS:
+        file = f"h200x{count}-collectives"
+        found: dict[int, dict[str, float]] = {}
+        rows = load(file, results)["rows"]
+        for row in rows:
+            found.setdefault(row["kib"], {})[row["way"]] = row["us"]
+        ways = list(dict.fromkeys(row["way"] for row in rows))
+        intro = (
+            f"A sum over {count} GPUs in a CUDA graph of {rows[0]['calls']}, microseconds (`torchrun --nproc-per-node {count}"
+        )
+        intro += (
+            f" -m benchmarks collectives`, `benchmarks/results/{file}.json`); torch's symmetric memory with the copies into it"
+        )
+        intro += " and out of it:"
+        lines = [[str(kib), *(f"{times[way]:.1f}" if way in times else "" for way in ways)] for kib, times in found.items()]
+        text.append(paragraph(intro) + "\n\n" + table(("KiB a rank", *ways), lines))
+    return "\n\n".join(text)
 
 
 def models(results: Path) -> str:

@@ -9,6 +9,7 @@ from benchmarks.ahead import bench_ahead
 from benchmarks.collectives import bench_collectives
 from benchmarks.engines.sglang_requests import bench_requests
 from benchmarks.engines.sglang_rounds import bench_sglang
+from benchmarks.engines.vllm_rounds import bench_vllm
 from benchmarks.invariance.command import bench_invariance
 from benchmarks.kernels.command import bench_kernels
 from benchmarks.moe import bench_moe
@@ -30,6 +31,7 @@ app.command("moe", short_help="Mixtures of experts at few tokens, beside the byt
 app.command("collectives", short_help="Sums over ranks: microseconds.")(bench_collectives)
 app.command("invariance", short_help="Texts and logits that must be equal in bfloat16, and what that costs.")(bench_invariance)
 app.command("sglang", short_help="SGLang's rounds by attention backend, this package's among them.")(bench_sglang)
+app.command("vllm", short_help="vLLM's rounds by attention backend, this package's among them.")(bench_vllm)
 app.command("sglang-requests", short_help="Texts of SGLang engines, whose requests join and leave.")(bench_requests)
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
 app.command("accept", short_help="Accept length of a target and its draft.")(bench_accept)

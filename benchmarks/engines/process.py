@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +29,7 @@ def rows_of(
     is_result: Callable[[Row], bool],
     limit: str,
     environment: Mapping[str, str] | None = None,
-) -> Iterator[Row]:
+) -> Generator[Row]:
     """The rows that `worker` prints for `job`, as they come; what the engine says besides goes to `log_file`.
 
     Args:

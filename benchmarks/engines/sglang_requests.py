@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.engines.process import rows_of
-from benchmarks.engines.sglang_rounds import OURS, parse_backend, parse_option
+from benchmarks.engines.rounds import OURS, parse_backend, parse_option
 from benchmarks.round.shapes import SHAPES
 from benchmarks.rows import write_rows
 from spec_ops.cli.options import console, writable_file, writable_folder
@@ -78,7 +78,7 @@ def bench_requests(
             raise typer.BadParameter(f"must be one of {list(known)}, got {unknown[0]!r}", param_hint=option)
     if layers is not None and model == SHIPPED:
         raise typer.BadParameter("must not be given with the shipped pair, whose layers are trained", param_hint="--layers")
-    backends = [parse_backend(text) for text in backend]
+    backends = [parse_backend(text, 1) for text in backend]
     options = dict(parse_option(text) for text in engine_option or [])
     prompts, counts = drawn_requests(model, requests, longest)
     rows: list[dict[str, Any]] = []

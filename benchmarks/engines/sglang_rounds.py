@@ -6,53 +6,34 @@ accepted lengths are simulated, so that every backend does the same work.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from benchmarks.engines.checkpoints import MODELS, write_shape
 from benchmarks.engines.process import Row, rows_of
+from benchmarks.engines.rounds import (
+    LIMIT,
+    OURS,
+    check_rounds,
+    is_case,
+    measure_engines,
+    parse_backend,
+    parse_case,
+    parse_option,
+    show,
+    vocab_size,
+)
 from benchmarks.engines.sglang_profile import per_round
-from benchmarks.rows import write_rows
 from spec_ops.cli.options import console, writable_file, writable_folder
 
 WORKER = Path(__file__).with_name("sglang_worker.py")
-OURS = "spec_ops"
 BACKENDS = [OURS, "fa3", "triton", "flashinfer"]
-
-
-def parse_backend(text: str) -> tuple[str, int]:
-    """`NAME` or `NAME:PAGE_SIZE`; SGLang's own page size is 1, and the plug-in's guide asks for 64."""
-    name, _, page_size = text.partition(":")
-    if not name or (page_size and not page_size.isdecimal()) or page_size == "0":
-        raise typer.BadParameter(f"must be NAME or NAME:PAGE_SIZE, got {text!r}", param_hint="--backend")
-    return name, int(page_size or (64 if name == OURS else 1))
-
-
-def parse_case(text: str) -> tuple[int, int]:
-    batch_size, _, context = text.partition("x")
-    if not (batch_size.isdecimal() and context.isdecimal() and int(batch_size) and int(context)):
-        raise typer.BadParameter(f"must be BATCHxCONTEXT, got {text!r}", param_hint="--case")
-    return int(batch_size), int(context)
-
-
-def parse_option(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        raise typer.BadParameter(f"must be NAME=JSON, got {text!r}", param_hint="--engine-option") from None
 
 
 def bench_sglang(
@@ -86,49 +67,37 @@ def bench_sglang(
     """Milliseconds of a round in SGLang engines that differ in their attention backend alone."""
     if model not in MODELS:
         raise typer.BadParameter(f"must be one of {list(MODELS)}, got {model!r}", param_hint="--model")
-    if rounds[0] >= rounds[1]:
-        raise typer.BadParameter(f"must be a smaller and a larger number, got {rounds}", param_hint="--rounds")
+    check_rounds(rounds)
     if steps and accept_length > steps + 1:
         raise typer.BadParameter(
             f"must be at most {steps + 1} with {steps} steps, got {accept_length:g}", param_hint="--accept-length"
         )
-    backends, cases = [parse_backend(text) for text in backend], [parse_case(text) for text in case]
+    backends, cases = [parse_backend(text, 1) for text in backend], [parse_case(text) for text in case]
     options = dict(parse_option(text) for text in engine_option or [])
-    rows: list[Row] = []
-    failed = False
-    end = math.inf if total_seconds is None else time.monotonic() + total_seconds
     with tempfile.TemporaryDirectory() as folder:
         target, draft = write_shape(model, Path(folder), layers)
-        for number, (name, page_size) in enumerate(backends):
-            share = min(seconds, max(0.0, end - time.monotonic()) / (len(backends) - number))
+
+        def engine_of(name: str, page_size: int, limit: float) -> tuple[Row, Generator[Row]]:
             engine = engine_arguments(target, draft, name, page_size, cases, steps, tp) | options
             job = {
-                "engine": engine, "cases": cases, "rounds": rounds, "repeats": repeats, "vocab_size": _vocab_size(target),
+                "engine": engine, "cases": cases, "rounds": rounds, "repeats": repeats, "vocab_size": vocab_size(target),
                 "tokens_per_round": accept_length if steps else 1.0,
             }  # fmt: skip
             if profile:
-                job["profile"] = str(Path(folder) / f"profile-{number}")
+                job["profile"] = str(Path(folder) / f"profile-{name}-{page_size}")
             common = {
-                "engine": "sglang", "backend": name, "page_size": page_size, "model": model, "layers": layers, "steps": steps,
-                "tp": tp, "simulated_accept_length": accept_length if steps else None,
+                "engine": "sglang", "model": model, "layers": layers, "steps": steps, "tp": tp,
+                "simulated_accept_length": accept_length if steps else None,
             }  # fmt: skip
-            with console.status(f"{name}, pages of {page_size}: starting"):
-                try:
-                    log = None if logs is None else logs / f"{name}-{page_size}.log"
-                    for row in run(python, job, share, accept_length if steps else None, log):
-                        if "profiled" in row:
-                            _add_profile(rows, common | row, Path(job["profile"]))
-                            continue
-                        if not _is_case(row):
-                            common |= row
-                            continue
-                        rows.append(common | row)
-                        console.print(f"{name}, {row['bs']} x {row['context']}: {row['ms_per_round']:.2f} ms", soft_wrap=True)
-                except (RuntimeError, ValueError) as error:
-                    failed = True
-                    console.print(f"[red]{name}[/red]: {escape(str(error))}", soft_wrap=True)
-            if json is not None:
-                write_rows(json, rows)
+            log = None if logs is None else logs / f"{name}-{page_size}.log"
+            return common, run(python, job, limit, accept_length if steps else None, log)
+
+        def keep(rows: list[Row], row: Row) -> bool:
+            if "profiled" in row:
+                _add_profile(rows, row, Path(folder) / f"profile-{row['backend']}-{row['page_size']}")
+            return "profiled" in row
+
+        rows, failed = measure_engines(backends, engine_of, seconds=seconds, total_seconds=total_seconds, json=json, keep=keep)
     show(console, rows)
     if failed:
         raise typer.Exit(1)
@@ -145,10 +114,6 @@ def _add_profile(rows: Sequence[Row], told: Row, folder: Path) -> None:
         if (row["backend"], row["page_size"], row["bs"], row["context"]) == (told["backend"], told["page_size"], bs, context):
             row["profile"] = found
     console.print(f"{told['backend']}, a round of {bs} x {context}: {found}", soft_wrap=True, highlight=False)
-
-
-def _vocab_size(target: Path) -> int:
-    return json.loads((target / "config.json").read_text(encoding="utf-8"))["vocab_size"]
 
 
 def engine_arguments(
@@ -176,7 +141,7 @@ def engine_arguments(
 
 def run(
     python: str, job: dict[str, Any], seconds: float, accept_length: float | None, log_file: Path | None = None
-) -> Iterator[Row]:
+) -> Generator[Row]:
     """The rows of one engine, as they come; what it says besides goes to `log_file`.
 
     Raises:
@@ -186,37 +151,6 @@ def run(
     if accept_length is None:
         del environment["SGLANG_SIMULATE_ACC_LEN"]
     return rows_of(
-        python, WORKER, job, seconds, log_file, results=len(job["cases"]), is_result=_is_case,
-        limit="--seconds, --total-seconds", environment=environment,
+        python, WORKER, job, seconds, log_file, results=len(job["cases"]), is_result=is_case,
+        limit=LIMIT, environment=environment,
     )  # fmt: skip
-
-
-def _is_case(row: Row) -> bool:
-    return {"bs", "context", "ms_per_round"} <= row.keys()
-
-
-def over_fastest(rows: Sequence[Row]) -> float | None:
-    """Our milliseconds over those of the fastest other backend of each case: the geometric mean; None without both. Cases in
-    which something held up every short call, so that no time is left for a round, do not count."""
-    cases: dict[tuple[int, int], dict[str, float]] = {}
-    for row in rows:
-        of_case = cases.setdefault((row["bs"], row["context"]), {})
-        of_case[row["backend"]] = min(row["ms_per_round"], of_case.get(row["backend"], math.inf))
-    ratios = [
-        found[OURS] / min(ms for name, ms in found.items() if name != OURS)
-        for found in cases.values()
-        if OURS in found and len(found) > 1 and min(found.values()) > 0
-    ]
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
-
-
-def show(console: Console, rows: Sequence[Row]) -> None:
-    """A line for each case, a column for each backend and page size."""
-    ways = list(dict.fromkeys((row["backend"], row["page_size"]) for row in rows))
-    table = Table("batch x context", *(f"{name}, page {size}" for name, size in ways), title="milliseconds a round")
-    for bs, context in dict.fromkeys((row["bs"], row["context"]) for row in rows):
-        of = {(row["backend"], row["page_size"]): row for row in rows if (row["bs"], row["context"]) == (bs, context)}
-        table.add_row(f"{bs} x {context}", *(f"{of[way]['ms_per_round']:.2f}" if way in of else "" for way in ways))
-    console.print(table)
-    if (ratio := over_fastest(rows)) is not None:
-        console.print(f"{OURS} takes {ratio:.3f} of the time of the fastest other backend, geometric mean")

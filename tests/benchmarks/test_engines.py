@@ -15,9 +15,10 @@ import pytest
 from transformers import AutoConfig
 
 from benchmarks.engines import process as engine_process
+from benchmarks.engines import rounds as engine_rounds
 from benchmarks.engines import sglang_rounds, sglang_worker
 from benchmarks.engines.checkpoints import MODELS, write_shape
-from benchmarks.engines.sglang_rounds import over_fastest
+from benchmarks.engines.rounds import over_fastest
 from benchmarks.round.shapes import SHAPES
 from tests.helpers.command_line import refusal, run_benchmarks
 
@@ -247,7 +248,7 @@ def test_an_interrupt_ends_the_engine(sglang, ended, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sglang_rounds.console, "print", interrupted)
+    monkeypatch.setattr(engine_rounds.console, "print", interrupted)
     with pytest.raises(KeyboardInterrupt) as error:
         bench("fa3")
     assert error.tb is not None

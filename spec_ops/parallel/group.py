@@ -104,6 +104,9 @@ class TensorParallel:
         if joined:
             return cls(timeout=timeout, check_rounds=check_rounds)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        # NCCL's watchdog ends a process four times this after a collective that timed out, for others to write down where they
+        # were: a minute by default, in which nobody is told anything.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         except (RuntimeError, ValueError) as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from spec_ops.backends.push import of_one_process
 from spec_ops.parallel import RankError, TensorParallel
@@ -32,6 +34,23 @@ def test_who_is_apart(places, peers, reason):
         mock.patch.object(torch.cuda, "can_device_access_peer", return_value=peers),
     ):
         assert _apart(places, torch.device("cuda", 0)) == reason
+
+
+@pytest.mark.parametrize("given", [None, "9000"])
+def test_nccl_ends_a_process_soon_after_it_has_given_up(monkeypatch, given):
+    """torch waits a minute first. What the user has set stays."""
+    name = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+    monkeypatch.setenv(name, given or "")
+    if given is None:
+        monkeypatch.delenv(name)
+    for needed, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(needed, value)
+
+    def nobody(*args: object, **options: object) -> None:
+        raise RuntimeError(f"waits {os.environ[name]} ms")
+
+    with mock.patch.object(dist, "init_process_group", nobody), pytest.raises(RankError, match=f"waits {given or 500} ms"):
+        TensorParallel.connect("cpu")
 
 
 def test_a_kernel_that_gave_up_is_an_error_of_its_round():

@@ -18,7 +18,8 @@ PIECE = 16_384  # elements: less than what torch divides among threads
 def in_pieces(function: Callable[..., torch.Tensor], *operands: Any) -> torch.Tensor:
     """`function` of operands that broadcast, elementwise, on pieces of them, flattened, the last one filled up. Numbers and
     tensors of no dimension are handed over as they are."""
-    shape = torch.broadcast_shapes(*(value.shape for value in operands if isinstance(value, torch.Tensor)))
+    shapes = {value.shape for value in operands if isinstance(value, torch.Tensor)}
+    shape = next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
     count = shape.numel()
     if not count:
         return function(*operands)
@@ -27,11 +28,17 @@ def in_pieces(function: Callable[..., torch.Tensor], *operands: Any) -> torch.Te
     def flat(value: Any) -> Any:
         if not _is_array(value):
             return value
+        values = value.expand(shape).reshape(-1)
+        if count == padded:
+            return values
         whole = value.new_ones(padded)
-        whole[:count] = value.expand(shape).reshape(-1)
+        whole[:count] = values
         return whole
 
-    whole, results = [flat(value) for value in operands], []
+    whole = [flat(value) for value in operands]
+    if padded <= PIECE:
+        return function(*whole)[:count].reshape(shape)
+    results = []
     for start in range(0, padded, PIECE):
         results.append(function(*(value[start : start + PIECE] if _is_array(value) else value for value in whole)))
     return torch.cat(results)[:count].reshape(shape)

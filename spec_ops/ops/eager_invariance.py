@@ -6,6 +6,7 @@ on where a value stands: there `_pieces.py` calls them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_ops.ops._library import NAMESPACE
 from spec_ops.ops._pieces import in_pieces
-from spec_ops.ops.invariance import NotInvariantError, base_name, is_pointwise, judge, named_arguments
+from spec_ops.ops.invariance import NotInvariantError, always_stands, base_name, is_pointwise, judge, named_arguments
 
 # Rounded once however they are computed, or not at all.
 _EXACT = frozenset({
@@ -55,26 +56,35 @@ class BatchInvariant(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if always_stands(func):
+            if _inexact(func) and _in_arrays_on_cpu(func, args, kwargs):
+                return _in_pieces(func, args, kwargs)
+            return func(*args, **kwargs)
         arguments = named_arguments(func, args, kwargs)
         verdict = judge(func, arguments, lambda operand: operand)
         if verdict.replace is not None:
-            with self:
-                return verdict.replace(_Now(), list(arguments.values()))
+            return verdict.replace(_Now(), list(arguments.values()))
         if verdict.refused is not None:
             if func.namespace == "aten" and base_name(func) in _DECOMPOSED and func in decomposition_table:
                 with self:
                     return decomposition_table[func](*args, **kwargs)
             raise NotInvariantError(f"invariant=True: {verdict.refused}")
-        if func.namespace == NAMESPACE or not is_pointwise(func) or not _inexact_on_cpu(func, arguments):
-            return func(*args, **kwargs)
-        return _in_pieces(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
-def _inexact_on_cpu(func: Any, arguments: Mapping[str, Any]) -> bool:
-    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
-    if not any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors):
+@functools.cache
+def _inexact(func: Any) -> bool:
+    """Whether single values may depend on where they stand; with `alpha`, some calls."""
+    if func.namespace == NAMESPACE or not is_pointwise(func):
         return False
-    return base_name(func) not in _EXACT or arguments.get("alpha", 1) != 1
+    return base_name(func) not in _EXACT or any(argument.name == "alpha" for argument in func._schema.arguments)
+
+
+def _in_arrays_on_cpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if base_name(func) in _EXACT and (not (kwargs or len(args) > 2) or named_arguments(func, args, kwargs)["alpha"] == 1):
+        return False
+    operands = (*args, *kwargs.values())
+    return any(isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() for value in operands)
 
 
 def _in_pieces(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:

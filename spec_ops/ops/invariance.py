@@ -18,6 +18,7 @@ graph, and `BatchInvariant` about eager calls: both replace the same things.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -88,6 +89,7 @@ class Verdict(NamedTuple):
 KEPT = Verdict()
 
 
+@functools.cache
 def base_name(target: Any) -> str:
     """`"index_put"` of `aten.index_put_.default`."""
     name = target._schema.name.split("::")[1]
@@ -101,8 +103,19 @@ def named_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return {argument.name: argument.default_value for argument in schema} | given | dict(kwargs)
 
 
+@functools.cache
 def is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+@functools.cache
+def always_stands(target: Any) -> bool:
+    """Whether every call is batch-invariant as it is, whatever its arguments: most are, and eager ones are judged anew each time."""
+    if target.namespace == NAMESPACE:
+        return INVARIANCE.get(target, False) is True
+    if target.namespace not in _KNOWN or base_name(target) in ("index_put", "scatter"):
+        return False
+    return target.is_view or base_name(target) in _MOVES or is_pointwise(target)
 
 
 def judge(
@@ -119,6 +132,8 @@ def judge(
         value: the tensor or fake that an argument stands for.
         arch: of a device (None: the CPU).
     """
+    if always_stands(target):
+        return KEPT
     if target.namespace == NAMESPACE:
         return _of_ours(target, arguments, value, arch)
     name = base_name(target)
@@ -126,12 +141,9 @@ def judge(
         return _of_ranks(target, name, arguments, value, arch)
     if target.namespace not in _KNOWN:
         return Verdict(f"{target} is not known to be batch-invariant")
-    if target.is_view or name in _MOVES or is_pointwise(target):
-        if name == "index_put" and arguments.get("accumulate"):
-            return _of_integers(target, arguments, value)
-        if name == "scatter" and arguments.get("reduce") is not None:
-            return _of_integers(target, arguments, value)
-        return KEPT
+    if name in ("index_put", "scatter"):
+        adds = arguments.get("accumulate") or arguments.get("reduce") is not None
+        return _of_integers(target, arguments, value) if adds else KEPT
     if name in _PRODUCTS:
         return _product(target, name, arguments, value, arch)
     if name in _OF_INTEGERS and not _is_float(value, arguments):
@@ -284,8 +296,6 @@ def _sum_over_ranks(emitter: Emitter, args: Sequence[Any], most: int) -> Any:
 
 def _of_ours(op: Any, arguments: Mapping[str, Any], value: Callable[[Any], Any], arch: Any) -> Verdict:
     declared, name = INVARIANCE.get(op, False), op._schema.name.split("::")[1]
-    if declared is True:
-        return KEPT
     if declared == "backend":
         return _attention(op, name, arguments, value, arch)
     if declared == "invariant":

@@ -110,7 +110,7 @@ def is_pointwise(target: Any) -> bool:
 
 @functools.cache
 def always_stands(target: Any) -> bool:
-    """Whether every call is batch-invariant as it is, whatever its arguments: most are, and eager ones are judged anew each time."""
+    """Whether a call is batch-invariant as it is, whatever its arguments. Eager calls are judged each time, and most stand."""
     if target.namespace == NAMESPACE:
         return INVARIANCE.get(target, False) is True
     if target.namespace not in _KNOWN or base_name(target) in ("index_put", "scatter"):

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
+from spec_ops.decoding.draft import Drafted
+from spec_ops.decoding.round import SpeculativeRound
 from spec_ops.integrations.transformers import TransformersGenerator, TransformersModel, load_eagle3, load_mtp
 from spec_ops.integrations.transformers.sharing import calls_its_class, own_part
 from spec_ops.models import Eagle3Draft, ModelConfig
 from spec_ops.models.layers import DividedHead
+from spec_ops.models.target import TargetOutput
 from spec_ops.parallel import TensorParallel, shard
 from tests.helpers.tiny_transformers import VOCAB, make_model
 from tests.integrations.transformers.test_eagle3 import write_sglang, write_speculators
@@ -220,11 +226,25 @@ def eagle3(target: TransformersModel) -> Eagle3Draft:
     return Eagle3Draft(config, target, torch.randperm(VOCAB)[:41].sort().values).eval()
 
 
+@contextlib.contextmanager
+def watched_drafts() -> Iterator[list[list[list[int]]]]:
+    """The candidates of every round that is verified inside. They tell more than a text does, in which few of a random head's
+    drafts are accepted."""
+    verify, found = SpeculativeRound.verify, []
+
+    def noted(self: SpeculativeRound, drafted: Drafted) -> TargetOutput:
+        found.append(drafted.candidates.tolist())
+        return verify(self, drafted)
+
+    with mock.patch.object(SpeculativeRound, "verify", noted):
+        yield found
+
+
 def drafted(target: TransformersModel, draft: Eagle3Draft) -> dict[str, Any]:
-    result = Generator(target, draft, SpeculationConfig(3, 6, 16), compile=False, max_batch_size=3, max_seq_len=96).generate(
-        BATCH, max_new_tokens=48
-    )
-    return {"tokens": result.tokens, "histograms": result.stats.histograms}
+    generator = Generator(target, draft, SpeculationConfig(3, 6, 16), compile=False, max_batch_size=3, max_seq_len=96)
+    with watched_drafts() as drafts:
+        result = generator.generate(BATCH, max_new_tokens=8)
+    return {"tokens": result.tokens, "histograms": result.stats.histograms, "drafts": drafts}
 
 
 def case_eagle3(ranks: TensorParallel) -> dict[str, Any]:
@@ -282,8 +302,9 @@ def with_mtp(folder: str, model: PreTrainedModel) -> dict[str, Any]:
     for name, (_, config, sampling) in JOBS.items():
         if config is not None:
             with TransformersGenerator(target, draft, config, compile=False, max_seq_len=64) as made:
-                result = made.generator.generate(BATCH, max_new_tokens=24, sampling=sampling)
-                found[name] = [result.tokens, result.stats.rounds]
+                with watched_drafts() as drafts:
+                    result = made.generator.generate(BATCH, max_new_tokens=8, sampling=sampling)
+                found[name] = [result.tokens, result.stats.rounds, drafts]
     experts = draft.block.decoder.layers[0].mlp.experts.down_proj
     return {"found": found, "here": own_part(experts).numel() / experts.numel(), "shared": draft.ranks is not None}
 

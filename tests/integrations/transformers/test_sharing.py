@@ -117,10 +117,10 @@ def test_a_head_of_ours_may_be_divided_for_it(ranks):
     target = TransformersModel(make_model("llama", "eager"), (0, 1, 3))
     draft = eagle3(target)
     alone = drafted(target, draft)
-    assert max(len(row) for row in alone["histograms"]) > 1 < sum(sum(row[1:]) for row in alone["histograms"])
+    assert any(sum(row[1:]) for row in alone["histograms"])  # drafts are accepted
     draft.embed, draft.lm_head, draft.draft_to_target = own_embedding(), target.lm_head, None
     own = drafted(target, draft)
-    assert own["histograms"] != alone["histograms"]
+    assert own["drafts"] != alone["drafts"]
     for results in ranks:
         for name, found in results["case_eagle3"].items():
             assert found == {"shared": alone, "whole": alone, "own": own, "kept": True}, name

@@ -6,6 +6,7 @@ float16, since the interpreter truncates to bfloat16.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -149,26 +150,31 @@ def test_sum_of_any_shape(shape):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_rank_without_the_others(size):
-    # Shares of two shots are other ranks' in what it sums up, and its own in what it gets.
-    """It gets its own part from each, in calls of any sizes in turn."""
+    """It gets its own part from each, in calls of any sizes in turn.
+
+    Of a sum in two shots it gets its own share from each, which adds up all of its shares. It waits for nobody where these
+    do not come out even, as those of 136 columns.
+    """
     with mock.patch.dict(workspaces._workspaces):
         elsewhere = workspaces.without_others(f"alone of {size}", size, torch.device("meta"))
         ranks = workspaces.without_others(f"alone of {size}", size, CPU)
         assert workspaces.workspace_of("sum", f"alone of {size}", CPU) is ranks
         assert workspaces.workspace_of("sum", f"alone of {size}", torch.device("meta")) is elsewhere
         assert elsewhere.addresses.is_meta
-    for call, columns in enumerate((528, 16, 272, 528)):
+    ranks = dataclasses.replace(ranks, looks=LOOKS)
+    for call, columns in enumerate((528, 16, 136, 272, 528)):
         part = parts_of(1, 1, columns, call)
         out, largest = torch.empty_like(part), torch.empty(1, 3, dtype=torch.int64)
         with together(push.sum_kernel, call):
             push.push(ranks, part, out, "sum", warps=1)
         same_bits(out[0], reference.sum_of([part[0]] * size))
-        if columns % (16 * size) == 0:
-            of_shares = list(part[0].view(size, -1))
-            with together(push.two_shot_kernel, call):
-                push.push(ranks, part, out, "sum", warps=1, two_shot=True)
-            for share in out[0].view(size, -1):
-                same_bits(share, reference.sum_of(of_shares))
+        with together(push.two_shot_kernel, call):
+            push.push(ranks, part, out, "sum", warps=1, two_shot=True)
+        share = 16 * -(-columns // (16 * size))
+        padded = torch.zeros(1, size * share).half()
+        padded[:, :columns] = part[0]
+        wanted = reference.sum_of(list(padded.view(size, 1, share))).repeat(1, size)
+        same_bits(out[0], wanted[:, :columns])
         keys = torch.tensor([[3, -5, 2**40 + call]])
         with together(push.max_kernel, call):
             push.push(ranks, keys, largest, "max", warps=1)
@@ -235,6 +241,40 @@ def test_a_rank_that_does_not_come(two_shot):
         assert out.isnan().all()
         assert ranks.failed.item() == 1
         assert looks.call_count == expected
+
+
+def test_a_sum_that_lacks_a_part_is_nobodys():
+    """Rank 0 gives up before the others come. These must not take the sum of its share for one, nor wait for it forever."""
+    ranks = ranks_of(4, looks=20)
+    failed = torch.zeros(1, dtype=torch.int32)
+    addresses = torch.cat([ranks.addresses[:4], torch.tensor([failed.data_ptr()])])
+    others = dataclasses.replace(ranks, rank=1, state=ranks.state[1:], failed=failed, addresses=addresses, looks=LOOKS)
+    parts = torch.ones(4, 1, 64).half()
+    out = torch.zeros_like(parts)
+    for some, own in ((ranks, slice(0, 1)), (others, slice(1, 4))):
+        with together(push.two_shot_kernel, 0):
+            push.push(some, parts[own], out[own], "sum", warps=1, local=own.stop - own.start, two_shot=True)
+        assert some.failed.item() == 1
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("sms", [132, 300])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_all_programs_of_the_largest_calls_fit(size, sms):
+    """Each has an entry in the state, and a multiprocessor for itself."""
+    ranks = ranks_of(size, workspaces._slot_bytes(size))
+    for reduce, dtype in (("sum", torch.float16), ("max", torch.int64)):
+        x = torch.ones(workspaces.most_bytes(size, reduce) // dtype.itemsize, dtype=dtype)
+        with mock.patch.object(push, "launch") as launched, mock.patch.object(push, "num_sms", return_value=sms):
+            push.push(ranks, x, torch.empty_like(x), reduce)
+        assert launched.call_args.args[1][0] <= min(sms, workspaces.PROGRAMS)
+
+
+def test_maximum_of_more_keys_than_programs_take_at_once():
+    """Four programs of 128 keys each, with a last tile that is not full."""
+    keys = torch.randint(-(2**62), 2**62, (2, 650), generator=torch.Generator().manual_seed(0))
+    for got in run(ranks_of(2), keys, "max"):
+        assert torch.equal(got, keys.max(0).values)
 
 
 def test_bad_input():

@@ -212,7 +212,9 @@ def two_shot_kernel(
 ):  # fmt: skip
     """As `sum_kernel`, whose arguments it has, and `share`: how many vectors a rank adds up, an even number.
 
-    A slot's first `share` vectors are for a part of what the rank adds up, the next for the sum of the slot's rank.
+    A slot's first `share` vectors are for a part of what the rank adds up, the next for the sum of the slot's rank. All shares
+    travel whole, with zeros past the end: no two ranks differ in how much they wait for, as one without the others would. A
+    sum that lacks a part is sent to nobody, who would take it for one: they give up too.
     """
     await_predecessors(PDL)
     local = tl.program_id(1)
@@ -237,15 +239,13 @@ def two_shot_kernel(
         first_word, third = tl.split(even)
         second, fourth = tl.split(odd)
         place = tile * (BLOCK // 4) + vector[None, :]
-        there = (place < share) & (owner * share + place < vectors)
-        send(owners + place * 4, first_word, second, third, fourth, there.to(tl.int32))
+        send(owners + place * 4, first_word, second, third, fourth, (place < share).to(tl.int32))
     buffers = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
     clear(buffers, turn, left, W, SLOT, BLOCK)
     late = False
-    mine = tl.minimum(share, tl.maximum(vectors - rank * share, 0))
     for tile in range(program, tiles, programs):
         at = tile * BLOCK + tl.arange(0, BLOCK)
-        words, missing = arrived(buffers + start + of_rank * SLOT + at[None, :], (at // 4 < mine)[None, :], limit)
+        words, missing = arrived(buffers + start + of_rank * SLOT + at[None, :], (at // 4 < share)[None, :], limit)
         late |= missing
         limit = tl.where(missing, 0, limit)
         low, high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
@@ -253,16 +253,16 @@ def two_shot_kernel(
             a, b = halves(tl.sum(tl.where(of_rank == i, words, 0), 0), DTYPE)
             low += a
             high += b
-        low, high = tl.where(missing, float("nan"), low), tl.where(missing, float("nan"), high)
         summed = packed(low, high, DTYPE)
         summed = tl.where(summed == 0, ZERO_SUMS, summed)
         even, odd = tl.split(tl.reshape(summed, [BLOCK // 4, 2, 2]))
         first_word, third = tl.split(even)
         second, fourth = tl.split(odd)
         place = tile * (BLOCK // 4) + vector
+        complete = tl.where(missing, 0, (place < share).to(tl.int32))
         for i in tl.static_range(W):
             peer = tl.load(addresses + (rank + i) % W).to(tl.pointer_type(tl.int32)) + (start + rank * SLOT + share * 4)
-            send(peer + place * 4, first_word, second, third, fourth, (place < mine).to(tl.int32))
+            send(peer + place * 4, first_word, second, third, fourth, complete)
     for tile in range(program, tiles, programs):
         within = tile * BLOCK + column
         at = of_rank * share * 4 + within
@@ -270,7 +270,7 @@ def two_shot_kernel(
         if residual is not None:
             other = tl.load(residual + first + at, mask=mask, other=0)
             weight = tl.load(norm_weight + at % (columns // 2), mask=mask, other=0)
-        words, missing = arrived(buffers + start + of_rank * SLOT + share * 4 + within, mask, limit)
+        words, missing = arrived(buffers + start + of_rank * SLOT + share * 4 + within, within // 4 < share, limit)
         late |= missing
         limit = tl.where(missing, 0, limit)
         low, high = halves(tl.where(words == ZERO_SUMS, 0, words), DTYPE)
@@ -301,24 +301,32 @@ def max_kernel(
     local = tl.program_id(1)
     rank += local
     state += local * STATE
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    tiles = tl.cdiv(keys, BLOCK)
     turn, left, limit = begin(state, limit, PROGRAMS)
     start = turn * (W * SLOT)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(x + local * keys + at, mask=at < keys, other=0)
     there = tl.full([BLOCK], 1 << 32, tl.int64)
-    low, high = (mine & 0xFFFFFFFF) | there, ((mine >> 32) & 0xFFFFFFFF) | there
-    for i in tl.static_range(W):
-        peer = tl.load(addresses + (rank + i) % W).to(tl.pointer_type(tl.int32)) + (start + rank * SLOT)
-        send_long(peer + at * 4, low, high, (at < keys).to(tl.int32))
+    for tile in range(program, tiles, programs):
+        at = tile * BLOCK + tl.arange(0, BLOCK)
+        mine = tl.load(x + local * keys + at, mask=at < keys, other=0)
+        low, high = (mine & 0xFFFFFFFF) | there, ((mine >> 32) & 0xFFFFFFFF) | there
+        for i in tl.static_range(W):
+            peer = tl.load(addresses + (rank + i) % W).to(tl.pointer_type(tl.int32)) + (start + rank * SLOT)
+            send_long(peer + at * 4, low, high, (at < keys).to(tl.int32))
     buffers = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
     clear(buffers, turn, left, W, SLOT, BLOCK)
     slot = tl.arange(0, W)[:, None]
-    place = tl.program_id(0) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    parts = (buffers + start).to(tl.pointer_type(tl.int64)) + slot * (SLOT // 2) + place[None, :]
-    found, missing = arrived(parts, (place // 2 < keys)[None, :], limit)
-    low, high = tl.split(tl.reshape(found, [W, BLOCK, 2]))
-    tl.store(out + local * keys + at, tl.max((high << 32) | (low & 0xFFFFFFFF), 0), mask=at < keys)
-    end(state, addresses, turn, keys * 4, missing, W, PROGRAMS)
+    late = False
+    for tile in range(program, tiles, programs):
+        at = tile * BLOCK + tl.arange(0, BLOCK)
+        place = tile * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        parts = (buffers + start).to(tl.pointer_type(tl.int64)) + slot * (SLOT // 2) + place[None, :]
+        found, missing = arrived(parts, (place // 2 < keys)[None, :], limit)
+        late |= missing
+        limit = tl.where(missing, 0, limit)
+        low, high = tl.split(tl.reshape(found, [W, BLOCK, 2]))
+        tl.store(out + local * keys + at, tl.max((high << 32) | (low & 0xFFFFFFFF), 0), mask=at < keys)
+    end(state, addresses, turn, keys * 4, late, W, PROGRAMS)
 
 
 def all_reduce(x: torch.Tensor, reduce: str, group: str) -> torch.Tensor:
@@ -382,7 +390,7 @@ def push(
     with device_guard(x):
         tiles = triton.cdiv(size // 8 if of_max else share * 4 if two_shot else size // 4, block)
         # Programs wait for those of other ranks: all of them must fit on the GPU.
-        grid = (tiles if of_max else min(tiles, PROGRAMS, num_sms(x.device)), local)
+        grid = (min(tiles, PROGRAMS, num_sms(x.device)), local)
         counts = (size // 8,) if of_max else (size // 16, share) if two_shot else (size // 16,)
         given = (ranks.addresses, ranks.state, *counts, ranks.rank, ranks.looks)
         if of_max:

@@ -11,13 +11,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from spec_ops.backends.push import PushWorkspace, of_one_process
 from spec_ops.ops.reference import collectives as reference
 
-COLUMNS = (4096, 64, 16384, 1024, 4096, 32768, 512, 16384)
+COLUMNS = (4096, 64, 16384, 1024, 4096, 1 << 18, 512, 16384)  # of a sum; no more than a slot has room for
+# In turn, so that each size is computed in each: two shots have tiles of one warp up to some size, here of four at any too.
+WAYS: tuple[dict[str, Any], ...] = ({"two_shot": False}, {"two_shot": True}, {"two_shot": True, "warps": 4})
 GRAPHS = (list(range(50)), [3, 1, 2], [5])  # the seeds of the sums in each
 LONGEST = 100_000
 _AHEAD = 200  # replays that the host may be ahead of the device
@@ -38,11 +41,8 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), 7.0, x).view(torch.int16)
 
 
-def captured(
-    ranks: PushWorkspace, own: slice, calls: list[int], wrong: torch.Tensor, *, warps: int = 4
-) -> torch.cuda.CUDAGraph:
-    """A graph of sums, one-shot and two-shot in turn, and maxima, each of which counts in `wrong` what differs from the
-    reference.
+def captured(ranks: PushWorkspace, own: slice, calls: list[int], wrong: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """A graph of sums and maxima, each of which counts in `wrong` what differs from the reference.
 
     Args:
         ranks: whose buffers.
@@ -55,7 +55,7 @@ def captured(
     local = own.stop - own.start
     cases = []
     for seed in calls:
-        parts = special(ranks.size, COLUMNS[seed % len(COLUMNS)], seed)
+        parts = special(ranks.size, min(COLUMNS[seed % len(COLUMNS)], ranks.slot_bytes // 2), seed)
         wanted = bits(reference.sum_of(list(parts)))
         keys = torch.randint(-(2**62), 2**62, (ranks.size, 33), generator=torch.Generator().manual_seed(seed)).cuda()
         keys[:, 0] = 0
@@ -65,9 +65,9 @@ def captured(
     def run() -> None:
         for i, (parts, wanted, keys, largest) in enumerate(cases):
             out = torch.empty_like(parts)
-            push.push(ranks, parts, out, "sum", warps=warps, local=local, two_shot=i % 2 == 1)
+            push.push(ranks, parts, out, "sum", local=local, **WAYS[i % len(WAYS)])
             wrong.add_((bits(out) != wanted).sum())
-            if i % 3 == 1:
+            if i % 5 == 1:
                 out = torch.empty_like(keys)
                 push.push(ranks, keys, out, "max", local=local)
                 wrong.add_((out != largest).sum())
@@ -79,17 +79,18 @@ def captured(
     return graph
 
 
-def compile_kernels(size: int, local: int, warps: int = 4) -> None:
-    """On a workspace that is thrown away: a first launch inside a capture would load modules there."""
+def compile_kernels(size: int, local: int, slot: int) -> None:
+    """On a workspace that is thrown away, with slots of as many bytes: a first launch inside a capture would load modules
+    there."""
     from spec_ops.backends.triton.collectives import push
 
-    ranks = of_one_process(size, torch.device("cuda"), 1 << 16, 1)
+    ranks = of_one_process(size, torch.device("cuda"), slot, 1)
     keys = torch.ones(local, 33, dtype=torch.int64, device="cuda")
     push.push(ranks, keys, torch.empty_like(keys), "max", local=local)
-    for columns in sorted(set(COLUMNS)):
+    for columns in sorted({min(columns, slot // 2) for columns in COLUMNS}):
         x = torch.ones(local, 1, columns, dtype=torch.bfloat16, device="cuda")
-        for two_shot in (False, True):
-            push.push(ranks, x, torch.empty_like(x), "sum", warps=warps, local=local, two_shot=two_shot)
+        for way in WAYS:
+            push.push(ranks, x, torch.empty_like(x), "sum", local=local, **way)
     torch.cuda.synchronize()
 
 
@@ -105,7 +106,7 @@ def replay_late(ranks: PushWorkspace, sums: int, tell: Callable[[int], None]) ->
     Raises:
         RuntimeError: a kernel waited for another rank in vain.
     """
-    compile_kernels(ranks.size, 1)
+    compile_kernels(ranks.size, 1, ranks.slot_bytes)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     own = slice(ranks.rank, ranks.rank + 1)
     graphs = [(captured(ranks, own, calls, wrong), len(calls)) for calls in GRAPHS]

@@ -20,10 +20,12 @@ pytestmark = [
 
 from spec_ops.backends.triton.collectives import push  # noqa: E402
 
+SLOT = 1 << 16  # bytes: of more there are too many programs for all ranks of one GPU
+
 
 def check_in_one_launch(size: int, replays: int) -> None:
-    compile_kernels(size, size)
-    ranks = of_one_process(size, torch.device("cuda"), 1 << 16, 1_000_000)
+    compile_kernels(size, size, SLOT)
+    ranks = of_one_process(size, torch.device("cuda"), SLOT, 1_000_000)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     graphs = [captured(ranks, slice(0, size), calls, wrong) for calls in (list(range(20)), [3, 1, 2], [5])]
     order = random.Random(size)
@@ -35,8 +37,8 @@ def check_in_one_launch(size: int, replays: int) -> None:
 
 def check_late(size: int, replays: int) -> None:
     """Each rank on a stream of its own, with graphs of its own; they wait for one another on the device."""
-    compile_kernels(size, 1)
-    ranks = of_one_process(size, torch.device("cuda"), 1 << 16, 20_000_000)
+    compile_kernels(size, 1, SLOT)
+    ranks = of_one_process(size, torch.device("cuda"), SLOT, 20_000_000)
     mine = [dataclasses.replace(ranks, rank=rank, state=ranks.state[rank : rank + 1]) for rank in range(size)]
     wrong = torch.zeros(size, dtype=torch.int64, device="cuda")
     both = [
@@ -67,11 +69,12 @@ def test_ranks_that_are_late(size):
     check_late(size, 100)
 
 
-def test_a_rank_that_does_not_come():
-    ranks = of_one_process(2, torch.device("cuda"), 1 << 16, 1000)
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_a_rank_that_does_not_come(two_shot):
+    ranks = of_one_process(2, torch.device("cuda"), SLOT, 1000)
     x = torch.ones(1, 1, 4096, device="cuda").bfloat16()
     out = torch.zeros_like(x)
-    push.push(ranks, x, out, "sum")
+    push.push(ranks, x, out, "sum", two_shot=two_shot)
     torch.cuda.synchronize()
     assert out.isnan().all()
     assert ranks.failed.item() == 1

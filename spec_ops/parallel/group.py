@@ -121,8 +121,8 @@ class TensorParallel:
         Args:
             size: how many ranks there would be.
             rank: which of them this one is, in [0, size).
-            device: a GPU to run rank 0's rounds on. Our kernels then add up its own part `size` times: they do their work, but
-                send nothing over links between GPUs, and never wait for anyone.
+            device: a GPU to run rank 0's rounds on. Our kernels then add up its own part `size` times, and of large
+                sums its shares: they do their work, but send nothing over links between GPUs, and never wait for anyone.
 
         Raises:
             ValueError: naming the argument.

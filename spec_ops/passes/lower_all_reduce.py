@@ -5,7 +5,8 @@
 
 A sum of a decode step is 8 to 256 KB, and NCCL takes 12 to 14 us for it inside a CUDA graph, whatever its size: as long as
 reading the weights of a small layer. Our kernel sends every rank's part to all others at once
-(`backends/triton/collectives/push.py`), and so it does for the maximum of int64 keys, by which ranks agree on tokens.
+(`backends/triton/collectives/push.py`), and so it does for the maximum of int64 keys, by which ranks agree on tokens. Of a
+larger sum, as of many rows, each rank adds up a share.
 
 NCCL keeps sums of more bytes than `backends/push.py` has for so many ranks, of numbers of ranks other than 2, 4 and 8, of
 float32, and between ranks that cannot write to one another's memory: on several hosts, or without peer access.

@@ -72,6 +72,8 @@ def run(
     with together(kernel, seed):
         push.push(ranks, parts, out, reduce, added, warps=1, local=ranks.size, two_shot=two_shot)
     assert ranks.failed.item() == 0
+    buffers, turn = ranks.memory.view(ranks.size, 3, -1), ranks.state[0, 0].item()
+    assert not buffers[:, [turn, (turn + 1) % 3]].any(), "something is left of earlier calls"
     return out
 
 
@@ -244,18 +246,25 @@ def test_a_rank_that_does_not_come(two_shot):
 
 
 def test_a_sum_that_lacks_a_part_is_nobodys():
-    """Rank 0 gives up before the others come. These must not take the sum of its share for one, nor wait for it forever."""
-    ranks = ranks_of(4, looks=20)
+    """Rank 0 gives up before the other comes, which has all parts of its own share. It must not take the sum of rank 0's share
+    for one: it gives up too, and waits once."""
+    ranks = ranks_of(2, looks=20)
     failed = torch.zeros(1, dtype=torch.int32)
-    addresses = torch.cat([ranks.addresses[:4], torch.tensor([failed.data_ptr()])])
-    others = dataclasses.replace(ranks, rank=1, state=ranks.state[1:], failed=failed, addresses=addresses, looks=LOOKS)
-    parts = torch.ones(4, 1, 64).half()
-    out = torch.zeros_like(parts)
-    for some, own in ((ranks, slice(0, 1)), (others, slice(1, 4))):
-        with together(push.two_shot_kernel, 0):
-            push.push(some, parts[own], out[own], "sum", warps=1, local=own.stop - own.start, two_shot=True)
-        assert some.failed.item() == 1
-    assert out.isnan().all()
+    addresses = torch.cat([ranks.addresses[:2], torch.tensor([failed.data_ptr()])])
+    other = dataclasses.replace(ranks, rank=1, state=ranks.state[1:], failed=failed, addresses=addresses)
+    tiles = 3
+    parts = torch.ones(2, 1, 512 * tiles).half()
+    for rank, one in enumerate((ranks, other)):
+        out = torch.zeros_like(parts[rank])
+        with (
+            together(push.two_shot_kernel, 0),
+            mock.patch.object(push, "num_sms", return_value=1),
+            mock.patch.object(push, "read_again", side_effect=read) as looks,
+        ):
+            push.push(one, parts[rank], out, "sum", warps=1, two_shot=True)
+        assert out.isnan().all()
+        assert one.failed.item() == 1
+        assert looks.call_count == 2 * tiles + 20
 
 
 @pytest.mark.parametrize("sms", [132, 300])

@@ -40,7 +40,7 @@ ZERO_SUMS = tl.constexpr(-1)  # two zeros of a sum that is done: two NaN, of whi
 
 @triton.jit
 def send(place, first, second, third, fourth, mask):
-    """Write 16 bytes, which may be another GPU's, to each `place`. All tensors but the places are int32 of their shape."""
+    """Write 16 bytes, which may be another GPU's, to each `place`. All tensors but the places are int32; shapes broadcast."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
         "=r,l,r,r,r,r,r", [place, first, second, third, fourth, mask], dtype=tl.int32, is_pure=False, pack=1,

@@ -6,7 +6,7 @@
 
 With one process all ranks are programs of one launch: that shows what the kernels cost besides the links between GPUs, and that
 the protocol works. With several, NCCL and torch's symmetric memory are measured beside ours, and a time is the maximum over the
-ranks. Every result is compared with the sum of the parts.
+ranks. Of each way the first result is compared with the sum of the parts.
 """
 
 from __future__ import annotations

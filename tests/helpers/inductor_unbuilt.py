@@ -19,19 +19,27 @@ from torch._inductor import compile_fx, config, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 
 
+class _MadeError(BaseException):
+    """Ends a compilation whose graph is made. Inductor would turn an `Exception` into one of its own."""
+
+
 @contextlib.contextmanager
-def unbuilt() -> Iterator[None]:
-    """Inside, compiled functions run the graphs that Inductor's and our passes made, just before their lowering."""
+def unbuilt(lowered: bool = True) -> Iterator[None]:
+    """Inside, compiled functions run the graphs that Inductor's and our passes made, just before their lowering. With
+    `lowered=False` that is left out too: what runs is the same, and lowering takes a third of the time."""
     post_grad_passes = compile_fx.post_grad_passes
     graphs: list[fx.GraphModule] = []
 
     def noted(module: fx.GraphModule, *args: Any) -> None:
         post_grad_passes(module, *args)
         graphs.append(fx.GraphModule(module, copy.deepcopy(module.graph)))
+        if not lowered:
+            raise _MadeError
 
     def inner(module: fx.GraphModule, inputs: Any, **options: Any) -> Callable:
         graphs.clear()
-        compile_fx.compile_fx_inner(module, inputs, **options)
+        with contextlib.suppress(_MadeError):
+            compile_fx.compile_fx_inner(module, inputs, **options)
         (graph,) = graphs
         return make_boxed_func(graph.forward)
 

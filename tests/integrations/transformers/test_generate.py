@@ -142,7 +142,7 @@ def test_the_round_is_one_graph_and_never_recompiles(name):
 
 @pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks which C++ compiler there is")
 def test_the_round_compiles_with_our_passes(capsys):
-    """Inductor, with a step of each kind, and the message that says what takes so long."""
+    """Inductor's passes too, with a step of each kind, and the message that says what takes so long."""
     ids, mask = batch()
     token = eager_tokens("llama", layers=2)[0][0]
     arguments = {
@@ -156,7 +156,7 @@ def test_the_round_compiles_with_our_passes(capsys):
     }
     models = make_model("llama", layers=2), make_model("llama", layers=1)
     options = {"config": SpeculationConfig(1), "compile": True, "progress": True, **arguments}
-    with unbuilt():
+    with unbuilt(lowered=False):
         out = speculative_generate(*models, ids, mask, **options)
     assert "compiling the round for batch size 3" in capsys.readouterr().err
     eager = make_model("llama", "eager", layers=2)

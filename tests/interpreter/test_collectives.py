@@ -252,22 +252,27 @@ def test_sum_with_a_residual(size, m, n, two_shot):
             torch.testing.assert_close(squares[rank], wanted[2], rtol=1e-5, atol=0)
 
 
-@SHOTS
-def test_a_rank_that_does_not_come(two_shot):
+@pytest.mark.parametrize(
+    ("kernel", "waits"),
+    [(push.sum_kernel, 1), (push.two_shot_kernel, 2), (push.max_kernel, 1)],
+    ids=["one-shot", "two-shot", "maximum"],
+)
+def test_a_rank_that_does_not_come(kernel, waits):
     """The others give up, say so, and do not wait again: neither for the next tiles nor in the next call."""
     ranks = ranks_of(2, looks=20)
-    kernel, waits = (push.two_shot_kernel, 2) if two_shot else (push.sum_kernel, 1)
     tiles = 3
-    parts = parts_of(2, 1, 256 * tiles * waits)
-    out = torch.zeros_like(parts[0])
+    of_max = kernel is push.max_kernel
+    part = torch.ones(1, 128 * tiles, dtype=torch.int64) if of_max else torch.ones(1, 256 * tiles * waits).half()
+    out = torch.zeros_like(part)
     for expected in (20 + tiles * waits, tiles * waits):
         with (
             together(kernel, 0),
             mock.patch.object(push, "num_sms", return_value=1),
             mock.patch.object(push, "read_again", side_effect=read) as looks,
         ):
-            push.push(ranks, parts[0], out, "sum", warps=1, local=1, two_shot=two_shot)
-        assert out.isnan().all()
+            reduce = "max" if of_max else "sum"
+            push.push(ranks, part, out, reduce, warps=1, two_shot=kernel is push.two_shot_kernel)
+        assert of_max or out.isnan().all()
         assert ranks.failed.item() == 1
         assert looks.call_count == expected
 

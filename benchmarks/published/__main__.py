@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.published import kernels, peers, rounds, sampling, summary, texts
+from benchmarks.published import kernels, peers, products, rounds, sampling, summary, texts
 from benchmarks.published.text import RESULTS, ROOT
 
 BLOCK = re.compile(r"^( *)<!-- figures: ([\w-]+) -->\n(.*?)^ *<!-- end of figures -->$", re.MULTILINE | re.DOTALL)
@@ -34,6 +34,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "limits": kernels.limits,
     "choice": kernels.choice,
     "sampling": sampling.sampling,
+    "products": products.products,
     "rounds": rounds.rounds,
     "rounds-h100": functools.partial(rounds.rounds, name="h100-round"),
     "above": rounds.above,

@@ -9,12 +9,13 @@ from benchmarks.published.text import Row, listed, load, paragraph, short, table
 FILE = "h200-weight-products"
 OTHERS = {"torch": "torch.mm, dequantized", "scaled_mm": "torch._scaled_mm", "int4pack": "torch's int4", "mslk": "mslk's int4"}
 SHOWN = (1, 8, 32, 64)  # rows; all of them are in the file
+SHAPES = ((4096, 4096), (28672, 4096))  # n, k of those that are shown: of Llama 8B's output product, and gate and up
 
 
 def products(results: Path) -> str:
-    """A line for each weight, format and number of rows that is shown, and how all of them compare."""
+    """A line for each format and number of rows of the weights that are shown, and how all of them compare."""
     rows = [row for row in load(FILE, results)["rows"] if "weights" in row]
-    lines = [_line(row) for row in rows if row["m"] in SHOWN]
+    lines = [_line(row) for row in rows if row["m"] in SHOWN and (row["n"], row["k"]) in SHAPES]
     told = []
     for name, title in list(OTHERS.items())[1:]:
         ratios = [row[f"{name}_us"] / row["us"] for row in rows if f"{name}_us" in row]

@@ -17,6 +17,8 @@ LABELS = {
     "gpt-oss-20b-type-24-layers": "gpt-oss 20B",
     "llama-3.3-70b-shape-80-layers": "Llama 70B",
     "qwen3-30b-a3b-48-layers": "Qwen3-30B-A3B",
+    "gpt-oss-20b-24-layers": "gpt-oss-20b",
+    "deepseek-v3-mixtures-2-layers": "DeepSeek-V3, 2 mixture layers",
     "qwen3-8b-shape-36-layers": "Qwen3-8B",
     "mistral-7b-shape-32-layers": "Mistral 7B",
 }
@@ -262,7 +264,22 @@ def weights(results: Path) -> str:
     """Rounds with weights of 8 and 4 bits, compared with 16 bits."""
     file = "h200-weights"
     intro = "Rounds with weights of 8 and 4 bits, milliseconds (`python -m benchmarks round --plain --weights KIND`,"
-    return _judged(f"{intro} `benchmarks/results/{file}.json`)", [file], results, ("speculative", "plain"))
+    text = _judged(f"{intro} `benchmarks/results/{file}.json`)", [file], results, ("speculative", "plain"))
+    lines = [
+        [
+            label(row["model"]), row["weights"].removesuffix("_experts"), f"{row['bs']}, {row['context']}", row["round"],
+            f"{row['touched_experts']:.0f}", f"{row['floor_ms']:.2f}", f"{row['ms']:.2f}", f"{row['ms'] / row['floor_ms']:.2f}",
+        ]
+        for row in load(file, results)["rows"]
+        if row.get("weights") and "touched_experts" in row
+    ]  # fmt: skip
+    if not lines:
+        return text
+    header = ("model", "experts", "batch, context", "kind", "touched experts", "floor", "ms", "times the floor")
+    intro = (
+        f"Mixtures whose experts are stored so, beside the floor of the experts that uniform routing touches (`{file}.json`):"
+    )
+    return f"{text}\n\n{paragraph(intro)}\n\n{table(header, lines)}"
 
 
 def ranks(results: Path) -> str:

@@ -277,7 +277,7 @@ def weights(results: Path) -> str:
         return text
     header = ("model", "experts", "batch, context", "kind", "touched experts", "floor", "ms", "times the floor")
     intro = (
-        f"Mixtures whose experts are stored so, beside the floor of the experts that uniform routing touches (`{file}.json`):"
+        f"Mixtures whose experts are stored so (`{file}.json`), beside the floor of the experts that uniform routing touches:"
     )
     return f"{text}\n\n{paragraph(intro)}\n\n{table(header, lines)}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -137,12 +138,13 @@ def test_rows_are_rounded_by_few_compilations():
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """What is measured, with a reference in the place of our kernel and clocks in that of graphs."""
+    """What is measured, with a reference in the place of our kernel and clocks in that of graphs. Nothing is built for CPUs."""
     kernels = pytest.importorskip("spec_ops.backends.triton.linear.skinny_mm", reason="triton comes for Linux only")
 
     def product(x, weight, bias, *scales):
         return x @ dequantized(weight, *scales).to(x.dtype).t()
 
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(stored_mm, "DEVICE", "cpu")
     monkeypatch.setattr(stored_mm, "COLD_BYTES", 1)
     monkeypatch.setattr(kernels, "skinny_mm", product)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
@@ -266,14 +267,19 @@ def test_floors_of_stored_experts():
     expert, 44.04e6 for each that is touched, a router of 3.7e6 bytes; a head of 0.9267. Its draft, of such a layer and 102.8e6
     weights more, reads 8 experts a request and the same head, three times."""
 
+    @functools.cache
+    def made(model: str, weights: str, layers: int) -> tuple[nn.Module, nn.Module]:
+        target, draft = SHAPES[model].with_layers(layers).build("meta", torch.bfloat16)
+        store(target, weights)
+        store(draft, weights)
+        assert target.layers[0].mlp.down_proj.element_size() == 1
+        return target, draft
+
     def gigabytes(model: str, weights: str, layers: int, batch_size: int) -> float:
         class Meta:
-            target, draft = SHAPES[model].with_layers(layers).build("meta", torch.bfloat16)
+            target, draft = made(model, weights, layers)
             config = RoundCase(model, batch_size, (1024,)).config
 
-        store(Meta.target, weights)
-        store(Meta.draft, weights)
-        assert Meta.target.layers[0].mlp.down_proj.element_size() == 1
         return floor_bytes(Meta, batch_size, 1024)[0] / 1e9
 
     for batch_size in (1, 8):

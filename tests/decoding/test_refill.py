@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import random
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
-from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
+from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, admission
 from spec_ops.decoding.pages import PagePool
+from spec_ops.decoding.random import row_seeds
 from tests.decoding.test_generate import VOCAB, config_id, make_draft, make_target
 
 DRAW = random.Random(0)
@@ -62,14 +64,14 @@ def target():
 
 @functools.cache
 def singly(target, kind, config):
-    """Each prompt in a generator of one row; it draws as row `i` of a call does."""
+    """Each prompt in a call of its own, which draws as row `i` of a call does."""
     draft = None if kind is None else make_draft(kind, target)
     generator = Generator(target, draft, config, max_batch_size=1, **SIZES)
     found = []
-    for i in range(len(PROMPTS)):
-        limits = [1] * i + [LIMITS[i]]  # those before it end at once
-        call = generator.generate(PROMPTS[: i + 1], max_new_tokens=limits, sampling=MIXED[: i + 1], stop_tokens=STOPS)
-        found.append(call.tokens[-1])
+    for i, (prompt, limit, sampling) in enumerate(zip(PROMPTS, LIMITS, MIXED, strict=True)):
+        with mock.patch.object(admission, "row_seeds", lambda seeds, _, i=i: row_seeds(seeds, [i])):
+            call = generator.generate([prompt], max_new_tokens=limit, sampling=sampling, stop_tokens=STOPS)
+        found.append(call.tokens[0])
     return found
 
 

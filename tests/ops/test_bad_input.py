@@ -443,17 +443,11 @@ def test_wrong_call(case):
     error = case.raised(call)
     assert type(error) is case.error, error
     assert str(error).startswith(f"{case.op}: `{case.arg}` must ")
+    _, got, came = str(error).partition(", got ")
+    assert got, error
+    assert case.came in came
     for tensor, was in zip(tensors(call), before, strict=True):
         assert torch.equal(stored_bytes(tensor), was)
-
-
-def test_every_message_says_what_came():
-    silent = []
-    for case in CASES:
-        message = str(case.raised(case.call()))
-        if ", got " not in message or case.came not in message.split(", got ", 1)[1]:
-            silent.append(f"{identifier(case)}: {message}")
-    assert not silent, "\n".join(silent)
 
 
 @pytest.mark.parametrize(

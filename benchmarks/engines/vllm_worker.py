@@ -8,6 +8,7 @@ read off vLLM's counter of drafts: with random weights no draft need be accepted
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -65,13 +66,19 @@ def _ms_between(short: Call, long: Call) -> float:
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM and its processes log to stdout
+
+    def tell(row: dict[str, Any]) -> None:
+        print(MARK + json.dumps(row), file=channel, flush=True)
+
     import vllm
 
     start = time.perf_counter()
     engine = vllm.LLM(**job["engine"])
-    print(MARK + json.dumps({"version": vllm.__version__, "start_s": round(time.perf_counter() - start, 1)}), flush=True)
+    tell({"version": vllm.__version__, "start_s": round(time.perf_counter() - start, 1)})
     for batch_size, context in job["cases"]:
-        print(MARK + json.dumps(measure(engine, job, batch_size, context)), flush=True)
+        tell(measure(engine, job, batch_size, context))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class LLM:
     def __init__(self, **given):
         assert os.path.exists(given["model"] + "/config.json")
         assert given["attention_backend"] != "spec_ops", "a name of this package, not of vLLM"
+        print("vLLM logs to stdout")
         if given["attention_backend"] == "BROKEN":
             raise RuntimeError("no kernel image [sm_90]")
         self.ms = 2 if given["attention_backend"] == "SPEC_OPS" else 4
@@ -65,8 +66,9 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_of_two_backends(vllm, tmp_path, steps):
     path = tmp_path / "rows.json"
     way = ("--backend", "spec_ops", "--backend", "BROKEN", "--backend", "FLASH_ATTN", "--steps", str(steps))
-    result = run_benchmarks("vllm", *SHORT, *way, "--json", str(path))
+    result = run_benchmarks("vllm", *SHORT, *way, "--json", str(path), "--logs", str(tmp_path / "logs"))
     assert result.exit_code == 1
+    assert "vLLM logs to stdout" in (tmp_path / "logs" / "BROKEN-16.log").read_text()
     assert "BROKEN: ended with 1 after 0 of 1 cases" in result.output
     assert "no kernel image [sm_90]" in result.output
     rows = json.loads(path.read_text())["rows"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.exc import TorchRuntimeError
 
 import spec_ops
+from spec_ops.ops.reference.kv_cache import repeated
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, FP8)
@@ -444,3 +445,19 @@ def test_rope_append_kv_is_rotation_then_append(dtype, half, device):
         place = slot // PAGE_SIZE, slot % PAGE_SIZE
         got_row, want_row = k_cache[place].double(), want_k[place].double()
         assert (got_row - want_row).abs().max() <= step * want_row.abs().max()
+
+
+@pytest.mark.parametrize("slots", [[3, 7, 20], [-1, 7, -1, 20], [-1, -1]], ids=["all", "some", "none"])
+def test_what_stands_for_dropped_rows_on_gpus(slots):
+    """As many rows, in slots that may be written, and the caches are those of the CPU, which drops rows."""
+    slots = torch.tensor(slots)
+    rows = torch.randn(len(slots), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(1))
+    cache = random_bytes(PAGES, PAGE_SIZE, HEADS, HEAD_DIM, dtype=torch.float32, device="cpu")
+    places, values = repeated(cache, slots, rows, slots >= 0)
+    assert places.shape == slots.shape
+    assert (places >= 0).all()
+    written, expected = cache.clone(), cache.clone()
+    written[places // PAGE_SIZE, places % PAGE_SIZE] = values
+    spec_ops.append_kv(expected, cache.clone(), rows, rows, slots)
+    assert torch.equal(as_bytes(written), as_bytes(expected))
+    assert torch.equal(as_bytes(expected), as_bytes(cache)) == (len(slots) == 2)

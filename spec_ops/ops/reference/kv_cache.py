@@ -1,4 +1,4 @@
-"""Reference cache writes: scatters that drop negative slots without a host sync."""
+"""Reference cache writes: scatters that drop negative slots, on GPUs without a host sync."""
 
 from __future__ import annotations
 
@@ -15,10 +15,27 @@ def check_slots(op: str, arg: str, slots: torch.Tensor, cache: torch.Tensor) -> 
 
 
 def _write_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor) -> None:
-    """`cache[slots[i]] = rows[i]` where `valid[i]`.
+    """`cache[slots[i]] = rows[i]` where `valid[i]`."""
+    if slots.device.type == "cpu":  # nothing waits for a look at the values
+        if not valid.all():
+            slots, rows = slots[valid], rows[valid]
+    else:
+        slots, rows = repeated(cache, slots, rows, valid)
+    page_size, slots = cache.shape[1], slots.long()
+    index = (slots // page_size, slots % page_size)
+    if cache.dtype == torch.float8_e4m3fn:  # index_put has no fp8 kernel; the bytes are what is moved
+        cache.view(torch.uint8).index_put_(index, rows.to(cache.dtype).view(torch.uint8))
+    else:
+        cache.index_put_(index, rows.to(cache.dtype))
+
+
+def repeated(
+    cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and rows as many as there were, of which all may be written: a scatter that needs no sync and no spare slot.
 
     Invalid rows repeat the first valid write (equal values at one address: no race), or, when none is valid, rewrite slot 0
-    with what it holds: a fixed-shape scatter that needs no sync and no spare slot.
+    with what it holds.
     """
     page_size = cache.shape[1]
     first = valid.to(torch.int32).argmax(0, keepdim=True)  # of shape [1]: indexing with a 0-dim tensor would sync
@@ -26,13 +43,7 @@ def _write_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, va
     target = torch.where(any_valid, slots[first], 0)
     keep = valid.reshape(-1, *([1] * (rows.dim() - 1)))
     value = torch.where(any_valid, rows[first], cache[target // page_size, target % page_size].to(rows.dtype))
-    rows = torch.where(keep, rows, value)
-    slots = torch.where(valid, slots, target).long()
-    index = (slots // page_size, slots % page_size)
-    if cache.dtype == torch.float8_e4m3fn:  # index_put has no fp8 kernel; the bytes are what is moved
-        cache.view(torch.uint8).index_put_(index, rows.to(cache.dtype).view(torch.uint8))
-    else:
-        cache.index_put_(index, rows.to(cache.dtype))
+    return torch.where(valid, slots, target), torch.where(keep, rows, value)
 
 
 def _quantize(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:

@@ -33,9 +33,12 @@ def _row_offset(row, kv_head, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl
 def finish(
     acc, m, l, out, sinks, partial_acc, partial_ml, counter, b, row0, kv_head, is_whole, slot, v_scale,
     ROWS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr,
-    COLUMN0: gl.constexpr, STRIPED: gl.constexpr,
+    COLUMN0: gl.constexpr, STRIPED: gl.constexpr, ONE_ZERO: gl.constexpr = False,
 ):  # fmt: skip
-    """Write a warpgroup's columns from `COLUMN0` on: the result if the whole tile was seen, else a partial result."""
+    """Write a warpgroup's columns from `COLUMN0` on: the result if the whole tile was seen, else a partial result.
+
+    `ONE_ZERO`: a zero's sign does not reach the result.
+    """
     by_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     local = gl.arange(0, 64, by_row)
     column = COLUMN0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
@@ -47,6 +50,8 @@ def finish(
         scale = denominator(m, l, sinks, kv_head * GROUP + row % GROUP, in_use, HAS_SINKS) * v_scale
         o = out + b.to(gl.int64) * (ROWS * KV_HEADS * D) + _row_offset(row, kv_head, GROUP, KV_HEADS, D)
         result = (acc * gl.expand_dims(scale, 1)).to(out.dtype.element_ty)
+        if ONE_ZERO:
+            result = gl.where(result == 0, gl.zeros_like(result), result)
         gl.store(gl.expand_dims(o, 1) + gl.expand_dims(column, 0), result, mask=gl.expand_dims(in_use, 1))
     else:
         base = slot.to(gl.int64) * 64

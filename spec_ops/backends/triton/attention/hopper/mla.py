@@ -49,6 +49,7 @@ from spec_ops.backends.triton.attention.hopper.pages import (
     loading_warps,
     pages_of,
 )
+from spec_ops.backends.triton.attention.hopper.pieces import fold_pieces, piece_slot, slots_of
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
     await_predecessors,
@@ -192,9 +193,12 @@ def _attend(
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
     index, share, longer, range_begin, stop, b, begin, hm, HM: gl.constexpr,
     ROWS: gl.constexpr, HEADS: gl.constexpr, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr,
-    STRIPED: gl.constexpr, ODD: gl.constexpr, BOX: gl.constexpr,
+    STRIPED: gl.constexpr, ODD: gl.constexpr, BOX: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: logits and weights of every other block, and half of the output columns of all blocks."""
+    """A warpgroup: logits and weights of every other block, and half of the output columns of all blocks.
+
+    `PIECE`: each piece of so many blocks is an online softmax of its own (`pieces.py`); 0: all blocks of a range are one.
+    """
     row0 = hm * 64
     row = row0 + gl.arange(0, 64, S_ROW)
     query = row // HEADS
@@ -205,17 +209,24 @@ def _attend(
     even_weights = kv_rest_smem.index(0)
     odd_weights = kv_rest_smem.index(1)
     segments = 0
+    pieces = 0
     evens = 0
     odds = 0
     first_b = b
     first_begin = begin
-    while (begin < stop) & (range_begin < stop):
+    position = range_begin
+    while ((position if PIECE > 0 else begin) < stop) & (range_begin < stop):
         seq_len = gl.load(seq_lens + b)
         count = gl.cdiv(gl.maximum(seq_len, 0), 64)
         end = begin + count
         if count > 0:
             last = gl.minimum(end, stop) - begin
             first = gl.maximum(range_begin - begin, 0)
+            piece = first
+            until = last
+            if PIECE > 0:
+                piece = position - begin
+                until = gl.minimum(piece + PIECE, last)
             words = query.to(gl.int64)
             if MASK_LEN > 0:
                 words = gl.load(tree_mask + b * mask_stride + query, mask=row < ROWS, other=0)
@@ -230,7 +241,7 @@ def _attend(
             acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
             mbarrier.wait(bars.index(QUERIES), segments & 1)
 
-            for k in range(first, last, 2):
+            for k in range(piece, until, 2):
                 z = opaque_zero()
                 even_phase = evens & 1
                 odd_phase = odds & 1
@@ -320,31 +331,50 @@ def _attend(
                 evens += 1
                 odds += (k + 1 < last).to(gl.int32)
 
+            turn = (pieces if PIECE > 0 else segments) & 1
             if ODD:
-                mbarrier.wait(bars.index(EVEN_SUM), segments & 1)
+                mbarrier.wait(bars.index(EVEN_SUM), turn)
                 l = l + sums.load(S_ROW)
                 sums.store(l)
                 mbarrier.arrive(bars.index(ODD_SUM))
             else:
                 sums.store(l)
                 mbarrier.arrive(bars.index(EVEN_SUM))
-                mbarrier.wait(bars.index(ODD_SUM), segments & 1)
+                mbarrier.wait(bars.index(ODD_SUM), turn)
                 l = sums.load(S_ROW)
-            segments += 1
-            is_whole = (first == 0) & (begin + last == end)
-            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on after it (slot 1).
-            slot = (index * 2 + (end > stop).to(gl.int32)) * HM + hm
+            if PIECE > 0:
+                segments += (until == last).to(gl.int32)
+                pieces += 1
+                position = begin + until
+                is_whole = count <= PIECE
+                slot = piece_slot(b, begin, piece, PIECE) * HM + hm
+            else:
+                segments += 1
+                is_whole = (first == 0) & (begin + last == end)
+                # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on after it (slot 1).
+                slot = (index * 2 + (end > stop).to(gl.int32)) * HM + hm
             finish(
                 acc, m, l, out, sinks, partial_acc, partial_ml, counters + b * HM + hm,
-                b, row0, 0, is_whole, slot, v_scale, ROWS, HEADS, 1, 512, HAS_SINKS, 256 if ODD else 0, STRIPED,
+                b, row0, 0, is_whole, slot, v_scale, ROWS, HEADS, 1, 512, HAS_SINKS, 256 if ODD else 0, STRIPED, PIECE > 0,
             )  # fmt: skip
-        begin = end
-        b += 1
-    combine_unfinished(
-        partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop, hm, row0, 0,
-        first_b, first_begin, b - 1, begin, HM, ROWS, HEADS, 1, 512, HAS_SINKS,
-        256 if ODD else 0, 256, STRIPED,
-    )  # fmt: skip
+        if PIECE > 0:
+            passed = position >= end
+            begin = gl.where(passed, end, begin)
+            b += passed.to(gl.int32)
+        else:
+            begin = end
+            b += 1
+    if PIECE > 0:
+        fold_pieces(
+            partial_acc, partial_ml, counters, out, sinks, v_scale, seq_lens, range_begin, stop, hm, row0,
+            first_b, first_begin, HM, ROWS, HEADS, HAS_SINKS, 256 if ODD else 0, PIECE,
+        )  # fmt: skip
+    else:
+        combine_unfinished(
+            partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop, hm, row0, 0,
+            first_b, first_begin, b - 1, begin, HM, ROWS, HEADS, 1, 512, HAS_SINKS,
+            256 if ODD else 0, 256, STRIPED,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance", "pool"])
@@ -354,7 +384,7 @@ def mla_hopper_attention(
     qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr,
     HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr,
-    MIN_BLOCKS: gl.constexpr, PDL: gl.constexpr,
+    MIN_BLOCKS: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in `BOX` x 64 (`pages.py`)."""
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
@@ -388,7 +418,7 @@ def mla_hopper_attention(
     ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, MIN_BLOCKS)), 1)
     share = total // ranges
     longer = total - share * ranges
-    position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use)
+    position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use, PIECE)
 
     dtype: gl.constexpr = q_rows.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -404,13 +434,13 @@ def mla_hopper_attention(
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
-                STRIPED, False, BOX,
+                STRIPED, False, BOX, PIECE,
             )),
             (_attend, (
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                 index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
-                STRIPED, True, BOX,
+                STRIPED, True, BOX, PIECE,
             )),
             (_load, (
                 q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
@@ -444,8 +474,12 @@ def query_rows(q: torch.Tensor) -> torch.Tensor:
     return q if q.is_contiguous() and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
 
 
-def mla(call: AttentionCall, min_blocks: int | None = None) -> torch.Tensor:
-    """mla_draft_decode, mla_target_verify, mla_draft_extend, where `supports` says so."""
+def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0) -> torch.Tensor:
+    """mla_draft_decode, mla_target_verify, mla_draft_extend, where `supports` says so.
+
+    Args:
+        piece: blocks of a piece, an even number: the result is then batch-invariant (`pieces.py`).
+    """
     kv_cache, kv_scale, seq_lens = call.k_cache, call.k_scale, call.seq_lens.contiguous()
     bs, q_len, heads, dim = call.q.shape
     out = call.new_result()
@@ -457,7 +491,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None) -> torch.Tensor:
     rows = q_len * heads
     tiles = triton.cdiv(rows, 64)
     ranges = aligned_ranges(max(1, num_sms(q.device) // tiles), bs)
-    slots = ranges * 2 * tiles
+    slots = tiles * (slots_of(call, bs, piece) if piece else ranges * 2)
     partial = torch.empty(slots * 64 * (512 + 2), dtype=torch.float32, device=q.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     q_box = max(8, min(64, triton.next_power_of_2(rows)))
@@ -472,8 +506,9 @@ def mla(call: AttentionCall, min_blocks: int | None = None) -> torch.Tensor:
         block_tables.stride(0), mask_stride,
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
         MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
-        BS=max(32, triton.next_power_of_2(bs)), Q_BOX=q_box, BOX=box, STRIPED=striped(ranges, bs),
-        MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), num_warps=4,
+        BS=max(256 if piece else 32, triton.next_power_of_2(bs)), Q_BOX=q_box, BOX=box,
+        STRIPED=not piece and striped(ranges, bs), MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), PIECE=piece,
+        num_warps=4, **({"enable_fp_fusion": False} if piece else {}),
         # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,
     )  # fmt: skip

@@ -76,14 +76,27 @@ def block_counts(seq_lens, bs, BS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def place(index, ranges, share, longer, counts, ids, in_use):
+def nearest_piece(block, counts, ends, ids, in_use, PIECE: gl.constexpr):
+    """The end of a piece nearest to `block`: pieces are `PIECE` blocks of a request, from its first one on, or what is left."""
+    b = gl.sum(((ends <= block) & in_use).to(gl.int32), 0)
+    begin = gl.sum(gl.where(ids < b, counts, 0), 0)
+    before = (block - begin) // PIECE * PIECE
+    after = gl.minimum(before + PIECE, gl.sum(gl.where(ids == b, counts, 0), 0))
+    return begin + gl.where(2 * (block - begin) > before + after, after, before)
+
+
+@gluon.jit
+def place(index, ranges, share, longer, counts, ids, in_use, PIECE: gl.constexpr = 0):
     """Range `index` of `ranges`: its first block, the one after its last, the request that it begins in, and the first block of
-    that request. Ranges from `ranges` on are empty."""
+    that request. Ranges from `ranges` on are empty; with a `PIECE`, ranges begin and end where pieces do, and others may be."""
     position = range_start(index, share, longer)
     stop = range_start(index + 1, share, longer)
+    ends = gl.associative_scan(counts, 0, add)
+    if PIECE > 0:
+        position = nearest_piece(position, counts, ends, ids, in_use, PIECE)
+        stop = nearest_piece(stop, counts, ends, ids, in_use, PIECE)
     if index >= ranges:
         stop = position
-    ends = gl.associative_scan(counts, 0, add)
     b = gl.sum(((ends <= position) & in_use).to(gl.int32), 0)
     begin = gl.sum(gl.where(ids < b, counts, 0), 0)
     return position, stop, b, begin
@@ -138,10 +151,11 @@ def denominator(m, l, sinks, head, in_use, HAS_SINKS: gl.constexpr):
 
 
 @gluon.jit
-def await_all(counter, expected):
-    """Wait until `expected` have arrived (low half of the counter); the last to leave (high half) clears it."""
+def await_all(counter, expected, leaving=1):
+    """Wait until `expected` have arrived (low half of the counter), then leave as `leaving` of them (high half); the last to
+    leave clears it."""
     value = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     while (value & 0xFFFF) < expected:
         value = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    if gl.atomic_add(counter, 0x10000, sem="relaxed", scope="gpu") >> 16 == expected - 1:
+    if gl.atomic_add(counter, leaving * 0x10000, sem="relaxed", scope="gpu") >> 16 == expected - leaving:
         gl.store(counter, 0)

@@ -71,3 +71,20 @@ register_backend(
         tree_paths=True,
     )
 )
+
+# Not registered, so that nothing takes it: its bits have yet to be compared on a GPU. `register_backend(MLA_PIECES)` makes it a
+# `backend=` of `Generator(invariant=True)` and of the ops. It has a name of its own, since all calls of a model must go to one
+# kernel and it serves no trees; its rank keeps `deterministic=True` at `triton-deterministic`.
+MLA_PIECES = Backend(
+    name="triton-mla-pieces",
+    kernels={step: "spec_ops.backends.triton.attention.hopper.mla_invariant:attention" for step in STEPS if "mla" in step},
+    capabilities=(90, 90),
+    dtypes=frozenset({torch.bfloat16, torch.float16}),
+    kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
+    rank=120,
+    head_dims=frozenset({576}),
+    sinks=True,
+    constraint=_constraint,
+    by_name="is slower, for results that do not depend on the batch (`deterministic=True`)",
+    deterministic=True,
+)

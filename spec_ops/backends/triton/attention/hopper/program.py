@@ -76,8 +76,9 @@ def block_counts(seq_lens, bs, BS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def nearest_piece(block, counts, ends, ids, in_use, PIECE: gl.constexpr):
+def nearest_piece(block, counts, ids, in_use, PIECE: gl.constexpr):
     """The end of a piece nearest to `block`: pieces are `PIECE` blocks of a request, from its first one on, or what is left."""
+    ends = gl.associative_scan(counts, 0, add)
     b = gl.sum(((ends <= block) & in_use).to(gl.int32), 0)
     begin = gl.sum(gl.where(ids < b, counts, 0), 0)
     before = (block - begin) // PIECE * PIECE
@@ -91,12 +92,12 @@ def place(index, ranges, share, longer, counts, ids, in_use, PIECE: gl.constexpr
     that request. Ranges from `ranges` on are empty; with a `PIECE`, ranges begin and end where pieces do, and others may be."""
     position = range_start(index, share, longer)
     stop = range_start(index + 1, share, longer)
-    ends = gl.associative_scan(counts, 0, add)
     if PIECE > 0:
-        position = nearest_piece(position, counts, ends, ids, in_use, PIECE)
-        stop = nearest_piece(stop, counts, ends, ids, in_use, PIECE)
+        position = nearest_piece(position, counts, ids, in_use, PIECE)
+        stop = nearest_piece(stop, counts, ids, in_use, PIECE)
     if index >= ranges:
         stop = position
+    ends = gl.associative_scan(counts, 0, add)
     b = gl.sum(((ends <= position) & in_use).to(gl.int32), 0)
     begin = gl.sum(gl.where(ids < b, counts, 0), 0)
     return position, stop, b, begin

@@ -1,5 +1,5 @@
-"""Pieces of the batch-invariant Hopper MLA kernel, in numpy and on the CPU: which range takes which piece, where partial results
-lie, how they merge, and a prompt's queries as requests. What the kernel computes is in `tests/gpu/test_mla_pieces.py`."""
+"""Pieces of the batch-invariant Hopper MLA kernel, in numpy and on the CPU: which range takes which piece, where partial
+results lie, how they merge, and a prompt's queries as requests. `tests/gpu/test_mla_pieces.py` has what it computes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_ranges_take_every_piece_once_and_whole(in_numpy, seed):
 
 
 def test_requests_of_equal_length_are_divided_evenly(in_numpy):
-    """32 x 1,024 keys and 8 x 8,192, each with 4 more, over 16 ranges: no range has more than two pieces and what is left over."""
+    """32 x 1,024 keys and 8 x 8,192, each with 4 more, over 16 ranges."""
     assert {stop - position for position, stop, *_ in places(np.full(32, 17), 16, 32)[:16]} == {34}
     assert max(stop - position for position, stop, *_ in places(np.full(8, 129), 16, 32)) == 65
 

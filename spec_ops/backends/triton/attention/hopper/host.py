@@ -40,6 +40,11 @@ def token_rows(cache: torch.Tensor, box: int) -> TensorDescriptor | torch.Tensor
     return TensorDescriptor(cache, shape, [cache.stride(1), 1], [box, 64], layout)
 
 
+def query_rows(q: torch.Tensor) -> torch.Tensor:
+    """`q`, or a copy that TMA can read: contiguous, from a multiple of 16 bytes on."""
+    return q if q.is_contiguous() and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
+
+
 def is_token_rows(cache: torch.Tensor) -> bool:
     """Whether a descriptor can read `cache [pages, page, ..., dim]` of 16-bit numbers, or queries, as `[tokens, row]`:
     dense rows at one distance, in steps of 16 bytes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 
 @gluon.jit
@@ -52,3 +53,17 @@ def seen_by_any(row, valid, slots, MASK_LEN: gl.constexpr, HOLES: gl.constexpr):
         shift = gl.minimum(gl.maximum(bit, 0), MASK_LEN - 1).to(gl.int64)
         seen = seen & ((bit < 0) | (((slots >> shift) & 1) != 0))
     return seen
+
+
+@gluon.jit
+def zero_rows(v, valid, slots, MASK_LEN: gl.constexpr, HOLES: gl.constexpr):
+    """Clear the rows of `v [64, 256]` that no query sees (`seen_by_any`): there may be NaN, and 0 * NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    chunks = v._reinterpret(v.dtype, [4, 64, 64], v.layout)
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    seen = gl.expand_dims(seen_by_any(row, valid, slots, MASK_LEN, HOLES), 1)
+    for c in range(4):
+        chunk = chunks.index(c)
+        x = chunk.load(layout)
+        chunk.store(gl.where(seen, x, gl.zeros_like(x)))
+    fence_async_shared()

@@ -36,10 +36,11 @@ from spec_ops.backends.triton.attention.hopper.host import (
     box_of,
     is_token_rows,
     pool_of,
+    query_rows,
     token_rows,
     tree_arguments,
 )
-from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
+from spec_ops.backends.triton.attention.hopper.mask import seen_slots, visible, zero_rows
 from spec_ops.backends.triton.attention.hopper.pages import (
     announce,
     arrivals,
@@ -74,20 +75,6 @@ EVEN_LEFT, EVEN_RIGHT, ODD_LEFT, ODD_RIGHT, QUERIES = (gl.constexpr(i) for i in 
 FREE = gl.constexpr(5)  # added to one of the five above
 EVEN_WEIGHTS, ODD_WEIGHTS, EVEN_SUM, ODD_SUM = (gl.constexpr(i) for i in range(10, 14))
 BARRIERS = gl.constexpr(14)
-
-
-@gluon.jit
-def _zero_rows(v, valid, slots, MASK_LEN: gl.constexpr, HOLES: gl.constexpr):
-    """Clear the rows of `v [64, 256]` that no query sees (`seen_by_any`): there may be NaN, and 0 * NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    chunks = v._reinterpret(v.dtype, [4, 64, 64], v.layout)
-    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    seen = gl.expand_dims(seen_by_any(row, valid, slots, MASK_LEN, HOLES), 1)
-    for c in range(4):
-        chunk = chunks.index(c)
-        x = chunk.load(layout)
-        chunk.store(gl.where(seen, x, gl.zeros_like(x)))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -222,8 +209,7 @@ def _attend(
         if count > 0:
             last = gl.minimum(end, stop) - begin
             first = gl.maximum(range_begin - begin, 0)
-            piece = first
-            until = last
+            piece, until = first, last
             if PIECE > 0:
                 piece = position - begin
                 until = gl.minimum(piece + PIECE, last)
@@ -240,7 +226,7 @@ def _attend(
             l = gl.full([64], 0.0, gl.float32, S_ROW)
             acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
             if PIECE > 0:
-                # Not for every piece: where a last one has no block for the odd warpgroup, the next queries may be there already.
+                # Not again: where the last piece has no block for the odd warpgroup, the next queries may have come.
                 mbarrier.wait(bars.index(QUERIES), segments & 1, pred=piece == first)
             else:
                 mbarrier.wait(bars.index(QUERIES), segments & 1)
@@ -273,7 +259,7 @@ def _attend(
                         acc = _scale_rows(acc, shrink)
                         if HOLES:  # noqa: SIM102  decided while compiling: else only a last block, which has no partner
                             if start + 64 > some_seen:
-                                _zero_rows(kv_smem.index(1), seq_len - start, slots, MASK_LEN, HOLES)
+                                zero_rows(kv_smem.index(1), seq_len - start, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(kv_rest_smem.index(z), kv_smem.index(z + 1), acc, is_async=True)
                         l = l * shrink
                         shrink = gl.exp2(m_even - shift)
@@ -282,7 +268,7 @@ def _attend(
                         mbarrier.arrive(bars.index(EVEN_RIGHT + FREE))
                         acc = _scale_rows(acc, shrink)
                         if start + 128 > some_seen:
-                            _zero_rows(kv_smem.index(3), seq_len - start - 64, slots, MASK_LEN, HOLES)
+                            zero_rows(kv_smem.index(3), seq_len - start - 64, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(gl.convert_layout(weights, P_LAYOUT), kv_smem.index(z + 3), acc, is_async=True)
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(ODD_RIGHT + FREE))
@@ -295,7 +281,7 @@ def _attend(
                         m = m_even
                         acc = _scale_rows(acc, shrink)
                         if start + 64 > some_seen:
-                            _zero_rows(kv_smem.index(1), seq_len - start, slots, MASK_LEN, HOLES)
+                            zero_rows(kv_smem.index(1), seq_len - start, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(kv_rest_smem.index(z), kv_smem.index(z + 1), acc, is_async=True)
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(EVEN_RIGHT + FREE))
@@ -317,7 +303,7 @@ def _attend(
                     m = m_even
                     acc = _scale_rows(acc, shrink)
                     if start + 64 > some_seen:
-                        _zero_rows(kv_smem.index(0), seq_len - start, slots, MASK_LEN, HOLES)
+                        zero_rows(kv_smem.index(0), seq_len - start, slots, MASK_LEN, HOLES)
                     token = warpgroup_mma(gl.convert_layout(weights, P_LAYOUT), kv_smem.index(z), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, [token])
                     mbarrier.arrive(bars.index(EVEN_LEFT + FREE))
@@ -328,7 +314,7 @@ def _attend(
                         l = l * shrink
                         acc = _scale_rows(acc, shrink)
                         if start + 128 > some_seen:
-                            _zero_rows(kv_smem.index(2), seq_len - start - 64, slots, MASK_LEN, HOLES)
+                            zero_rows(kv_smem.index(2), seq_len - start - 64, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(kv_rest_smem.index(z + 1), kv_smem.index(z + 2), acc, is_async=True)
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(ODD_LEFT + FREE))
@@ -471,11 +457,6 @@ def supports(call: AttentionCall) -> bool:
         and window_within(call.window_left, call.block_tables, page_size) < 0
         and call.softcap == 0
     )
-
-
-def query_rows(q: torch.Tensor) -> torch.Tensor:
-    """`q`, or a copy that TMA can read: contiguous, from a multiple of 16 bytes on."""
-    return q if q.is_contiguous() and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
 
 
 def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0) -> torch.Tensor:

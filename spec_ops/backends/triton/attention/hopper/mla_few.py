@@ -29,9 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
-from spec_ops.backends.triton.attention.hopper.host import aligned_ranges, box_of, pool_of, token_rows, tree_arguments
+from spec_ops.backends.triton.attention.hopper.host import (
+    aligned_ranges,
+    box_of,
+    pool_of,
+    query_rows,
+    token_rows,
+    tree_arguments,
+)
 from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
-from spec_ops.backends.triton.attention.hopper.mla import query_rows
 from spec_ops.backends.triton.attention.hopper.mla_few_combine import combine_unfinished, finish
 from spec_ops.backends.triton.attention.hopper.pages import (
     announce,

@@ -32,8 +32,8 @@ def attention(call: AttentionCall, piece: int = PIECE) -> torch.Tensor:
     """
     if not mla.supports(call):
         raise ValueError(
-            f"{call.step}: `kv_cache` must hold dense rows of 576 numbers at one distance, aligned to 16 bytes, without a window "
-            "or a soft cap, for batch-invariant attention in pieces; take the backend 'triton-deterministic'"
+            f"{call.step}: `kv_cache` must hold dense rows at one distance, aligned to 16 bytes, for batch-invariant attention "
+            "in pieces, without a window or a soft cap; take the backend 'triton-deterministic'"
         )
     out = call.new_result()
     if out.numel() == 0:

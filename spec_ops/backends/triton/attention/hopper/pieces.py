@@ -87,7 +87,7 @@ def _fold_rows(
                 l_i = gl.load(ml + 64, cache_modifier=".cg")
                 parts += ((m_i, l_i, gl.load(a, cache_modifier=".cg")),)  # type: ignore[assignment]
             for i in gl.static_range(AHEAD):
-                m_i, l_i, a_i = parts[i]  # type: ignore[misc]
+                m_i, l_i, a_i = parts[i]  # type: ignore[misc, var-annotated]
                 m_i = gl.where(start + i < pieces, m_i, float("-inf"))
                 m, l, acc = merge(m, l, acc, m_i, l_i, a_i)
         scale = denominator(m, l, sinks, (row0 + row) % HEADS, row < stop_row, HAS_SINKS) * v_scale

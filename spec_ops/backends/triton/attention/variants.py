@@ -20,6 +20,7 @@ from spec_ops.backends.triton.attention.deterministic import launcher as determi
 from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
 from spec_ops.backends.triton.attention.hopper import mla as mla_hopper
 from spec_ops.backends.triton.attention.hopper import mla_few as mla_hopper_few
+from spec_ops.backends.triton.attention.hopper import mla_invariant
 from spec_ops.backends.triton.runtime import ahead as ahead_of_time
 from spec_ops.backends.triton.runtime.ahead import ARCHS, FP8_ARCHS, Variant
 from spec_ops.backends.triton.runtime.launch import Launch, recorded
@@ -186,8 +187,18 @@ def _on_hopper(name: str, shape: Shape, bs: int, q_len: int, tree: bool) -> Iter
             yield variant_of(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=page_size > 1 and not wide)
 
 
+def _in_pieces() -> Iterator[Variant]:
+    """The batch-invariant variant of Hopper's MLA kernel."""
+    for shape, q_len, page_size in ((MLA_128, 4, 64), (MLA_16, 1, 16)):
+        call = call_of(shape, 8, q_len, page_size=page_size)
+        (launch,) = launches_of(functools.partial(mla_hopper.mla, call, piece=mla_invariant.PIECE))
+        name = f"Hopper attention in pieces, {shape.label}, {q_len} causal, pages of {page_size}"
+        yield variant_of(name, launch, HOPPER, (90,), hot=True)
+
+
 def ahead() -> Iterator[Variant]:
     yield from _deterministic()
+    yield from _in_pieces()
     for shape, q_len, tree in UNIFORM:
         bs = 8
         call = call_of(shape, bs, q_len, tree)

@@ -1,0 +1,120 @@
+"""Batch-invariant MLA in pieces on a Hopper GPU: right, and the same bits however a call is made (`hopper/pieces.py`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
+]
+
+import spec_ops  # noqa: E402
+from spec_ops.backends import register_backend, unregister_backend  # noqa: E402
+from spec_ops.backends.triton import MLA_PIECES  # noqa: E402
+from tests.gpu.test_attention import check_accuracy  # noqa: E402
+from tests.gpu.test_deterministic import bits, rows  # noqa: E402
+from tests.helpers.attention_calls import BF16, DEVICE  # noqa: E402
+from tests.ops.test_attention import make_case  # noqa: E402
+
+# Of blocks, pairs of them, and pieces; 6,145 keys and more are a fold of more than four pieces, 17,000 one of more than eight.
+LENGTHS = (16, 63, 64, 65, 127, 128, 129, 200, 2047, 2048, 2049, 2063, 2111, 2112, 2113, 4096, 4100, 6145, 8200, 17_000)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    register_backend(MLA_PIECES)
+    yield
+    unregister_backend(MLA_PIECES.name)
+
+
+def run(step: str, a: dict[str, Any]) -> torch.Tensor:
+    return getattr(spec_ops, f"mla_{step}")(**a, backend=MLA_PIECES.name)
+
+
+def made(heads: int, q_len: int, **options: Any) -> dict[str, Any]:
+    """`LENGTHS` are of the last query; pages of a request lie anywhere in one pool."""
+    g = torch.Generator(DEVICE).manual_seed(heads + q_len)
+    bs = len(LENGTHS)
+    return {
+        "q": torch.randn(bs, q_len, heads, 576, generator=g, device=DEVICE).to(BF16),
+        "kv_cache": torch.randn(400, 64, 576, generator=g, device=DEVICE).to(BF16),
+        "kv_lora_rank": 512,
+        "block_tables": torch.randint(400, (bs, 272), generator=g, device=DEVICE, dtype=torch.int32),
+        "seq_lens": torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE),
+        "scale": 0.06,
+        **options,
+    }
+
+
+@pytest.mark.parametrize("mode", ["draft_chain", "verify_chain", "extend"])
+@pytest.mark.parametrize(("heads", "sinks"), [(16, False), (128, True)])
+def test_accuracy(mode, heads, sinks):
+    lens = [0, 1, 63, 64, 65, 127, 300, 2047, 2048, 2049, 4096, 5000, 17_000]
+    case = make_case(
+        "mla", mode, DEVICE, dtype=BF16, head_dim=576, v_dim=512, page_size=64, heads=heads, sinks=sinks, lens=lens
+    )
+    check_accuracy(case, MLA_PIECES.name)
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(128, 4), (128, 1), (16, 4), (16, 16)])
+def test_any_batch(heads, q_len):
+    """Each request alone, in random batches and at other places; and again while others are on the GPU."""
+    a = made(heads, q_len)
+    bs = len(LENGTHS)
+    expected = bits(run("target_verify", a))
+    rng = torch.Generator().manual_seed(1)
+    batches = [torch.tensor([b]) for b in range(bs)]
+    batches += [torch.randint(bs, (size,), generator=rng) for size in (2,) * 6 + (5,) * 6 + (40,) * 3] + [torch.arange(bs)] * 10
+    for index in batches:
+        index = index.to(DEVICE)
+        assert torch.equal(bits(run("target_verify", rows(a, index))), expected[index]), index.tolist()
+
+
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_any_number_of_queries(heads):
+    """16 queries verified together, in parts down to one, and as a ragged extend."""
+    a = made(heads, 16)
+    whole = run("target_verify", a)
+    expected = bits(whole)
+    for first, last in [(i, i + 1) for i in range(16)] + [(0, 4), (4, 8), (12, 16), (5, 14)]:
+        part = {"q": a["q"][:, first:last], "seq_lens": a["seq_lens"] - (16 - last)}
+        assert torch.equal(bits(run("draft_decode", a | part)), expected[:, first:last]), (first, last)
+    given = torch.randint(17, (len(LENGTHS),), generator=torch.Generator().manual_seed(0)).tolist()
+    indptr = torch.tensor([0, *given]).cumsum(0).to(torch.int32).to(DEVICE)
+    ragged = {"q": torch.cat([a["q"][b, 16 - n :] for b, n in enumerate(given)]), "q_indptr": indptr, "max_q_len": 16}
+    picked = torch.cat([whole[b, 16 - n :] for b, n in enumerate(given)])
+    assert torch.equal(bits(run("extend", a | ragged)), bits(picked))
+
+
+def test_any_page_size():
+    a = made(128, 4)
+    expected = bits(run("target_verify", a))
+    for size in (32, 16, 1):
+        parts = 64 // size
+        tables = a["block_tables"][:, :, None] * parts + torch.arange(parts, dtype=torch.int32, device=DEVICE)
+        smaller = a | {"block_tables": tables.flatten(1), "kv_cache": a["kv_cache"].view(-1, size, 576)}
+        assert torch.equal(bits(run("target_verify", smaller)), expected), size
+
+
+def test_keys_that_are_not_seen():
+    """Drafts after a query, of large values: a weight of 0 times those must not move how tensor cores align their sums."""
+    a = made(128, 8)
+    lengths = [8, 9, 66, 67, 70, 71, 72, 100, 130, 135, 2050, 2055, 2056, 4100]
+    for length in lengths:
+        one = rows(a, torch.tensor([0], device=DEVICE))
+        one["block_tables"] = torch.arange(272, dtype=torch.int32, device=DEVICE)[None]
+        one["seq_lens"] = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+        first = one | {"q": one["q"][:, :1], "seq_lens": one["seq_lens"] - 7}
+        expected = bits(run("draft_decode", first))
+        cache = a["kv_cache"].clone()
+        cache.flatten(0, 1)[length - 7 : length] = 3e4
+        assert torch.equal(bits(run("target_verify", one | {"kv_cache": cache}))[:, :1], expected), length

@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -52,6 +52,9 @@ class Backend:
         by_name: why `"auto"` never picks it, or None.
         deterministic: batch-invariant: a query's result depends on that query and the keys it sees alone, to the last bit;
             calls with `deterministic=True` take that of their device.
+        whole_caches: of such a backend: `deterministic=True`, which sees one call, does not take it, since the next one on the
+            same cache may be one that it refuses. A `Generator` with `invariant=True` knows all calls on a cache, and takes it
+            where it can run each of them.
         tree_paths: besides, a node of a tree has the bits of the same path as a chain, whatever slots it has.
         rank: the lowest eligible rank wins under `"auto"`, as long as no measured times say otherwise (`measured.py`).
         constraint: what the other fields cannot say, as a pure function of the call's facts and the architecture that returns
@@ -77,6 +80,7 @@ class Backend:
     host_plan: bool = False
     by_name: str | None = None
     deterministic: bool = False
+    whole_caches: bool = False
     tree_paths: bool = False
     constraint: Callable[[AttentionMeta, int | None], str | None] | None = None
     requires: tuple[str, str] | None = None
@@ -185,17 +189,21 @@ def validate_backend_name(check: Any, name: object) -> None:
         check.fail("backend", f"'auto' or one of {list(available_backends())}", repr(name))
 
 
-def invariant_backend(arch: int | None) -> str:
+def invariant_backend(arch: int | None, calls: Sequence[AttentionMeta] = ()) -> str:
     """The batch-invariant backend of `arch` (None: the CPU), the same for every call: two of them do not agree in their bits.
+
+    Args:
+        calls: every call that there will be on a cache, where that is known: backends of whole caches take part.
 
     Raises:
         BackendError: there is none.
     """
     for backend in _batch_invariant(arch is not None):
         low, high = (0, 0) if backend.capabilities is None else backend.capabilities
-        if low <= (arch or 0) <= high:
+        serves = not backend.whole_caches or (bool(calls) and not any(backend.refuse(call, arch) for call in calls))
+        if low <= (arch or 0) <= high and serves:
             return backend.name
-    known = [backend.name for on_gpu in (True, False) for backend in _batch_invariant(on_gpu)]
+    known = [b.name for on_gpu in (True, False) for b in _batch_invariant(on_gpu) if not b.whole_caches]
     raise BackendError(f"no batch-invariant attention backend runs on {_place(arch)}; there are {known}")
 
 
@@ -219,7 +227,8 @@ def attention_backend(check, name: object, deterministic: object, device: torch.
     if device.type == "cpu":
         return invariant_backend(None)
     # A plan for a GPU (`explain`) is traced on `meta`; what a GPU cannot run is refused when the kernel is chosen.
-    return next((backend.name for backend in _batch_invariant(True)), None) or invariant_backend(device_arch(device))
+    on_gpu = (backend.name for backend in _batch_invariant(True) if not backend.whole_caches)
+    return next(on_gpu, None) or invariant_backend(device_arch(device))
 
 
 def plans_on_host(name: str) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from spec_ops.backends import push
-from spec_ops.backends.registry import get_backend
+from spec_ops.backends.call import RAGGED, STEPS, AttentionMeta
+from spec_ops.backends.registry import ANY_Q_LEN, device_arch, get_backend, invariant_backend
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.lookup import PromptLookup
+from spec_ops.models.config import CacheSizes, LayerAttention
 from spec_ops.models.drafts import Draft
 from spec_ops.models.target import Target
 
@@ -28,6 +31,42 @@ def check_invariant(target: Target, drafts: bool, config: SpeculationConfig, bac
             )
     if target.ranks is not None:
         _check_shares(target, weight.device)
+
+
+def cache_backend(
+    sizes: CacheSizes,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    page_size: int,
+    tokens: int,
+    tree: bool,
+) -> str:
+    """The batch-invariant backend of all attention over a model's cache, decided once: two of them differ in their bits.
+
+    Args:
+        sizes: of the model. One without `attention`, which says what its layers attend with, gets the backend for every call.
+        tokens: most queries of a request, but for prompts.
+        tree: whether they may be those of a tree.
+    """
+    layers = getattr(sizes, "attention", None)
+    calls = () if layers is None else _calls(sizes, layers, dtype, cache_dtype, page_size, tokens, tree)
+    return invariant_backend(device_arch(device), tuple(dict.fromkeys(calls)))
+
+
+def _calls(
+    sizes: CacheSizes, layers: Sequence[LayerAttention], dtype: torch.dtype, cache_dtype: torch.dtype, page_size: int,
+    tokens: int, tree: bool,
+) -> Iterator[AttentionMeta]:  # fmt: skip
+    """Every kind of call that rounds and prompts make."""
+    for layer, rows in zip(layers, sizes.kv_rows, strict=True):
+        latent = len(rows) == 1
+        for step in (step for step in STEPS if step.startswith("mla_" if latent else "mha_")):
+            masked = tree and step.endswith(("_draft_decode", "_target_verify"))
+            yield AttentionMeta(
+                step, dtype, cache_dtype, layer.num_heads, 1 if latent else rows[0][0], rows[0][-1], layer.v_head_dim,
+                page_size, ANY_Q_LEN if step in RAGGED else tokens, masked, layer.window, layer.sinks, layer.softcap,
+            )  # fmt: skip
 
 
 def _check_shares(target: Target, device: torch.device) -> None:

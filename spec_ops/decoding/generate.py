@@ -22,7 +22,7 @@ from spec_ops.decoding.buckets import Buckets
 from spec_ops.decoding.config import SpeculationConfig
 from spec_ops.decoding.draft import HeldDrafts
 from spec_ops.decoding.drafter import draft_model
-from spec_ops.decoding.fitting import check_draft, check_invariant, check_lookup
+from spec_ops.decoding.fitting import cache_backend, check_draft, check_invariant, check_lookup
 from spec_ops.decoding.grammar import Grammars, Matcher, check_matchers
 from spec_ops.decoding.logits import LogitsFeatures, LogitsProcessor
 from spec_ops.decoding.lookup import PromptLookup
@@ -31,6 +31,7 @@ from spec_ops.decoding.pages import PagePool
 from spec_ops.decoding.round import PlainRound, SpeculativeRound
 from spec_ops.decoding.sampling import SamplingParams
 from spec_ops.decoding.stats import GenerationResult, GenerationStats
+from spec_ops.models.config import ModelSizes
 from spec_ops.models.drafts import Draft
 from spec_ops.models.paged import DEFAULT_PAGE_SIZE, PagedKVCache, refuse_autocast
 from spec_ops.models.target import Target
@@ -103,7 +104,8 @@ class Generator:
         self.compile, self.invariant = compile, bool(invariant)
         if invariant:
             check_invariant(target, draft is not None, self.config, backend, prefill_backend)
-            backend = invariant_backend(device_arch(self.device)) if backend == "auto" else backend
+            if backend == "auto" and prefill_backend not in (None, "auto"):  # bits of prompts must be those of rounds
+                backend = invariant_backend(device_arch(self.device))
         self.backend = backend
         self.prefill_backend = backend if prefill_backend in (None, "auto") and invariant else prefill_backend or backend
         if isinstance(draft, PromptLookup):
@@ -115,10 +117,9 @@ class Generator:
             raise ValueError(f"Generator: `cache_dtype` must be the model's {self.dtype} or float8_e4m3fn, got {cache_dtype}")
         self.max_pages = self._pool(0).needed(max_seq_len)
         self.num_pages = self.max_pages * max_batch_size if num_pages is None else num_pages
-        pool: dict[str, Any] = {"dtype": cache_dtype or self.dtype, "device": self.device}
         with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
-            self.target_cache = PagedKVCache(target.config, self.num_pages, page_size, **pool)
-            self.draft_cache = None if model is None else PagedKVCache(model.config, self.num_pages, page_size, **pool)
+            self.target_cache = self._cache(target.config, cache_dtype or self.dtype)
+            self.draft_cache = None if model is None else self._cache(model.config, cache_dtype or self.dtype)
         self.buckets = Buckets(
             target, draft, self.config, self.target_cache, self.draft_cache, max_pages=self.max_pages, max_seq_len=max_seq_len,
             compile=compile, backend=self.backend, invariant=self.invariant,
@@ -126,6 +127,13 @@ class Generator:
         self._running = threading.Lock()
         self.ranks = target.ranks
         self._check_ranks(model)
+
+    def _cache(self, sizes: ModelSizes, dtype: torch.dtype) -> PagedKVCache:
+        backend, config = "auto", self.config
+        if self.invariant and self.backend == "auto":
+            tokens, tree = (config.num_tokens, config.topk > 1) if self.draft is not None else (1, False)
+            backend = cache_backend(sizes, self.dtype, dtype, self.device, self.page_size, tokens, tree)
+        return PagedKVCache(sizes, self.num_pages, self.page_size, dtype=dtype, device=self.device, backend=backend)
 
     def _pool(self, count: int) -> PagePool:
         return PagePool(count, self.page_size, self.config.reserve if self.draft is not None else 1)
@@ -145,7 +153,8 @@ class Generator:
         }
         for name in ("max_batch_size", "max_seq_len", "page_size", "num_pages", "prefill_chunk_size"):
             same[name] = getattr(self, name)
-        same |= {"backend": (self.backend, self.prefill_backend), "cache_dtype": self.target_cache.layer(0)[0].dtype}
+        caches = [cache.backend for cache in (self.target_cache, self.draft_cache) if cache is not None]
+        same |= {"backend": (self.backend, self.prefill_backend, *caches), "cache_dtype": self.target_cache.layer(0)[0].dtype}
         self.ranks.check_same("Generator", same)
 
     def bucket(self, batch_size: int) -> int:

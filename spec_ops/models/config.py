@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from spec_ops.models.fields import FieldError, Fields
 
 KVRows = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class LayerAttention(NamedTuple):
+    """What of a layer's attention decides which kernels can run it, besides its rows in the cache.
+
+    Attributes:
+        num_heads: query heads.
+        v_head_dim: width of a head's result, of MLA `kv_lora_rank`.
+        window, sinks, softcap: whether it has a sliding window, attention sinks, a soft cap.
+    """
+
+    num_heads: int
+    v_head_dim: int
+    window: bool = False
+    sinks: bool = False
+    softcap: bool = False
 
 
 class CacheSizes(Protocol):
@@ -215,6 +231,13 @@ class ModelConfig:
         """Keys that a query of `layer` sees, its own included; None for all."""
         full = self.sliding_window_pattern is not None and (layer + 1) % self.sliding_window_pattern == 0
         return None if full else self.sliding_window
+
+    @property
+    def attention(self) -> tuple[LayerAttention, ...]:
+        """Of each layer."""
+        width = self.kv_lora_rank if self.is_mla else self.head_dim
+        windows = (self.window(layer) is not None for layer in range(self.num_layers))
+        return tuple(LayerAttention(self.num_heads, width, window, self.attention_sinks) for window in windows)
 
     @property
     def kv_rows(self) -> KVRows:

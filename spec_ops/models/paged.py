@@ -55,6 +55,7 @@ class PagedKVCache(nn.Module):
         dtype: `torch.float8_e4m3fn` quantizes.
         device: of all caches.
         scale: dequantization scale of an fp8 cache.
+        backend: of the attention over it, where a step names none.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class PagedKVCache(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         scale: float = 1.0,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         self.kv_rows, self.num_layers = config.kv_rows, len(config.kv_rows)
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages, self.page_size, self.backend = num_pages, page_size, backend
         self.scale = scale if dtype == torch.float8_e4m3fn else None
         for layer, rows in enumerate(config.kv_rows):
             for name, row in zip(self._names(layer), rows, strict=True):
@@ -108,7 +110,7 @@ class PagedAttention:
         kv_indices: int32, the same.
         seq_lens_cpu: `seq_lens` on the host, for kernels that plan there.
         max_seq_len: a bound of `seq_lens`.
-        backend: of the op.
+        backend: of the op; `"auto"`: that of the cache.
     """
 
     cache: PagedKVCache
@@ -128,6 +130,8 @@ class PagedAttention:
 
     def __post_init__(self) -> None:
         self.flat_slots = self.slots.flatten()  # once for all layers; `rope_tables` says why
+        if self.backend == "auto":
+            self.backend = self.cache.backend
 
     def _queries(self) -> dict[str, Any]:
         common = {

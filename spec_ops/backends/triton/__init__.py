@@ -36,6 +36,12 @@ def _constraint(meta: AttentionMeta, arch: int | None) -> str | None:
     return None
 
 
+def _same_dtype(meta: AttentionMeta, arch: int | None) -> str | None:
+    if meta.kv_dtype != meta.dtype:
+        return f"needs caches in the dtype of queries, {meta.dtype}, not {meta.kv_dtype}"
+    return _constraint(meta, arch)
+
+
 register_backend(
     Backend(
         name="triton",
@@ -72,19 +78,21 @@ register_backend(
     )
 )
 
-# Not registered, so that nothing takes it: its bits have yet to be compared on a GPU. `register_backend(MLA_PIECES)` makes it a
-# `backend=` of `Generator(invariant=True)` and of the ops. It has a name of its own, since all calls of a model must go to one
-# kernel and it serves no trees; its rank keeps `deterministic=True` at `triton-deterministic`.
-MLA_PIECES = Backend(
-    name="triton-mla-pieces",
-    kernels={step: "spec_ops.backends.triton.attention.hopper.mla_invariant:attention" for step in STEPS if "mla" in step},
-    capabilities=(90, 90),
-    dtypes=frozenset({torch.bfloat16, torch.float16}),
-    kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
-    rank=120,
-    head_dims=frozenset({576}),
-    sinks=True,
-    constraint=_constraint,
-    by_name="is slower, for results that do not depend on the batch (`deterministic=True`)",
-    deterministic=True,
+# A name of its own, since bits are not those of `triton-deterministic`, and all calls on a cache must go to one kernel: it
+# serves no trees, so it is for caches that never see one.
+register_backend(
+    Backend(
+        name="triton-mla-pieces",
+        kernels={step: "spec_ops.backends.triton.attention.hopper.mla_invariant:attention" for step in STEPS if "mla" in step},
+        capabilities=(90, 90),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
+        rank=105,
+        head_dims=frozenset({576}),
+        sinks=True,
+        constraint=_same_dtype,
+        by_name="is slower, for results that do not depend on the batch (`invariant=True`)",
+        deterministic=True,
+        whole_caches=True,
+    )
 )

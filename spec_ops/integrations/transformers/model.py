@@ -38,7 +38,7 @@ from spec_ops.integrations.transformers.probe import (
 from spec_ops.integrations.transformers.sharing import HeadCalls, exchanged, ranks_of
 from spec_ops.integrations.transformers.torchao_int4 import computing_int4
 from spec_ops.integrations.transformers.torchao_rows import check_rows
-from spec_ops.models.config import KVRows
+from spec_ops.models.config import KVRows, LayerAttention
 from spec_ops.models.layers import likeliest
 from spec_ops.models.paged import PagedKVCache
 from spec_ops.models.target import PositionLimit, Target, TargetOutput
@@ -52,6 +52,7 @@ class TransformersSizes:
     hidden_size: int
     kv_rows: KVRows
     aux_layers: tuple[int, ...]
+    attention: tuple[LayerAttention, ...]
 
 
 class _Watched(threading.local):
@@ -124,7 +125,9 @@ class TransformersModel(Target):
         sizes, layers = model.config.get_text_config(), len(self.spec.kv_rows)
         if any(not 0 <= layer <= layers for layer in aux_layers):
             raise ValueError(f"{self._argument.where}: `aux_layers` must lie in [0, {layers}], got {aux_layers}")
-        self.config = TransformersSizes(self.spec.logits_size, sizes.hidden_size, self.spec.kv_rows, tuple(aux_layers))
+        self.config = TransformersSizes(
+            self.spec.logits_size, sizes.hidden_size, self.spec.kv_rows, tuple(aux_layers), found.attention
+        )
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
         self.generation_config = model.generation_config

@@ -29,6 +29,7 @@ from spec_ops.integrations.transformers.experts import using_experts
 from spec_ops.integrations.transformers.merging import SiblingLinears
 from spec_ops.integrations.transformers.parts import cache_argument
 from spec_ops.models.checkpoint import MACHINE_ERRORS
+from spec_ops.models.config import LayerAttention
 from spec_ops.models.paged import PagedAttention, PagedKVCache, refuse_autocast
 
 _CHUNKS = (5, 3)  # tokens of the two forwards with a cache
@@ -77,6 +78,7 @@ class Probed:
 
     Attributes:
         spec: what a token takes in a cache.
+        attention: of each layer.
         tokens: `[n]` int64, the tokens that were run.
         logits: `[n, vocab]`, what eager attention gives for them.
         decoder: name of the module that takes the tokens.
@@ -87,6 +89,7 @@ class Probed:
     """
 
     spec: CacheSpec
+    attention: tuple[LayerAttention, ...]
     tokens: torch.Tensor
     logits: torch.Tensor
     decoder: str
@@ -125,6 +128,7 @@ class _Recorder(StepCache):
         super().__init__(None, ())
         self.rows: dict[int, tuple[tuple[int, ...], ...]] = {}
         self.windows: dict[int, int] = {}
+        self.kinds: dict[int, LayerAttention] = {}
         self.pages: dict[int, PagedKVCache] = {}
         self.start, self.attends = 0, False
 
@@ -136,12 +140,19 @@ class _Recorder(StepCache):
             if is_latent(call):
                 self.rows[layer] = ((call.states[0].shape[-1] + call.states[1].shape[-1],),)
             self.windows[layer] = call.options["window_left"]
+            self.kinds[layer] = _kind(call)
             spec = CacheSpec((self.rows[layer],), 0)
             self.pages[layer] = PagedKVCache(spec, 1, _LENGTH, dtype=call.query.dtype, device=device)
         step = extend_from_start(self.pages[layer], length, self.start, backend="reference")
         out = append_and_attend(step, call._replace(layer=0), len(self.rows[layer]) == 1)
         self.attends = False
         return out
+
+
+def _kind(call: LayerCall) -> LayerAttention:
+    width = call.states[0].shape[-1] if is_latent(call) else call.value.shape[-1]
+    window, sinks, softcap = (call.options[name] for name in ("window_left", "sinks", "softcap"))
+    return LayerAttention(call.query.shape[1], width, window >= 0, sinks is not None, softcap > 0)
 
 
 def extend_from_start(cache: PagedKVCache, length: int, start: int = 0, *, backend: str = "auto") -> PagedAttention:
@@ -210,7 +221,8 @@ def probe(model: PreTrainedModel, argument: Argument, own_experts: dict[str, str
     if calls.first is None or calls.output is None or not hasattr(calls.output, "last_hidden_state"):
         raise ValueError(f"{argument}: {name} has no decoder module that turns tokens into hidden states")
     spec = CacheSpec(tuple(record.rows[layer] for layer in range(layers)), logits.shape[-1])
-    return Probed(spec, tokens, want, calls.first, type(calls.output), table, linears.groups(), linears.rowwise)
+    kinds_of = tuple(record.kinds[layer] for layer in range(layers))
+    return Probed(spec, kinds_of, tokens, want, calls.first, type(calls.output), table, linears.groups(), linears.rowwise)
 
 
 def _slides(config: Any) -> bool:

@@ -63,7 +63,8 @@ class Generator:
         prefill_backend: of the prompts' ragged extend; default `backend`. Not every kernel provider has one.
         invariant: batch-invariant: the tokens of a prompt are the same bits of arithmetic alone, beside others, in pieces, and
             with any draft, so that greedy speculation gives the text of plain decoding in bfloat16 and float16 too
-            (`docs/guides/invariance.md`). An operation that has no such form is refused where it is first called.
+            (`docs/guides/invariance.md`). An operation that has no such form is refused where it is first called. Unless
+            `backend` or `prefill_backend` names one, each cache has a batch-invariant backend by what is called on it.
 
     Raises:
         ValueError: naming the argument: of another kind or range, or a draft that does not fit the target.

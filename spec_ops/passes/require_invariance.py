@@ -25,11 +25,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from spec_ops.backends.call import AttentionMeta
-from spec_ops.backends.registry import available_backends, get_backend, known_while_compiling
 from spec_ops.ops.invariance import Verdict, judge, named_arguments
 from spec_ops.ops.invariant import add_rms_norm_op, rms_norm_op
-from spec_ops.passes.analysis.graph import ATTENTION_OPS, AUTO_FUNCTIONALIZED, attention_call, insert, value
+from spec_ops.passes.analysis.graph import AUTO_FUNCTIONALIZED, insert, value
 from spec_ops.passes.analysis.norms import RMSNorm, find_norms
 from spec_ops.passes.analysis.replacement import in_place_of
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
@@ -74,7 +72,7 @@ class RequireInvariance(GraphPass):
                     result.refuse(node, f"{node.args[0]} writes its arguments, and is replaced in graphs that do not")
                     continue
                 new = verdict.replace(InGraph(graph, node), arguments)
-                result.did(node, f"{node.target}: {verdict.text}", _of_whole_caches(node, context))
+                result.did(node, f"{node.target}: {verdict.text}")
                 _put(graph, node, new)
         for node in graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default):
             if getattr(node.args[0].target, "namespace", None) != "_c10d_functional":  # nothing is under way
@@ -132,18 +130,6 @@ def judge_node(node: fx.Node, context: PassContext) -> tuple[Verdict, Sequence[A
     else:
         return Verdict(f"{target} is not known to be batch-invariant"), ()
     return judge(target, arguments, value, lambda device: context.machine(device)[0]), list(arguments.values())
-
-
-def _of_whole_caches(node: fx.Node, context: PassContext) -> list[str]:
-    """What an attention call could be told to take, by who knows the other calls on its cache: a graph does not have all."""
-    call = attention_call(node) if node.target in ATTENTION_OPS else None
-    meta = None if call is None else known_while_compiling(call.meta())
-    if call is None or not isinstance(meta, AttentionMeta):
-        return []
-    arch, _ = context.machine(call.q.device)
-    known = (backend for name in available_backends() if (backend := get_backend(name)) is not None and backend.whole_caches)
-    what = "is taken by name alone, or by a Generator: every call on a cache must go to it"
-    return [f"{backend.name} {what}" for backend in known if backend.refuse(meta, arch) is None]
 
 
 def _put(graph: fx.Graph, node: fx.Node, new: Any) -> None:

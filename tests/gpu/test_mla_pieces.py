@@ -18,26 +18,22 @@ pytestmark = [
 ]
 
 import spec_ops  # noqa: E402
-from spec_ops.backends import register_backend, unregister_backend  # noqa: E402
-from spec_ops.backends.triton import MLA_PIECES  # noqa: E402
+from spec_ops.decoding import Generator, PromptLookup, SpeculationConfig  # noqa: E402
+from spec_ops.models.config import ModelConfig  # noqa: E402
+from spec_ops.models.drafts import MTPDraft, StandaloneDraft  # noqa: E402
+from spec_ops.models.target import CausalLM  # noqa: E402
 from tests.gpu.test_attention import check_accuracy  # noqa: E402
 from tests.gpu.test_deterministic import bits, rows  # noqa: E402
 from tests.helpers.attention_calls import BF16, DEVICE  # noqa: E402
 from tests.ops.test_attention import make_case  # noqa: E402
 
+NAME = "triton-mla-pieces"
 # Of blocks, pairs of them, and pieces; 6,145 keys and more are a fold of more than four pieces, 17,000 one of more than eight.
 LENGTHS = (16, 63, 64, 65, 127, 128, 129, 200, 2047, 2048, 2049, 2063, 2111, 2112, 2113, 4096, 4100, 6145, 8200, 17_000)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered():
-    register_backend(MLA_PIECES)
-    yield
-    unregister_backend(MLA_PIECES.name)
-
-
 def run(step: str, a: dict[str, Any]) -> torch.Tensor:
-    return getattr(spec_ops, f"mla_{step}")(**a, backend=MLA_PIECES.name)
+    return getattr(spec_ops, f"mla_{step}")(**a, backend=NAME)
 
 
 def made(heads: int, q_len: int, **options: Any) -> dict[str, Any]:
@@ -62,7 +58,7 @@ def test_accuracy(mode, heads, sinks):
     case = make_case(
         "mla", mode, DEVICE, dtype=BF16, head_dim=576, v_dim=512, page_size=64, heads=heads, sinks=sinks, lens=lens
     )
-    check_accuracy(case, MLA_PIECES.name)
+    check_accuracy(case, NAME)
 
 
 @pytest.mark.parametrize(("heads", "q_len"), [(128, 4), (128, 1), (16, 4), (16, 16)])
@@ -118,3 +114,44 @@ def test_keys_that_are_not_seen():
         cache = a["kv_cache"].clone()
         cache.flatten(0, 1)[length - 7 : length] = 3e4
         assert torch.equal(bits(run("target_verify", one | {"kv_cache": cache}))[:, :1], expected), length
+
+
+def history(generator: Generator, prompts: list[list[int]], new: int) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """The new tokens, and the bits of the latent rows of each request's committed tokens, of all layers side by side."""
+    tokens = generator.generate(prompts, max_new_tokens=new).tokens
+    assert generator.target_cache.backend == NAME
+    state = generator.buckets.state(generator.bucket(len(prompts)))
+    caches = [cache.flatten(0, 1) for cache in generator.target_cache.tensors()]
+    found = []
+    for row, prompt in enumerate(prompts):
+        place = torch.arange(len(prompt) + new - 1, device=DEVICE)
+        slots = state.block_tables[row, place // generator.page_size].long() * generator.page_size + place % generator.page_size
+        found.append(torch.cat([bits(cache[slots]) for cache in caches], 1))
+    return tokens, found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_texts(compiled):
+    """Chosen by a Generator, which names none: with any chain, alone, in pieces of a prompt and on other pages."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_heads": 16}
+    sizes |= {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    target = CausalLM(ModelConfig(num_layers=2, **sizes)).to(DEVICE, BF16)
+    draft = MTPDraft(ModelConfig(num_layers=1, **sizes), target).to(DEVICE, BF16)
+    rng = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(512, (length,), generator=rng).tolist() for length in (5, 70, 2040, 2100)]
+    options: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 2200, "invariant": True, "compile": compiled}
+
+    tokens, kept = history(Generator(target, **options), prompts, 24)
+    ways = [(draft, SpeculationConfig(steps), {}) for steps in (1, 3)]
+    ways += [(StandaloneDraft(target), SpeculationConfig(3), {}), (PromptLookup(), SpeculationConfig(2), {})]
+    if not compiled:
+        ways += [(draft, SpeculationConfig(3), more) for more in ({"page_size": 16}, {"prefill_chunk_size": 100})]
+    for drafts, config, more in ways:
+        found = history(Generator(target, drafts, config, **options | more), prompts, 24)
+        assert found[0] == tokens, (config, more)
+        assert all(map(torch.equal, found[1], kept)), (config, more)
+    for i, prompt in enumerate(prompts):
+        alone = history(Generator(target, draft, SpeculationConfig(3), **options | {"max_batch_size": 1}), [prompt], 24)
+        assert alone[0] == tokens[i : i + 1]
+        assert torch.equal(alone[1][0], kept[i])

@@ -11,10 +11,12 @@ import torch
 
 import spec_ops
 from spec_ops.backends import BackendError, available_backends, get_backend, select_backend
+from spec_ops.backends.registry import attention_backend, invariant_backend
+from spec_ops.ops._validate import Checker
 from tests.backends.test_registry import META
 from tests.helpers.wrong_calls import attention_call
 
-NAME, ON_CPU = "triton-deterministic", "reference-deterministic"
+NAME, ON_CPU, PIECES = "triton-deterministic", "reference-deterministic", "triton-mla-pieces"
 STEPS = [f"{kind}_{step}" for kind in ("mha", "mla") for step in ("draft_decode", "target_verify", "draft_extend", "extend")]
 
 
@@ -26,9 +28,9 @@ def call(op: str, **changes: Any) -> torch.Tensor:
 def test_auto_never_takes_it(arch):
     """Not even where nothing else is left but the reference."""
     selection = select_backend(META, arch)
-    assert selection.backend.name not in (NAME, ON_CPU)
+    assert selection.backend.name not in (NAME, ON_CPU, PIECES)
     assert "deterministic=True" in selection.reasons[NAME if arch else ON_CPU]
-    assert [name for name in available_backends() if get_backend(name).deterministic] == [NAME, ON_CPU]
+    assert [name for name in available_backends() if get_backend(name).deterministic] == [PIECES, NAME, ON_CPU]
 
 
 @pytest.mark.parametrize("op", STEPS)
@@ -43,7 +45,8 @@ def test_the_cpu_has_one_of_its_own(op):
 @pytest.mark.parametrize("op", STEPS)
 @pytest.mark.parametrize("name", ["reference", "triton", "flashinfer-xqa"])
 def test_another_backend_is_refused(op, name):
-    message = rf"{op}: `backend` must be 'auto' or one of \['{NAME}', '{ON_CPU}'\] with `deterministic=True`, got '{name}'"
+    known = rf"\['{PIECES}', '{NAME}', '{ON_CPU}'\]"
+    message = f"{op}: `backend` must be 'auto' or one of {known} with `deterministic=True`, got '{name}'"
     with pytest.raises(ValueError, match=message):
         call(op, deterministic=True, backend=name)
 
@@ -73,6 +76,23 @@ def test_the_best_ranked_of_several():
                 call(op, deterministic=True)
     finally:
         spec_ops.backends.unregister_backend("better")
+
+
+def test_a_backend_of_whole_caches_is_not_for_a_call():
+    """Whatever its rank: only who knows every call on a cache takes it, and not if it refuses one of them."""
+    for rank in (5, 500):
+        spec_ops.register_backend(dataclasses.replace(get_backend(PIECES), name="better", rank=rank))
+        try:
+            chain = dataclasses.replace(
+                META, step="mla_target_verify", num_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, tree_mask=False
+            )
+            tree = dataclasses.replace(chain, tree_mask=True)
+            assert invariant_backend(90) == invariant_backend(90, [chain, tree]) == invariant_backend(100, [chain]) == NAME
+            assert invariant_backend(90, [chain]) == ("better" if rank == 5 else PIECES)
+            assert attention_backend(Checker("op"), "auto", True, torch.device("meta")) == NAME
+            assert attention_backend(Checker("op"), "better", True, torch.device("meta")) == "better"
+        finally:
+            spec_ops.backends.unregister_backend("better")
 
 
 def test_none_registered():

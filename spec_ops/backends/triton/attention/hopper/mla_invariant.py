@@ -1,5 +1,5 @@
-"""Batch-invariant MLA by the Gluon kernel, all steps alike: what the backend `MLA_PIECES` declares. `pieces.py` says why bits
-do not depend on a batch.
+"""Batch-invariant MLA by the Gluon kernel, all steps alike: what the backend `triton-mla-pieces` declares. `pieces.py` says why
+bits do not depend on a batch.
 
 One kernel takes all calls, with any number of queries: decoding, verification of chains, and prompts. It reads pages of every
 size, a block of keys in one piece, in a few, or row by row, which changes no bit either. Trees it would compute with a node's

@@ -272,7 +272,7 @@ def _selection(meta: AttentionMeta, arch: int | None, name: str, missing: frozen
     reasons: dict[str, str] = {}
     eligible: list[Backend] = []
     for backend in candidates:
-        why = _used_by_name(backend) if auto else None
+        why = _used_by_name(backend) if auto and meta.step in backend.kernels else None
         why = why or backend.refuse(meta, arch) or (backend.install_hint() if backend.name in missing else None)
         if why is None:
             eligible.append(backend)

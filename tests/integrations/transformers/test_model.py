@@ -18,6 +18,7 @@ from spec_ops.integrations.transformers import TransformersGenerator, Transforme
 from spec_ops.integrations.transformers.attention import NoUpdate, attention_forward
 from spec_ops.integrations.transformers.probe import extend_from_start
 from spec_ops.models import Eagle3Draft, ModelConfig, PagedKVCache
+from spec_ops.models.config import LayerAttention
 from tests.helpers.tiny_transformers import CONFIGS, VOCAB, batch, eager_tokens, make_model
 
 NEW = {"max_new_tokens": 20, "eos_token_id": (), "return_dict_in_generate": True}
@@ -498,3 +499,15 @@ def test_the_end_of_the_positions_on_cuda(kind):
             assert torch.equal(generator.generate(prompt, max_new_tokens=new, eos_token_id=()), want)
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_what_layers_attend_with():
+    """By which kernels are chosen: as the layers' calls have it, not the configuration."""
+    gemma, gpt_oss, deepseek = (TransformersModel(make_model(name)).config for name in ("gemma2", "gpt_oss", "deepseek_v3"))
+    assert [layer.window for layer in gemma.attention] == [True, False, True]
+    assert all(layer.softcap and not layer.sinks for layer in gemma.attention)
+    assert all(layer.sinks and not layer.softcap for layer in gpt_oss.attention)
+    for config in (gemma, gpt_oss):
+        assert all(layer.v_head_dim == rows[1][1] for layer, rows in zip(config.attention, config.kv_rows, strict=True))
+    own = make_model("deepseek_v3").config
+    assert deepseek.attention == (LayerAttention(own.num_attention_heads, own.kv_lora_rank),) * 3

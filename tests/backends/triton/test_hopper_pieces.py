@@ -156,3 +156,24 @@ def test_a_prompt_is_requests_of_a_tile(monkeypatch, heads, room):
     given = torch.full_like(found, float("nan"))
     assert mla_invariant.attention(dataclasses.replace(call, out=given)) is given
     assert torch.equal(given, found)
+
+
+def test_a_part_of_a_gpu_has_one_range(monkeypatch):
+    """Where not all programs can be there at once; no other kernel, which would have other bits."""
+    asked, ranges = [], []
+
+    def uniform(call: AttentionCall, piece: int, **given: int) -> torch.Tensor:
+        ranges.append(given.get("ranges"))
+        assert call.out is not None
+        return call.out.zero_()
+
+    monkeypatch.setattr(mla_hopper, "mla", uniform)
+    monkeypatch.setattr(mla_hopper, "supports", lambda call: True)
+    monkeypatch.setattr(mla_invariant, "resident_or_none", lambda grid, start: asked.append(grid))
+    call = prompt(16, [4, 4], [0, 60], padding=0)
+    mla_invariant.attention(call)
+    assert ranges == [1]
+    assert [grid[-1] for grid in asked] == [(4, 4, 16, 576)]
+    monkeypatch.setattr(mla_invariant, "resident_or_none", lambda grid, start: start())
+    mla_invariant.attention(call)
+    assert ranges == [1, None]

@@ -459,11 +459,12 @@ def supports(call: AttentionCall) -> bool:
     )
 
 
-def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0) -> torch.Tensor:
+def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, ranges: int | None = None) -> torch.Tensor:
     """mla_draft_decode, mla_target_verify, mla_draft_extend, where `supports` says so.
 
     Args:
         piece: blocks of a piece, an even number: the result is then batch-invariant (`pieces.py`).
+        ranges: into how many the blocks are divided; default as many as the GPU has room for at once.
     """
     kv_cache, kv_scale, seq_lens = call.k_cache, call.k_scale, call.seq_lens.contiguous()
     bs, q_len, heads, dim = call.q.shape
@@ -475,7 +476,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0) -> t
     tree_mask, mask_stride, mask_len = tree_arguments(call)
     rows = q_len * heads
     tiles = triton.cdiv(rows, 64)
-    ranges = aligned_ranges(max(1, num_sms(q.device) // tiles), bs)
+    ranges = ranges or aligned_ranges(max(1, num_sms(q.device) // tiles), bs)
     slots = tiles * (slots_of(call, bs, piece) if piece else ranges * 2)
     partial = torch.empty(slots * 64 * (512 + 2), dtype=torch.float32, device=q.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)

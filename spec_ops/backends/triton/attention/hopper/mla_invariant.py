@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import triton
@@ -17,6 +18,7 @@ import triton
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper import mla
 from spec_ops.backends.triton.attention.hopper.pieces import slots_of
+from spec_ops.backends.triton.runtime.cooperative import resident_or_none
 from spec_ops.backends.triton.runtime.launch import device_guard
 
 PIECE = 32  # blocks of 64 keys
@@ -58,13 +60,13 @@ def _launch(
     most = most // 4 * 4 or most  # lengths and tables from a multiple of 16 bytes on: others compile anew
     for first in range(0, q.shape[0], most):
         part = slice(first, first + most)
-        mla.mla(
-            replace(
-                call, step="mla_target_verify", q=q[part], block_tables=tables(part), seq_lens=seq_lens[part], q_indptr=None,
-                max_q_len=0, out=out[part],
-            ),
-            piece=piece,
+        some = replace(
+            call, step="mla_target_verify", q=q[part], block_tables=tables(part), seq_lens=seq_lens[part], q_indptr=None,
+            max_q_len=0, out=out[part],
         )  # fmt: skip
+        # A part of a GPU may have no room for all programs at once. How many there are changes no bit; one waits for nobody.
+        if resident_or_none((__name__, some.q.shape), partial(mla.mla, some, piece=piece)) is None:
+            mla.mla(some, piece=piece, ranges=1)
 
 
 def _extend(call: AttentionCall, out: torch.Tensor, piece: int) -> None:

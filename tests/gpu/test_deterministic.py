@@ -20,6 +20,8 @@ pytestmark = [
 ]
 
 import spec_ops  # noqa: E402
+from spec_ops.backends.call import AttentionCall  # noqa: E402
+from spec_ops.backends.triton.attention.deterministic import launcher  # noqa: E402
 from tests.helpers.attention_calls import FAMILIES, in_float32, random_call, static_call  # noqa: E402
 from tests.helpers.chains import as_chains  # noqa: E402
 from tests.helpers.dense_attention import PREFIX, mask_words  # noqa: E402
@@ -157,6 +159,39 @@ def test_many_chunks(model):
     ragged = a | {"q": a["q"].flatten(0, 1), "q_indptr": indptr, "max_q_len": 4}
     expected = bits(run(kind, "extend", ragged)).view(2, 4, -1)
     assert torch.equal(bits(run(kind, "target_verify", a)).view_as(expected), expected)
+
+
+@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_of_few_rows(dim, dtype, page):
+    """Queries alone and four together, in tiles of 16 rows on Hopper, beside a prompt's, in tiles of 64: results in float32,
+    which show the last bit of every sum. Chunks have three lengths there (`deterministic/chunks.py`)."""
+    heads, kv_heads, most, lens = 16, 4, 200, [5000, 10_000, 4096 + 100, 8192 + 3, 513, 700]
+    g = torch.Generator(DEVICE).manual_seed(dim + page)
+    k, v = (torch.randn(12_800 // page, page, kv_heads, dim, generator=g, device=DEVICE).to(dtype) for _ in range(2))
+    q = torch.randn(len(lens), most, heads, dim, generator=g, device=DEVICE).to(dtype)
+    width = -(-max(lens) // page)
+    tables = torch.stack([torch.randperm(len(k), generator=g, device=DEVICE)[:width] for _ in lens]).to(torch.int32)
+
+    def attend(step: str, q: torch.Tensor, lens: list[int], rows: int, **more: Any) -> torch.Tensor:
+        out = torch.full(q.shape, float("nan"), dtype=FP32, device=DEVICE)
+        seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+        call = AttentionCall(f"mha_{step}", q, k, v, None, tables[: len(lens)], seq_lens, scale=0.11, out=out, **more)
+        if torch.cuda.get_device_capability() == (9, 0) and step == "target_verify":
+            assert launcher.choose(90, False, dim, dim, 2, q.shape[1] * heads // kv_heads).block_m == rows
+        return launcher.attention(call)
+
+    indptr = torch.arange(len(lens) + 1, dtype=torch.int32, device=DEVICE) * most
+    prompt = attend("extend", q.flatten(0, 1), lens, 64, q_indptr=indptr, max_q_len=most).view_as(q)
+    for first, last in ((0, 1), (63, 67), (196, 200), (199, 200)):
+        ends = [n - most + last for n in lens]
+        few = attend("target_verify", q[:, first:last], ends, 16)
+        assert torch.equal(few.view(torch.int32), prompt[:, first:last].contiguous().view(torch.int32)), (first, last)
+        one = attend("target_verify", q[:1, first:last], ends[:1], 16)
+        assert torch.equal(one.view(torch.int32), few[:1].contiguous().view(torch.int32)), (first, last)
+    many = attend("target_verify", q[:, 184:], lens, 64)
+    assert torch.equal(many.view(torch.int32), prompt[:, 184:].contiguous().view(torch.int32))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -40,7 +40,7 @@ def run(case: Case, way: str = "split", block_m: int = 16, **changes: Any) -> to
     ragged = changes.get("q", case.arguments["q"]).dim() == 3
     step = "extend" if ragged else "target_verify" if case.step == "extend" else case.step
     sms, room, tma = WAYS[way]
-    config = Config(block_m, 16, num_warps=4, num_stages=2, programs=1, tma=tma)
+    config = Config(block_m, 16, num_warps=4, num_stages=2, programs=1, tma=tma, ordered="pairs")
     with (
         mock.patch.object(steps, "num_sms", return_value=sms),
         mock.patch.object(steps, "CHUNK", CHUNK),

@@ -23,7 +23,8 @@ ALL = {name: v for name, v in (VARIANTS | EXPERTS | ATTENTION).items() if 90 in 
 # Tiles and widths take one path: of the products each number of rows and of splits, of attention each kernel with its kind of
 # keys and of mask. Of the latter those that `test_attention_ahead.py` assembles, which Triton's cache has.
 ASSEMBLED = {
-    "deterministic tree attention, GQA 32/8 D128 on sm_90", "deterministic attention, GQA 32/8 D128 float32",
+    "deterministic tree attention, GQA 32/8 D128 on sm_90", "deterministic tree attention, GQA 32/8 D128, few rows",
+    "deterministic attention, GQA 32/8 D128 float32",
     "deterministic tree attention, GQA 32/8 D128 float32",
 }  # fmt: skip
 
@@ -114,3 +115,9 @@ def test_attention_of_chains_and_trees_shares_its_instructions(shape):
     found = [products(ATTENTION[f"deterministic {kind}, {shape} on sm_90"], 90) for kind in kinds]
     assert found[0]
     assert found[1:] == found[:1] * 2
+
+
+def test_tiles_of_few_rows_share_their_instruction():
+    """Another one than that of 64 rows: that its bits are the same is for `tests/gpu/test_deterministic.py` to show."""
+    few = [products(v, 90) for name, v in ATTENTION.items() if name.endswith("GQA 32/8 D128, few rows")]
+    assert few == [{"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}] * 2

@@ -56,13 +56,34 @@ def capped(s, qk_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _pair_sums(p):
+    """Sums of rows, halved level by level. Each level adds two numbers, and a + b is b + a: no layout changes a bit.
+
+    The levels are bits of a key's index, in the order 5, 4, 0, 2, 1, 3: first those that a thread has of a product's result,
+    then those of its neighbours in the warp, last the one that may be another warp's.
+    """
+    ROWS: tl.constexpr = p.shape[0]
+    tl.static_assert(p.shape[1] <= 64)
+    x = p
+    if p.shape[1] >= 64:
+        x = tl.sum(tl.reshape(x, [ROWS, 2, 32]), 1)
+    if p.shape[1] >= 32:
+        x = tl.sum(tl.reshape(x, [ROWS, 2, 16]), 1)
+    x = tl.sum(tl.reshape(x, [ROWS, 8, 2]), 2)
+    x = tl.sum(tl.reshape(x, [ROWS, 2, 2, 2]), 2)
+    return tl.sum(tl.sum(x, 2), 1)
+
+
+@triton.jit
 def row_sums(p, ORDERED: tl.constexpr, dtype: tl.constexpr):
     """Sums of weights `p [rows, keys]`.
 
-    `ORDERED`: as a product with ones. `tl.sum` adds in the order of `p`'s layout, and Triton chooses another layout in another
-    loop; a product adds along keys in the order of the tensor cores, in every loop.
+    `tl.sum` adds in the order of `p`'s layout, and Triton chooses another layout in another loop. `ORDERED` has one order in
+    every loop: `"pairs"`, or `"product"` with ones, which adds along keys in the order of the tensor cores.
     """
-    if ORDERED:
+    if ORDERED == "pairs":
+        return _pair_sums(p)
+    elif ORDERED == "product":
         ones = tl.full([p.shape[1], 16], 1.0, dtype)
         return tl.max(tl.dot(p.to(dtype), ones, input_precision="ieee"), 1)
     else:
@@ -189,7 +210,7 @@ def attend(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CLEAR: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, ORDERED: tl.constexpr = False,
+    CLEAR: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, ORDERED: tl.constexpr = "",
 ):  # fmt: skip
     """Attention of one tile of rows over the keys `[first_key, last_key)` of one request and KV head.
 

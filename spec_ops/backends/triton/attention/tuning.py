@@ -26,7 +26,7 @@ class Config:
     `min_blocks`: shortest range of key blocks; `tma`: read through tensor descriptors where the cache's layout allows;
     `cooperative`: the programs of a tile share the work of combining it. `clear`: the loop over blocks takes a request's last,
     partly filled one too, and clears the values after its end. `full`: no SM has room for more than `programs` that
-    read through descriptors. `fitted` decides on both. `ordered`: weights are summed as a product (`tile.row_sums`).
+    read through descriptors. `fitted` decides on both. `ordered`: how weights are summed (`tile.row_sums`).
     """
 
     block_m: int
@@ -37,7 +37,7 @@ class Config:
     min_blocks: int = 1
     tma: bool = True
     cooperative: bool = True
-    ordered: bool = False
+    ordered: str = ""
     # These follow from the others and the device.
     clear: bool = field(default=False, compare=False)
     full: bool = field(default=False, compare=False)

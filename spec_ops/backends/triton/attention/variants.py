@@ -68,6 +68,7 @@ UNIFORM = [
 ]  # fmt: skip
 RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SIZES]
 TREES_ON_HOPPER = [(GQA_128, 24), (GQA_128, 48)]  # queries; one tile of rows, and two
+FEW_ROWS = [(GQA_128, 4, False), (GQA_128, 4, True), (GQA_64, 1, False)]  # whose tiles are smaller on sm_90
 PAGE_SIZES = (64, 16, 1)  # of Hopper's kernels: a block of keys in one piece, in four, row by row
 DETERMINISTIC = [
     (GQA_64, 16, False), (GQA_64, 16, True), (GQA_128, 4, False), (GQA_128, 16, True), (MLA_128, 1, False), (MLA_16, 16, True),
@@ -154,10 +155,10 @@ def _deterministic() -> Iterator[Variant]:
         ) -> tuning.Config:
             if dtype == FP32:
                 return deterministic_steps.choose_float32(arch, shared_kv, head_dim, v_dim)
-            return deterministic_steps.choose(arch, shared_kv, head_dim, v_dim, kv_bytes)
+            return deterministic_steps.choose(arch, shared_kv, head_dim, v_dim, kv_bytes, rows)
 
         call, ragged = call_of(shape, bs, q_len, tree), call_of(shape, bs, 512, ragged=2048)
-        for config, archs, suffix in _by_config(choose, shape, 0):
+        for config, archs, suffix in _by_config(choose, shape, deterministic_steps.TILE_ROWS):
             uniform = launches_of(functools.partial(deterministic_steps.attention, call, config))
             extend = launches_of(functools.partial(deterministic_steps.attention, ragged, config))
             steps = "tree attention" if tree else "attention", "combine", "extend"
@@ -169,6 +170,11 @@ def _deterministic() -> Iterator[Variant]:
                     # Early or not, a merge is too short to matter where it spreads unevenly.
                     launch = launch._replace(early=launch.early and not hot)
                     yield variant_of(f"deterministic {step}, {shape.label}{suffix}", launch, config, archs, hot)
+    for shape, q_len, tree in FEW_ROWS:
+        config = deterministic_steps.choose(90, False, shape.head_dim, shape.v_dim, 2, q_len * shape.heads // shape.kv_heads)
+        launch, _ = launches_of(functools.partial(deterministic_steps.attention, call_of(shape, bs, q_len, tree), config))
+        step = "tree attention" if tree else "attention"
+        yield variant_of(f"deterministic {step}, {shape.label}, few rows", launch, config, (90,), False)
 
 
 def _on_hopper(name: str, shape: Shape, bs: int, q_len: int, tree: bool) -> Iterator[Variant]:

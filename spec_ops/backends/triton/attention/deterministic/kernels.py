@@ -1,16 +1,17 @@
 """Batch-invariant attention: the bits of a query's result depend on that query and on the keys it sees, on nothing else.
 
-Keys are cut at multiples of `CHUNK`, counted from a request's first key. A chunk's online softmax starts anew, and chunks are
-merged in their order (`merge`). Who computes a chunk, and where partial results wait, may depend on the batch; the arithmetic
-of a row does not, for these reasons:
+Keys are cut at fixed positions, counted from a request's first key (`chunks.py`). A chunk's online softmax starts anew, and
+chunks are merged in their order (`merge`). Who computes a chunk, and where partial results wait, may depend on the batch; the
+arithmetic of a row does not, for these reasons:
 
-* One tile shape, one number of warps and of keys a block, whatever the number of queries, requests and keys: a product of the
-  tensor cores adds the same numbers in the same order, wherever in the tile a row stands (`attend`).
+* One number of keys a block, whatever the number of queries, requests and keys: a product of the tensor cores adds the same
+  numbers in the same order, wherever in the tile a row stands (`attend`). So do products of tiles of 16 and of 64 rows on
+  Hopper; elsewhere, where that was not shown, there is one tile shape.
 * Rows share instructions, never numbers. Keys that a row does not see have weight 0, and adding 0 changes nothing: so it does
   not matter which further blocks other rows of its tile need. Merging a chunk that a row does not see multiplies by
   `exp2(0) == 1` and adds 0.
-* A row's weights are summed in one order. `tl.sum` adds in the order of a layout, which Triton chooses for each loop. For 64
-  rows and four warps of Hopper and datacenter Blackwell it has one choice; elsewhere (`ORDERED`) sums are products with ones.
+* A row's weights are summed in one order (`tile.row_sums`). `tl.sum` adds in the order of a layout, which Triton chooses for
+  each loop. For 64 rows and four warps of Hopper and datacenter Blackwell it has one choice; elsewhere `ORDERED` gives one.
 * Multiplications and additions are not fused (`enable_fp_fusion=False`). What is fused is the compiler's choice, and the same
   function is compiled into several kernels.
 * Only a zero's sign can differ; `finish` takes it off.
@@ -27,9 +28,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spec_ops.backends.triton.attention.deterministic.chunks import (
+    chunk_of,
+    chunk_start,
+    chunk_units,
+    divide,
+    find,
+    first_slot,
+    in_order_of_length,
+    item_of,
+    seen_chunks,
+    turns_of,
+)
 from spec_ops.backends.triton.attention.deterministic.paths import attend_paths, existing, levels_seen, turns
 from spec_ops.backends.triton.attention.mask import popcount
-from spec_ops.backends.triton.attention.schedule import kv_blocks, pick
+from spec_ops.backends.triton.attention.schedule import pick
 from spec_ops.backends.triton.attention.tile import attend, denominator, first_pages, times
 from spec_ops.backends.triton.runtime.launch import await_predecessors
 
@@ -53,7 +66,7 @@ def finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def attend_chunks(
-    q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, first_chunk, last_chunk, first_key, last_key, seq_len, all_seen,
+    q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, start, first_key, last_key, seq_len, all_seen,
     position, first_seen, qk_scale, softcap,
     k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -61,16 +74,18 @@ def attend_chunks(
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     CLEAR: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, ORDERED: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Attention over the chunks `[first_chunk, last_chunk)`, merged. No row sees a key outside `[first_key, last_key)`.
+    """Attention over the chunks from the one that begins at `start` to the one that holds key `last_key - 1`, merged. Of those
+    no row sees a key outside `[first_key, last_key)`.
 
     `TREE`: from the block of the tree's first key on, keys are those of paths (`tree`: of `attend_paths`).
     """
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
-        begin = tl.maximum(chunk * CHUNK, first_key // BLOCK_N * BLOCK_N)
-        end = tl.minimum(chunk * CHUNK + CHUNK, last_key)
+    while start < last_key:
+        begin = tl.maximum(start, first_key // BLOCK_N * BLOCK_N)
+        start += chunk_units(start // CHUNK) * CHUNK
+        end = tl.minimum(start, last_key)
         in_order = end
         if TREE:
             in_order = tl.maximum(tl.minimum(end, tree[2] // BLOCK_N * BLOCK_N), begin)
@@ -90,31 +105,6 @@ def attend_chunks(
             )  # fmt: skip
         m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
     return m, l, acc
-
-
-@triton.jit
-def divide(seq_lens, bs, span, ranges, capacity, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr):
-    """`[BS]` pieces of each request: its chunks if it is split, else 1 (also for an empty one, whose zeros someone must write).
-
-    A request stays whole if requests like this one, dealt to `ranges` programs, would take at most a quarter longer than an
-    even division of their chunks. At most `capacity` chunks in all get a place for their partial results. `span`: see
-    `kv_blocks`.
-    """
-    ids = tl.arange(0, BS)
-    lens = tl.load(seq_lens + ids, mask=ids < bs, other=0)
-    _, chunks = kv_blocks(lens, span, WINDOW, CHUNK)
-    chunks = tl.where(ids < bs, tl.maximum(chunks, 1), 0)
-    total = tl.sum(chunks, 0)
-    turn = tl.maximum(chunks, 1) * ranges
-    split = (chunks > 1) & (4 * tl.cdiv(total, turn) * turn > 5 * total)
-    split = split & (tl.cumsum(tl.where(split, chunks, 0), 0) <= capacity)
-    return tl.where(split, chunks, tl.minimum(chunks, 1))
-
-
-@triton.jit
-def first_slot(pieces, b, BS: tl.constexpr):
-    """Where request `b`'s partial results begin: after those of the split requests before it."""
-    return tl.sum(tl.where((tl.arange(0, BS) < b) & (pieces > 1), pieces, 0), 0)
 
 
 # No argument that changes from call to call is specialized: one compiled kernel serves every number of queries.
@@ -147,9 +137,10 @@ def deterministic_attention_kernel(
     d0 = tl.arange(0, D0)
     dv = tl.arange(0, BLOCK_DV)
     span = MASK_LEN if MASK_LEN > 0 else q_len
-    pieces = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
-    ends = tl.cumsum(pieces, 0)
-    for item in tl.range(tl.program_id(0), tl.sum(pieces, 0) * tiles, tl.num_programs(0), num_stages=1):
+    pieces, first, chunks = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
+    ends = in_order_of_length(pieces, first, chunks)
+    for turn_taken in tl.range(0, turns_of(tl.sum(pieces, 0) * tiles), num_stages=1):
+        item = item_of(turn_taken)
         piece = item // tiles
         tile = item % tiles
         kv_head = tile // row_blocks
@@ -158,15 +149,18 @@ def deterministic_attention_kernel(
         query = row // GROUP
         head = kv_head * GROUP + row % GROUP
         in_use = row < rows
-        b = tl.sum((ends <= piece).to(tl.int32), 0)
-        count = pick(pieces, b, BS)
-        part = piece - (pick(ends, b, BS) - count)
+        b, begin, number = find(ends, piece)
         seq_len = tl.maximum(tl.load(seq_lens + b), 0)
-        first_chunk, chunks = kv_blocks(seq_len, span, WINDOW, CHUNK)
-        last_chunk = first_chunk + chunks
-        if count > 1:
+        first_chunk, seen = seen_chunks(seq_len, span, WINDOW, CHUNK)
+        last_chunk = first_chunk + seen
+        slot = -1
+        if pick(pieces, b, BS) > 1:
+            part = tl.maximum(begin - first_chunk, 0) + number
+            slot = first_slot(pieces, b, BS) + part
             first_chunk += part
             last_chunk = first_chunk + 1
+        start = chunk_start(first_chunk) * CHUNK
+        stop_key = chunk_start(last_chunk) * CHUNK
 
         q_row = q + b.to(tl.int64) * q_stride_b + times(query, q_stride_q, WIDE) + times(head, q_stride_h, WIDE)
         q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
@@ -195,16 +189,15 @@ def deterministic_attention_kernel(
             first_seen = seq_len - q_len - WINDOW
         first_key = tl.maximum(first_seen, 0) if WINDOW >= 0 else 0
         m, l, acc = attend_chunks(
-            q0, q1, k_cache, k_rest, v_cache, tree, block_tables + b.to(tl.int64) * table_stride, kv_head, first_chunk,
-            last_chunk, first_key, last_key, seq_len, all_seen, position, first_seen, qk_scale, softcap,
+            q0, q1, k_cache, k_rest, v_cache, tree, block_tables + b.to(tl.int64) * table_stride, kv_head, start,
+            first_key, tl.minimum(stop_key, last_key), seq_len, all_seen, position, first_seen, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
             WIDE, CHUNK, ORDERED, MASK_LEN > 0,
         )  # fmt: skip
 
-        if count > 1:
-            slot = (first_slot(pieces, b, BS) + part).to(tl.int64)
-            at = (slot * KV_HEADS + kv_head) * rows + row
+        if slot >= 0:
+            at = (slot.to(tl.int64) * KV_HEADS + kv_head) * rows + row  # type: ignore[attr-defined]
             tl.store(partial_acc + at[:, None] * BLOCK_DV + dv[None, :], acc, mask=in_use[:, None])
             tl.store(partial_ml + at * 2, m, mask=in_use)
             tl.store(partial_ml + at * 2 + 1, l, mask=in_use)
@@ -243,7 +236,7 @@ def deterministic_combine_kernel(
     in_use = row < rows
     dv = tl.arange(0, BLOCK_DV)
     span = MASK_LEN if MASK_LEN > 0 else q_len
-    pieces = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
+    pieces, _, _ = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
     count = pick(pieces, b, BS)
     if count > 1:
         m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -311,9 +304,9 @@ def deterministic_extend_kernel(
         last_key = tl.maximum(seq_len - q_len + tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1) + 1, 0)
         first_key = tl.maximum(low - WINDOW, 0) if WINDOW >= 0 else 0
         m, l, acc = attend_chunks(
-            q0, q1, k_cache, k_rest, v_cache, None, block_tables + b.to(tl.int64) * table_stride, kv_head, first_key // CHUNK,
-            tl.cdiv(last_key, CHUNK), first_key, last_key, seq_len, low + 1, seq_len - q_len + query, low - WINDOW,
-            qk_scale, softcap,
+            q0, q1, k_cache, k_rest, v_cache, None, block_tables + b.to(tl.int64) * table_stride, kv_head,
+            chunk_start(chunk_of(first_key // CHUNK)) * CHUNK, first_key, last_key, seq_len, low + 1, seq_len - q_len + query,
+            low - WINDOW, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
             WIDE, CHUNK, ORDERED, False,

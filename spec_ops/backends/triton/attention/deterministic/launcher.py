@@ -9,6 +9,7 @@ import triton
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention import tuning
+from spec_ops.backends.triton.attention.deterministic.chunks import most_chunks
 from spec_ops.backends.triton.attention.deterministic.kernels import (
     deterministic_attention_kernel,
     deterministic_combine_kernel,
@@ -18,19 +19,30 @@ from spec_ops.backends.triton.attention.launcher import MAX_GRID, Policy, run
 from spec_ops.backends.triton.attention.operands import Operands
 from spec_ops.backends.triton.runtime.launch import arch_of, launch, num_sms
 
-CHUNK = 512  # keys
-TILE_ROWS = 64  # the least that Hopper's and Blackwell's large products take: fewer would leave longer queries to small ones
+CHUNK = 512  # keys of a unit: `chunks.py`
+TILE_ROWS = 64  # the least that Hopper's and Blackwell's large products take
+# Warps, stages and programs of tiles of 16 rows, by head_dim. On Hopper their products have the bits of those of 64 rows, from
+# another instruction; of other head_dims and architectures nobody knows.
+FEW_ROWS = {64: (1, 4, 4), 128: (2, 3, 2)}
 PARTIAL_BYTES = 1 << 28  # most memory of a call for partial results; requests that find no place in it are not split
 
 
-def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> tuning.Config:
-    """The one tile shape of a model: nothing here may depend on the number of queries, requests or keys."""
+def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int = TILE_ROWS) -> tuning.Config:
+    """The tile shape of a model; of few rows another one, where that has the same bits. Nothing else here may depend on the
+    number of queries, requests or keys."""
     config = tuning.choose(arch, shared_kv, head_dim, v_dim, kv_bytes, TILE_ROWS)
     large = 90 <= arch < 120  # 64 rows are one product, of four warps; elsewhere Triton divides rows and columns as it likes
     if not shared_kv and large and 64 < head_dim <= 128:
         # Each chunk refills its pipeline; meanwhile a second program on the multiprocessor computes.
         config = replace(config, num_warps=4, num_stages=3, programs=2)
-    return replace(config, ordered=not large or config.num_warps > 4)
+    if shared_kv or kv_bytes == 1 or 100 <= arch < 120:  # MLA has no registers for pairs, and tensor memory gives whole rows
+        return replace(config, ordered="" if large and config.num_warps <= 4 else "product")
+    config = replace(config, ordered="pairs")
+    if arch == 90 and rows <= 16 and head_dim == v_dim and head_dim in FEW_ROWS:
+        warps, stages, programs = FEW_ROWS[head_dim]
+        config = replace(config, block_m=16, num_warps=warps, num_stages=stages, programs=programs)
+        config = tuning.fitted(config, arch, shared_kv, head_dim, v_dim, kv_bytes)
+    return config
 
 
 def choose_float32(arch: int, shared_kv: bool, head_dim: int, v_dim: int) -> tuning.Config:
@@ -40,7 +52,7 @@ def choose_float32(arch: int, shared_kv: bool, head_dim: int, v_dim: int) -> tun
     small = shared_kv and arch not in tuning.SHARED  # 99 KiB of shared memory, and MLA's keys of 32 tokens are 72
     return tuning.Config(
         block_m=16 if width > 128 else 32, block_n=16 if small else 32, num_warps=8 if width > 64 else 4, num_stages=2,
-        programs=1, tma=False, ordered=True,
+        programs=1, tma=False, ordered="product",
     )  # fmt: skip
 
 
@@ -58,7 +70,7 @@ def _launch_chunks(o: Operands) -> None:
     row_blocks = triton.cdiv(o.rows, config.block_m)
     tiles = o.kv_heads * row_blocks
     # As many chunks as a table's width allows: lengths are on the device.
-    most = max(1, triton.cdiv(o.block_tables.shape[1] * keys.constants["PAGE"], CHUNK))
+    most = max(1, most_chunks(triton.cdiv(o.block_tables.shape[1] * keys.constants["PAGE"], CHUNK)))
     if o.window >= 0:
         most = min(most, (max(o.mask_len, q_len) + o.window) // CHUNK + 2)
     programs = num_sms(o.q.device) * config.programs
@@ -105,7 +117,7 @@ def _launch_extend(o: Operands) -> None:
 
 DETERMINISTIC = Policy(
     "triton-deterministic",
-    choose=lambda *shape: choose(*shape[:5]),  # not by rows or window
+    choose=lambda *shape: choose(*shape[:6]),  # not by window
     choose_ragged=lambda *shape: choose(*shape[:5]),
     uniform=_launch_chunks,
     ragged=_launch_extend,

@@ -218,17 +218,19 @@ def _route_experts(device: str) -> None:
 
 
 def _collectives(device: str) -> None:
-    """All ranks in one launch: a sum, one with a residual, and a maximum; twice as many calls as there are buffers."""
+    """All ranks in one launch: a sum, one with a residual, and a maximum; sums one-shot and two-shot in turn, each in twice as
+    many calls as there are buffers."""
     ranks, rng = of_one_process(4, torch.device(device), 1 << 14, 1_000_000), Rng("collectives")
-    for columns in (48, 4096, 272, 16, 4096, 1040):
+    for call, columns in enumerate(2 * (48, 4096, 272, 16, 4096, 1040)):
+        two_shot = call % 2 == 1
         parts, residual, weight = rng.tensor(4, 1, columns), rng.tensor(1, columns), rng.tensor(columns)
         parts, residual, weight = (t.bfloat16() for t in (parts, residual, weight))
         keys = torch.randint(-(2**62), 2**62, (4, 33))
         x, same, g, k = (t.to(device) for t in (parts, residual.expand(4, 1, -1).contiguous(), weight, keys))
         out, y, z, largest = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x), torch.empty_like(k)
         squares = torch.empty(4, 1, columns // 16, device=device)
-        push.push(ranks, x, out, "sum", local=4)
-        push.push(ranks, x, y, "sum", (same, g, z, squares, columns), local=4)
+        push.push(ranks, x, out, "sum", local=4, two_shot=two_shot)
+        push.push(ranks, x, y, "sum", (same, g, z, squares, columns), local=4, two_shot=not two_shot)
         push.push(ranks, k, largest, "max", local=4)
         total = reference_collectives.sum_of(list(parts))
         for rank in range(4):
@@ -270,7 +272,9 @@ def cases() -> list[Case]:
     for tokens in (5, 20):
         few = ("few_gate_up_kernel", "few_down_kernel")
         found.append(Case(f"moe_experts, {tokens} tokens", few, functools.partial(_moe, tokens)))
-    found.append(Case("all_reduce of 4 ranks", ("sum_kernel", "max_kernel"), _collectives, interpreted=False))
+    found.append(
+        Case("all_reduce of 4 ranks", ("sum_kernel", "two_shot_kernel", "max_kernel"), _collectives, interpreted=False)
+    )
     found += [Case(*case, interpreted=False) for case in sanitize_attention.cases()]
     return found
 

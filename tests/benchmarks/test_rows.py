@@ -65,8 +65,8 @@ def test_the_readme_names_every_command():
         for path in folder.rglob("*.py")
         if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
     }
-    # The command line itself, processes of `round` and of engines, a part of `sanitize`, the picture of `kernels`, the documents'
-    # numbers.
+    # The command line itself, processes of `round` and of engines, a part of `sanitize`, the picture of `kernels`, the
+    # documents' numbers.
     beside = {"benchmarks", "benchmarks.round.worker"}
     beside |= {f"benchmarks.engines.{name}" for name in ("sglang_worker", "sglang_texts", "vllm_worker")}
     beside |= {"benchmarks.sanitize.kernels", "benchmarks.kernels.roofline"}

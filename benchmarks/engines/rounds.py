@@ -8,21 +8,40 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.engines.checkpoints import MODELS
 from benchmarks.engines.process import Row
 from benchmarks.rows import write_rows
-from spec_ops.cli.options import console
+from spec_ops.cli.options import console, writable_file, writable_folder
 
 OURS = "spec_ops"
 LIMIT = "--seconds, --total-seconds"  # the options that end an engine
 # Of a backend's name, its page size and seconds: what its rows have in common, and what its engine says.
 EngineOf = Callable[[str, int, float], tuple[Row, Generator[Row]]]
+
+
+# Options of both commands.
+Model = Annotated[str, typer.Option(help=f"A shape: {', '.join(MODELS)}.")]
+Backends = Annotated[list[str], typer.Option(help="NAME or NAME:PAGE_SIZE of an attention backend; may be repeated.")]
+Cases = Annotated[list[str], typer.Option(help="BATCHxCONTEXT; may be repeated.")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Of the target; default all.")]
+Steps = Annotated[int, typer.Option(min=0, help="Draft steps S; 0 decodes without a draft.")]
+Ranks = Annotated[int, typer.Option(min=1, help="GPUs.")]
+Rounds = Annotated[tuple[int, int], typer.Option(min=1, help="Of a short and of a long call.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Of both calls.")]
+Seconds = Annotated[float, typer.Option(min=1, help="For an engine, its start included.")]
+TotalSeconds = Annotated[
+    float | None, typer.Option(min=1, help="For all engines: each may take an equal share of what is left.")
+]
+Logs = Annotated[Path | None, typer.Option(callback=writable_folder, help="Folder to keep each engine's log in.")]
+Json = Annotated[Path | None, typer.Option(callback=writable_file, help="Write the rows, with machine, versions and commit.")]
+CASES = ["1x1024", "8x1024", "32x1024"]
 
 
 def parse_backend(text: str, default: int) -> tuple[str, int]:
@@ -48,7 +67,9 @@ def parse_option(text: str) -> tuple[str, Any]:
         raise typer.BadParameter(f"must be NAME=JSON, got {text!r}", param_hint="--engine-option") from None
 
 
-def check_rounds(rounds: tuple[int, int]) -> None:
+def check_options(model: str, rounds: tuple[int, int]) -> None:
+    if model not in MODELS:
+        raise typer.BadParameter(f"must be one of {list(MODELS)}, got {model!r}", param_hint="--model")
     if rounds[0] >= rounds[1]:
         raise typer.BadParameter(f"must be a smaller and a larger number, got {rounds}", param_hint="--rounds")
 
@@ -106,8 +127,8 @@ def is_case(row: Row) -> bool:
 
 
 def over_fastest(rows: Sequence[Row]) -> float | None:
-    """Our milliseconds over those of the fastest other backend of each case: the geometric mean; None without both. Cases in
-    which something held up every short call, so that no time is left for a round, do not count."""
+    """Our time divided by that of the fastest other backend, as the geometric mean over the cases that have both; None if none
+    has. A case counts only if every backend's rounds took some time: a held-up short call can leave none."""
     cases: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
         of_case = cases.setdefault((row["bs"], row["context"]), {})

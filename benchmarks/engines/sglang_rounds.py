@@ -15,12 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.engines.checkpoints import MODELS, write_shape
+from benchmarks.engines import rounds as engine_rounds
+from benchmarks.engines.checkpoints import write_shape
 from benchmarks.engines.process import Row, rows_of
 from benchmarks.engines.rounds import (
     LIMIT,
     OURS,
-    check_rounds,
+    check_options,
     is_case,
     measure_engines,
     parse_backend,
@@ -30,44 +31,36 @@ from benchmarks.engines.rounds import (
     vocab_size,
 )
 from benchmarks.engines.sglang_profile import per_round
-from spec_ops.cli.options import console, writable_file, writable_folder
+from spec_ops.cli.options import console
 
 WORKER = Path(__file__).with_name("sglang_worker.py")
 BACKENDS = [OURS, "fa3", "triton", "flashinfer"]
 
 
 def bench_sglang(
-    model: Annotated[str, typer.Option(help=f"A shape: {', '.join(MODELS)}.")] = "llama-8b",
-    backend: Annotated[
-        list[str], typer.Option(help="NAME or NAME:PAGE_SIZE of an attention backend; may be repeated.")
-    ] = BACKENDS,
-    case: Annotated[list[str], typer.Option(help="BATCHxCONTEXT; may be repeated.")] = ["1x1024", "8x1024", "32x1024"],  # noqa: B006
-    layers: Annotated[int | None, typer.Option(min=1, help="Of the target; default all.")] = None,
-    steps: Annotated[int, typer.Option(min=0, help="Draft steps S; 0 decodes without a draft.")] = 3,
+    model: engine_rounds.Model = "llama-8b",
+    backend: engine_rounds.Backends = BACKENDS,
+    case: engine_rounds.Cases = engine_rounds.CASES,
+    layers: engine_rounds.Layers = None,
+    steps: engine_rounds.Steps = 3,
     accept_length: Annotated[float, typer.Option(min=1, help="Tokens a round, simulated.")] = 3.0,
-    tp: Annotated[int, typer.Option(min=1, help="GPUs.")] = 1,
-    rounds: Annotated[tuple[int, int], typer.Option(min=1, help="Of a short and of a long call.")] = (24, 88),
-    repeats: Annotated[int, typer.Option(min=1, help="Of both calls.")] = 3,
-    seconds: Annotated[float, typer.Option(min=1, help="For an engine, its start included.")] = 240,
-    total_seconds: Annotated[
-        float | None, typer.Option(min=1, help="For all engines: each may take an equal share of what is left.")
-    ] = None,
+    tp: engine_rounds.Ranks = 1,
+    rounds: engine_rounds.Rounds = (24, 88),
+    repeats: engine_rounds.Repeats = 3,
+    seconds: engine_rounds.Seconds = 240,
+    total_seconds: engine_rounds.TotalSeconds = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also count graphs, copies and waits of the first case's rounds.")
     ] = False,
-    logs: Annotated[Path | None, typer.Option(callback=writable_folder, help="Folder to keep each engine's log in.")] = None,
+    logs: engine_rounds.Logs = None,
     python: Annotated[str, typer.Option(help="Interpreter of the environment that has SGLang.")] = sys.executable,
     engine_option: Annotated[
         list[str] | None, typer.Option(help="NAME=JSON: another argument of sglang.Engine; may be repeated.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(callback=writable_file, help="Write the rows, with machine, versions and commit.")
-    ] = None,
+    json: engine_rounds.Json = None,
 ) -> None:
     """Milliseconds of a round in SGLang engines that differ in their attention backend alone."""
-    if model not in MODELS:
-        raise typer.BadParameter(f"must be one of {list(MODELS)}, got {model!r}", param_hint="--model")
-    check_rounds(rounds)
+    check_options(model, rounds)
     if steps and accept_length > steps + 1:
         raise typer.BadParameter(
             f"must be at most {steps + 1} with {steps} steps, got {accept_length:g}", param_hint="--accept-length"

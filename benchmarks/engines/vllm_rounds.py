@@ -14,12 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.engines.checkpoints import MODELS, write_shape
+from benchmarks.engines import rounds as engine_rounds
+from benchmarks.engines.checkpoints import write_shape
 from benchmarks.engines.process import Row, rows_of
 from benchmarks.engines.rounds import (
     LIMIT,
     OURS,
-    check_rounds,
+    check_options,
     is_case,
     measure_engines,
     parse_backend,
@@ -28,7 +29,7 @@ from benchmarks.engines.rounds import (
     show,
     vocab_size,
 )
-from spec_ops.cli.options import console, writable_file, writable_folder
+from spec_ops.cli.options import console
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 BACKENDS = [OURS, "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"]
@@ -36,34 +37,26 @@ PAGE_SIZE = 16  # vLLM's own
 
 
 def bench_vllm(
-    model: Annotated[str, typer.Option(help=f"A shape: {', '.join(MODELS)}.")] = "llama-8b",
-    backend: Annotated[
-        list[str], typer.Option(help="NAME or NAME:PAGE_SIZE of an attention backend; may be repeated.")
-    ] = BACKENDS,
+    model: engine_rounds.Model = "llama-8b",
+    backend: engine_rounds.Backends = BACKENDS,
     ours: Annotated[str, typer.Option(help=f"vLLM's name for {OURS}; before 0.32 it is CUSTOM.")] = "SPEC_OPS",
-    case: Annotated[list[str], typer.Option(help="BATCHxCONTEXT; may be repeated.")] = ["1x1024", "8x1024", "32x1024"],  # noqa: B006
-    layers: Annotated[int | None, typer.Option(min=1, help="Of the target; default all.")] = None,
-    steps: Annotated[int, typer.Option(min=0, help="Draft steps S; 0 decodes without a draft.")] = 3,
-    tp: Annotated[int, typer.Option(min=1, help="GPUs.")] = 1,
-    rounds: Annotated[tuple[int, int], typer.Option(min=1, help="Of a short and of a long call.")] = (24, 88),
-    repeats: Annotated[int, typer.Option(min=1, help="Of both calls.")] = 3,
-    seconds: Annotated[float, typer.Option(min=1, help="For an engine, its start included.")] = 400,
-    total_seconds: Annotated[
-        float | None, typer.Option(min=1, help="For all engines: each may take an equal share of what is left.")
-    ] = None,
-    logs: Annotated[Path | None, typer.Option(callback=writable_folder, help="Folder to keep each engine's log in.")] = None,
+    case: engine_rounds.Cases = engine_rounds.CASES,
+    layers: engine_rounds.Layers = None,
+    steps: engine_rounds.Steps = 3,
+    tp: engine_rounds.Ranks = 1,
+    rounds: engine_rounds.Rounds = (24, 88),
+    repeats: engine_rounds.Repeats = 3,
+    seconds: engine_rounds.Seconds = 400,
+    total_seconds: engine_rounds.TotalSeconds = None,
+    logs: engine_rounds.Logs = None,
     python: Annotated[str, typer.Option(help="Interpreter of the environment that has vLLM.")] = sys.executable,
     engine_option: Annotated[
         list[str] | None, typer.Option(help="NAME=JSON: another argument of vllm.LLM; may be repeated.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(callback=writable_file, help="Write the rows, with machine, versions and commit.")
-    ] = None,
+    json: engine_rounds.Json = None,
 ) -> None:
     """Milliseconds of a round in vLLM engines that differ in their attention backend alone."""
-    if model not in MODELS:
-        raise typer.BadParameter(f"must be one of {list(MODELS)}, got {model!r}", param_hint="--model")
-    check_rounds(rounds)
+    check_options(model, rounds)
     backends, cases = [parse_backend(text, PAGE_SIZE) for text in backend], [parse_case(text) for text in case]
     options = dict(parse_option(text) for text in engine_option or [])
     with tempfile.TemporaryDirectory() as folder:
@@ -88,8 +81,8 @@ def bench_vllm(
 def engine_arguments(
     target: Path, draft: Path | None, backend: str, page_size: int, cases: Sequence[tuple[int, int]], steps: int, tp: int
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`: dummy weights, and CUDA graphs of the batch sizes that are measured: of the tokens that they
-    verify, and of those of a draft step."""
+    """Arguments of `vllm.LLM`: dummy weights; for each measured batch size a CUDA graph of what it verifies, and one of a draft
+    step."""
     batch_sizes = sorted({batch_size for batch_size, _ in cases})
     graphs = sorted({size * tokens for size in batch_sizes for tokens in (1, steps + 1)})
     arguments: dict[str, Any] = {

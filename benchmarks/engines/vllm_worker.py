@@ -49,7 +49,7 @@ def measure(engine: Any, job: dict[str, Any], batch_size: int, context: int) -> 
     before = counted(engine, ACCEPTED), counted(engine, DRAFTS)
     calls = [(generate(engine, prompts, short, drafts), generate(engine, prompts, long, drafts)) for _ in range(job["repeats"])]
     accepted, drafted = (counted(engine, name) - was for name, was in zip((ACCEPTED, DRAFTS), before, strict=True))
-    # Calls of one length take unequal numbers of rounds where some drafts are accepted: the fastest of each is that of a round.
+    # Where drafts are accepted, calls of one length may take unequal numbers of rounds: each brings its own count.
     fastest = [min(of_one_length) for of_one_length in zip(*calls, strict=True)]
     return {
         "bs": batch_size, "context": context, "ms_per_round": _ms_between(*fastest),

@@ -283,7 +283,7 @@ def weights(results: Path) -> str:
 
 
 def ranks(results: Path) -> str:
-    """Rounds of several ranks beside those of one GPU and beside NCCL's sums."""
+    """Rounds on several GPUs, compared with one GPU and with NCCL."""
     cases: dict[tuple, dict[str, Row]] = {}
     files = [f"h200x{count}-round" for count in RANKS]
     for count, file in zip(RANKS, files, strict=True):

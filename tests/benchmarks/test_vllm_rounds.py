@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.engines import vllm_worker
 from benchmarks.engines.vllm_rounds import engine_arguments
 from tests.helpers.command_line import refusal, run_benchmarks
 
@@ -80,6 +83,33 @@ def test_rounds_of_two_backends(vllm, tmp_path, steps):
         assert row["ms_per_round"] == pytest.approx(2 if row["backend"] == "spec_ops" else 4, abs=1.9)
         assert row["accept_length"] == (pytest.approx(1.5, abs=0.1) if steps else None)
     assert "of the time of the fastest other backend" in result.output
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_rounds_are_counted_by_their_drafts(monkeypatch, drafts):
+    """By a clock of its own. A round takes 2 s, and gives each of two requests a token, or two if drafts are accepted."""
+    now = [0.0]
+    counts = {vllm_worker.DRAFTS: 0, vllm_worker.ACCEPTED: 0}
+
+    class Engine:
+        def reset_prefix_cache(self):
+            pass
+
+        def get_metrics(self):
+            return [SimpleNamespace(name=name, value=count) for name, count in counts.items()]
+
+        def generate(self, prompts, sampling, use_tqdm):
+            rounds = (sampling.max_tokens - 1) // 2 if drafts else sampling.max_tokens - 1
+            now[0] += 100 + 2 * rounds
+            counts[vllm_worker.DRAFTS] += rounds * len(prompts)
+            counts[vllm_worker.ACCEPTED] += rounds * len(prompts)
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7] * sampling.max_tokens)]) for _ in prompts]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setattr(vllm_worker.time, "perf_counter", lambda: now[0])
+    row = vllm_worker.measure(Engine(), {"vocab_size": 99, "rounds": [4, 24], "repeats": 2, "drafts": drafts}, 2, 8)
+    assert row["ms_per_round"] == 2000
+    assert row["ms_per_round_all"] == [2000, 2000]
 
 
 def test_arguments_of_an_engine(tmp_path):

@@ -164,6 +164,8 @@ def test_bytes_decide_how_a_sum_is_computed():
     assert launched == [push.sum_kernel, push.two_shot_kernel, push.two_shot_kernel]
     with pytest.raises(ValueError, match="`x` must be of at most 1024 bytes, got 1040"):
         push.push(ranks, torch.ones(4, 1, 520).half(), torch.ones(4, 1, 520).half(), "sum", local=4)
+    with pytest.raises(ValueError, match="`x` must be of at most 512 bytes in one shot, got 528"):
+        push.push(ranks, torch.ones(4, 1, 264).half(), torch.ones(4, 1, 264).half(), "sum", local=4, two_shot=False)
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (16, 1), (8, 5), (2, 4, 3, 1)])

@@ -378,6 +378,8 @@ def push(
     ranks.check("all_reduce" if added is None else "all_reduce_add", x.dtype, reduce, size)
     if two_shot is None:
         two_shot = not of_max and size > ranks.one_shot_bytes
+    if not two_shot and size > ranks.slot_bytes:
+        raise ValueError(f"all_reduce: `x` must be of at most {ranks.slot_bytes} bytes in one shot, got {size}")
     # A rank's share of the sum in vectors of 16 bytes, of which two are a whole number of sums of squares.
     share = 2 * triton.cdiv(size // 16, 2 * ranks.size)
     if warps is None:

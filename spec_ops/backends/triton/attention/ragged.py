@@ -76,7 +76,7 @@ def ragged_attention_kernel(
                 before + query, query.to(tl.int64), low - WINDOW, 0, qk_scale, softcap,
                 k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
                 D, D0, D1, DV, BLOCK_DV, PAGE, 0, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES,
-                CLEAR, False, WIDE,
+                CLEAR, False, WIDE, "",
             )  # fmt: skip
             result = acc * (denominator(m, l, sinks, head, in_use, HAS_SINKS) * v_scale)[:, None]
             o = out + ((first_row + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV

@@ -201,7 +201,7 @@ def split_kv_attention_kernel(
             row_words, first_seen, slots, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES,
-            CLEAR, HOLES, WIDE,
+            CLEAR, HOLES, WIDE, "",
         )  # fmt: skip
 
         o = out + ((b * Q_LEN + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV

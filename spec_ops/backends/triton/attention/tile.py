@@ -210,7 +210,7 @@ def attend(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    CLEAR: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, ORDERED: tl.constexpr = "",
+    CLEAR: tl.constexpr, HOLES: tl.constexpr, WIDE: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of rows over the keys `[first_key, last_key)` of one request and KV head.
 

@@ -13,7 +13,6 @@ import triton.language as tl  # noqa: E402
 from spec_ops.backends.triton.attention.deterministic.chunks import (  # noqa: E402
     chunk_of,
     chunk_start,
-    chunk_units,
     chunks_before,
     divide,
     find,
@@ -33,24 +32,22 @@ def begins_of_chunks(keys: int) -> list[int]:
 
 
 def test_where_chunks_begin():
-    launched = torch.full((40, 4), -1, dtype=torch.int32)
+    launched = torch.full((40, 3), -1, dtype=torch.int32)
     _chunks[(1,)](launched, 40)
     begins = [at // CHUNK for at in begins_of_chunks(200 * CHUNK)]
-    for unit, (before, of, start, units) in enumerate(launched.tolist()):
+    for unit, (before, of, start) in enumerate(launched.tolist()):
         assert before == most_chunks(unit) == sum(begin < unit for begin in begins)
         assert begins[of] <= unit < begins[of + 1]
         assert start == begins[unit]  # `unit` as the number of a chunk
-        assert unit not in begins or units == begins[of + 1] - begins[of]
 
 
 @triton.jit
 def _chunks(out, COUNT: tl.constexpr):
     for i in range(COUNT):
-        at = out + 4 * i
+        at = out + 3 * i
         tl.store(at, chunks_before(i))
         tl.store(at + 1, chunk_of(i))
         tl.store(at + 2, chunk_start(i))
-        tl.store(at + 3, chunk_units(i))
 
 
 @triton.jit

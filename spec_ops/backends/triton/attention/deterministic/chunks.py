@@ -48,12 +48,6 @@ def chunk_start(chunk):
 
 
 @triton.jit
-def chunk_units(unit):
-    """How many units the chunk has that begins at `unit`."""
-    return tl.where(unit < SECOND, 1, tl.where(unit < THIRD, 2, 4))
-
-
-@triton.jit
 def seen_chunks(seq_len, span, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """First chunk, and number of chunks, that any query of a request looks at. `span`: of `kv_blocks`."""
     first, units = kv_blocks(seq_len, span, WINDOW, CHUNK)

@@ -31,7 +31,7 @@ import triton.language as tl
 from spec_ops.backends.triton.attention.deterministic.chunks import (
     chunk_of,
     chunk_start,
-    chunk_units,
+    chunks_before,
     divide,
     find,
     first_slot,
@@ -66,7 +66,7 @@ def finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def attend_chunks(
-    q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, start, first_key, last_key, seq_len, all_seen,
+    q0, q1, k_cache, k_rest, v_cache, tree, table, kv_head, first_chunk, last_chunk, first_key, last_key, seq_len, all_seen,
     position, first_seen, qk_scale, softcap,
     k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -74,18 +74,16 @@ def attend_chunks(
     SHARED_KV: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     CLEAR: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, ORDERED: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Attention over the chunks from the one that begins at `start` to the one that holds key `last_key - 1`, merged. Of those
-    no row sees a key outside `[first_key, last_key)`.
+    """Attention over the chunks `[first_chunk, last_chunk)`, merged. No row sees a key outside `[first_key, last_key)`.
 
     `TREE`: from the block of the tree's first key on, keys are those of paths (`tree`: of `attend_paths`).
     """
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    while start < last_key:
-        begin = tl.maximum(start, first_key // BLOCK_N * BLOCK_N)
-        start += chunk_units(start // CHUNK) * CHUNK
-        end = tl.minimum(start, last_key)
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
+        begin = tl.maximum(chunk_start(chunk) * CHUNK, first_key // BLOCK_N * BLOCK_N)
+        end = tl.minimum(chunk_start(chunk + 1) * CHUNK, last_key)
         in_order = end
         if TREE:
             in_order = tl.maximum(tl.minimum(end, tree[2] // BLOCK_N * BLOCK_N), begin)
@@ -159,8 +157,6 @@ def deterministic_attention_kernel(
             slot = first_slot(pieces, b, BS) + part
             first_chunk += part
             last_chunk = first_chunk + 1
-        start = chunk_start(first_chunk) * CHUNK
-        stop_key = chunk_start(last_chunk) * CHUNK
 
         q_row = q + b.to(tl.int64) * q_stride_b + times(query, q_stride_q, WIDE) + times(head, q_stride_h, WIDE)
         q0 = tl.load(q_row[:, None] + d0[None, :], mask=in_use[:, None], other=0.0)
@@ -189,8 +185,8 @@ def deterministic_attention_kernel(
             first_seen = seq_len - q_len - WINDOW
         first_key = tl.maximum(first_seen, 0) if WINDOW >= 0 else 0
         m, l, acc = attend_chunks(
-            q0, q1, k_cache, k_rest, v_cache, tree, block_tables + b.to(tl.int64) * table_stride, kv_head, start,
-            first_key, tl.minimum(stop_key, last_key), seq_len, all_seen, position, first_seen, qk_scale, softcap,
+            q0, q1, k_cache, k_rest, v_cache, tree, block_tables + b.to(tl.int64) * table_stride, kv_head, first_chunk,
+            last_chunk, first_key, last_key, seq_len, all_seen, position, first_seen, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
             WIDE, CHUNK, ORDERED, MASK_LEN > 0,
@@ -220,15 +216,13 @@ def deterministic_combine_kernel(
     out, seq_lens, sinks, partial_acc, partial_ml, v_scale, bs, q_len, ranges, capacity,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASK_LEN: tl.constexpr,
     WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, BS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    FEW: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    READ: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merges the chunks of split requests, `ROWS` rows a program.
+    """Merges the chunks of split requests, `ROWS` rows a program; `READ` of them are read before one is used, without masks:
+    ptxas has a masked read wait for the use of the one before.
 
-    64 chunks must not take 64 latencies, but ptxas has a masked read wait for the use of the one before, and interleaves reads
-    and uses of more than a few chunks. So the first `FEW` are read without masks, all before one is used, and the others
-    through shared memory, `AHEAD` of them on their way.
+    Lengths are read before the kernel before this one, which does not write them, has ended: that waited for all earlier ones.
     """
-    await_predecessors(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kv_head = tl.program_id(1)
     b = tl.program_id(2)
@@ -238,6 +232,7 @@ def deterministic_combine_kernel(
     span = MASK_LEN if MASK_LEN > 0 else q_len
     pieces, _, _ = divide(seq_lens, bs, span, ranges, capacity, WINDOW, CHUNK, BS)
     count = pick(pieces, b, BS)
+    await_predecessors(PDL)
     if count > 1:
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.zeros([ROWS], tl.float32)
@@ -245,17 +240,16 @@ def deterministic_combine_kernel(
         first = first_slot(pieces, b, BS)
         stride = (rows * KV_HEADS).to(tl.int64)
         place = (first.to(tl.int64) * KV_HEADS + kv_head) * rows + tl.minimum(row, rows - 1)
-        parts = ()
-        for i in tl.static_range(FEW):  # past the last one it is read again, and counts for nothing
-            parts += (_part(partial_acc, partial_ml, place + tl.minimum(i, count - 1) * stride, BLOCK_DV),)  # type: ignore[assignment]
-        for i in tl.static_range(FEW):
-            m_next, l_next, acc_next = parts[i]  # type: ignore[var-annotated]
-            m_next = tl.where(i < count, m_next, float("-inf"))
-            m, l, acc = merge(m, l, acc, m_next, tl.where(i < count, l_next, 0.0), tl.where(i < count, acc_next, 0.0))
-        if count > FEW:
-            for part in tl.range(FEW, count, num_stages=AHEAD + 1):
-                m_next, l_next, acc_next = _part(partial_acc, partial_ml, place + part * stride, BLOCK_DV)
-                m, l, acc = merge(m, l, acc, m_next, l_next, acc_next)
+        for done in tl.range(0, count, READ, num_stages=1):
+            parts = ()
+            for i in tl.static_range(READ):  # past the last one it is read again, and counts for nothing
+                part = place + tl.minimum(done + i, count - 1) * stride
+                parts += (_part(partial_acc, partial_ml, part, BLOCK_DV),)  # type: ignore[assignment]
+            for i in tl.static_range(READ):
+                m_next, l_next, acc_next = parts[i]  # type: ignore[var-annotated]
+                live = done + i < count
+                m_next = tl.where(live, m_next, float("-inf"))
+                m, l, acc = merge(m, l, acc, m_next, tl.where(live, l_next, 0.0), tl.where(live, acc_next, 0.0))
         head = kv_head * GROUP + row % GROUP
         result = finish(m, l, acc, sinks, head, in_use, v_scale, HAS_SINKS)
         o = out + ((b.to(tl.int64) * q_len + row // GROUP) * (KV_HEADS * GROUP) + head) * DV
@@ -305,8 +299,8 @@ def deterministic_extend_kernel(
         first_key = tl.maximum(low - WINDOW, 0) if WINDOW >= 0 else 0
         m, l, acc = attend_chunks(
             q0, q1, k_cache, k_rest, v_cache, None, block_tables + b.to(tl.int64) * table_stride, kv_head,
-            chunk_start(chunk_of(first_key // CHUNK)) * CHUNK, first_key, last_key, seq_len, low + 1, seq_len - q_len + query,
-            low - WINDOW, qk_scale, softcap,
+            chunk_of(first_key // CHUNK), chunks_before(tl.cdiv(last_key, CHUNK)), first_key, last_key, seq_len, low + 1,
+            seq_len - q_len + query, low - WINDOW, qk_scale, softcap,
             k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
             D, D0, D1, DV, BLOCK_DV, PAGE, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES, CLEAR,
             WIDE, CHUNK, ORDERED, False,

@@ -24,6 +24,7 @@ TILE_ROWS = 64  # the least that Hopper's and Blackwell's large products take
 # Warps, stages and programs of tiles of 16 rows, by head_dim. On Hopper their products have the bits of those of 64 rows, from
 # another instruction; of other head_dims and architectures nobody knows.
 FEW_ROWS = {64: (1, 4, 4), 128: (2, 3, 2)}
+READ = 8  # partial results of a row that are on their way at once when they are merged
 PARTIAL_BYTES = 1 << 28  # most memory of a call for partial results; requests that find no place in it are not split
 
 
@@ -100,7 +101,7 @@ def _launch_chunks(o: Operands) -> None:
         launch(
             deterministic_combine_kernel, (triton.cdiv(o.rows, rows_each), o.kv_heads, bs), o.out, o.seq_lens, o.sinks,
             *partials, o.softmax[1], bs, q_len, ranges, capacity,
-            DV=keys.constants["DV"], BLOCK_DV=keys.block_dv, ROWS=rows_each, FEW=4, AHEAD=16, num_warps=warps, early=True,
+            DV=keys.constants["DV"], BLOCK_DV=keys.block_dv, ROWS=rows_each, READ=READ, num_warps=warps, early=True,
             **common,
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ from spec_ops.backends.triton.attention.deterministic.chunks import (  # noqa: E
     in_order_of_length,
     most_chunks,
 )
+from spec_ops.backends.triton.attention.deterministic.launcher import places_of  # noqa: E402
 from tests.interpreter.test_deterministic import CHUNK, alone, made, run, same_bits  # noqa: E402
 from tests.ops.test_attention import KINDS, check  # noqa: E402
 
@@ -39,6 +40,15 @@ def test_where_chunks_begin():
         assert before == most_chunks(unit) == sum(begin < unit for begin in begins)
         assert begins[of] <= unit < begins[of + 1]
         assert start == begins[unit]  # `unit` as the number of a chunk
+
+
+def test_vectors_of_requests():
+    """As many places as requests, as a power of two, but never a warp's width: `places_of`."""
+    for bs in range(1, 300):
+        places = places_of(bs)
+        assert places >= max(bs, 2)
+        assert places in (2, 4, 8, 16, 64, 128, 256, 512)
+        assert places < 2 * max(bs, 2) or (17 <= bs <= 32 and places == 64)
 
 
 @triton.jit

@@ -65,6 +65,14 @@ def _queries_of_a_tile(o: Operands) -> int:
     return triton.next_power_of_2(max(min(queries, o.mask_len), 1))
 
 
+def places_of(bs: int) -> int:
+    """Of vectors with a number for each request. Not 32: Triton reduces vectors of a warp's width by `redux.sync`, and with the
+    ptxas of Triton 3.6 (12.8.93) the attention kernel then took wrong requests and wrote out of bounds on sm_90. The schedule
+    alone (`divide`, `find`) is compiled correctly, and so are other widths."""
+    places = max(2, triton.next_power_of_2(bs))
+    return 64 if places == 32 else places
+
+
 def _launch_chunks(o: Operands) -> None:
     config, keys = o.config, o.keys
     bs, q_len = o.q.shape[:2]
@@ -83,7 +91,7 @@ def _launch_chunks(o: Operands) -> None:
     partials = partial, partial[numbers:]
     common = {
         "GROUP": o.group, "KV_HEADS": o.kv_heads, "MASK_LEN": o.mask_len, "WINDOW": o.window, "HAS_SINKS": o.sinks is not None,
-        "BS": max(2, triton.next_power_of_2(bs)), "CHUNK": CHUNK, "enable_fp_fusion": False,
+        "BS": places_of(bs), "CHUNK": CHUNK, "enable_fp_fusion": False,
     }  # fmt: skip
     launch(
         deterministic_attention_kernel, (min(programs, bs * most * tiles),),

@@ -143,17 +143,17 @@ def test_pointers_are_read_in_wide_and_early_loads(shape, q_len):
 
 @pytest.mark.parametrize(("bs", "warps"), [(8, 1), (64, 4)])
 def test_chunks_are_merged_without_waiting_for_each(bs, warps):
-    """Many of them lie in memory: the first are read without masks, at once, and the others several ahead (`cp.async`). A
-    program has one row where rows are few, else four."""
+    """Many of them lie in memory: several are read at once, without masks, before one is used. A program has one row where rows
+    are few, else four."""
     call = attention_ahead.call_of(attention_ahead.GQA_128, bs, 4)
     with recorded(Target(90, 132)) as launches:
         deterministic_steps.attention(call)
     variant = ahead.variant_of("combine", launches[1], archs=(90,), options={"enable_fp_fusion": False})
     assert variant.num_warps == variant.constexprs["ROWS"] == warps
     kernel = ahead.compiled(variant, 90)
-    wide = re.findall(r"(@\S+ )?ld\.global\.v4\.b32", kernel.asm["ptx"])
-    assert wide == [""] * variant.constexprs["FEW"]
-    assert "cp.async.cg" in kernel.asm["ptx"]
+    found = re.findall(r"(@\S+ )?(ld\.global\.v4\.b32|ex2)", kernel.asm["ptx"])
+    assert found[: variant.constexprs["READ"]] == [("", "ld.global.v4.b32")] * variant.constexprs["READ"]
+    assert {what for _, what in found[variant.constexprs["READ"] :]} == {"ex2"}
     assert ahead.resources(kernel).spill_bytes == 0
 
 

@@ -249,9 +249,17 @@ def sampled(results: Path) -> str:
 
 def invariant(results: Path) -> str:
     """Batch-invariant rounds, and a prompt, beside the others."""
-    file = "h200-round-invariant"
-    intro = "What batch-invariant arithmetic adds to a round, milliseconds (`python -m benchmarks round --invariant`,"
-    text = _judged(f"{intro} `benchmarks/results/{file}.json`)", [file], results)
+    adds = "What batch-invariant arithmetic adds to a round"
+    tables = [
+        _judged(
+            f"{adds} on one {gpu}, milliseconds (`python -m benchmarks round --invariant`, `benchmarks/results/{file}.json`)",
+            [file],
+            results,
+        )
+        for gpu in ("H100", "H200")
+        if (results / f"{(file := f'{gpu.lower()}-round-invariant')}.json").exists()
+    ]
+    text = "\n\n".join(tables) or paragraph(f"{adds}: not measured yet.")
     prompts = [row for row in texts.price(results) if row["what"].startswith("prompt")]
     for row in prompts:
         told = f"A {row['what']} tokens takes {row['invariant_ms']:.1f} ms instead of {row['ms']:.1f} ({row['ratio']:.2f}) in a"

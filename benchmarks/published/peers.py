@@ -3,6 +3,7 @@ with attention of ours and of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.published.text import Row, listed, load, load_rounds, paragraph, short, table
@@ -103,7 +104,23 @@ def requests_of_sglang(results: Path) -> str:
     intro += f" the same with overlap scheduling and without, and {plain['equal']} the same with a chain of {overlap['steps']}"
     intro += " drafts and plain. Where a draft changed the text, the logits of the two tokens differ by at most"
     intro += f" {plain['largest_gap']:.2f} in float32: near ties."
-    return paragraph(intro)
+    return "\n\n".join([paragraph(intro), *_requests_on_several_gpus(results)])
+
+
+def _requests_on_several_gpus(results: Path) -> Iterator[str]:
+    file = "h100x2-sglang-requests"
+    if not (results / f"{file}.json").exists():
+        return
+    first, *others = load(file, results)["rows"]
+    for row in others:
+        if (row["tp"] > 1, row["steps"]) != (True, first["steps"]):
+            continue
+        told = f"On {row['tp']} H100s (`--tp`, `benchmarks/results/{file}.json`) {row['equal']} of {row['requests']} texts"
+        told += f" were those of one ({row['accept_length']:.2f} tokens a round, {first['accept_length']:.2f} on one). In the"
+        told += f" others the two tokens' logits differ by at most {row['largest_gap']:.2f}, where those of a text's two"
+        told += f" likeliest tokens usually differ by {row['typical_gap']:.1f}: GPUs add up their parts of a sum in another"
+        told += " order, which changes near ties."
+        yield paragraph(told)
 
 
 def _of_engine(row: Row) -> tuple[str, int, int, bool, str]:

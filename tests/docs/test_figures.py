@@ -173,6 +173,20 @@ def test_what_the_flag_costs_a_prompt(tmp_path):
     assert "A prompt of 8192 tokens takes" in text
 
 
+def test_requests_on_several_gpus(tmp_path):
+    rows = [{"requests": 1000, "equal": equal, "steps": 3, "largest_gap": 0.1} for equal in (1000, 1000, 956)]
+    (tmp_path / "h200-sglang-requests.json").write_text(json.dumps({"rows": rows}))
+    assert "H100s" not in peers.requests_of_sglang(tmp_path)
+    row = {"requests": 400, "steps": 3, "tp": 1, "accept_length": 3.29, "equal": 400, "largest_gap": 0.0}
+    two = row | {"tp": 2, "accept_length": 3.31, "equal": 294, "largest_gap": 0.271, "typical_gap": 5.25}
+    rows = [row, row | {"steps": 0}, two, two | {"steps": 0, "equal": 7}]
+    (tmp_path / "h100x2-sglang-requests.json").write_text(json.dumps({"rows": rows}))
+    text = " ".join(peers.requests_of_sglang(tmp_path).split())
+    assert text.count("On 2 H100s (`--tp`") == 1
+    assert "294 of 400 texts were those of one (3.31 tokens a round, 3.29 on one)" in text
+    assert "differ by at most 0.27" in text
+
+
 def test_sampling_stands_beside_the_fastest_of_flashinfer(tmp_path):
     assert "not measured yet" in sampling.sampling(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Shared fixtures: every device the machine has, seeds of fuzzing tests, and GPU tests that skip elsewhere."""
+"""Shared fixtures: every device the machine has, seeds of fuzzing tests, and GPU tests that are left out elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Generator
+from typing import Any
 
 # Inductor otherwise starts a pool of compiling processes for each pytest worker, though all cores are busy already.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -89,13 +90,30 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU the tests that need one, thousands, are imported and left out: to skip each takes a second per thousand."""
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+    if (told := getattr(config, "workeroutput", None)) is not None:
+        told["left out"] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All of pytest-xdist's workers collect the same."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"left out, for they need a CUDA device: {count}")
 
 
 @pytest.hookimpl(trylast=True)

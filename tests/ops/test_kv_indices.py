@@ -20,11 +20,8 @@ def request_pool(rows: int, page_size: int, device: str, seed: int = 0, context:
     g = torch.Generator().manual_seed(seed)
     pages_per_row = math.ceil(context / page_size)
     pages = torch.randperm(rows * pages_per_row + 5, generator=g)[: rows * pages_per_row].reshape(rows, pages_per_row)
-    table = torch.zeros(rows, context, dtype=INT32)
-    for row in range(rows):
-        for token in range(context):
-            table[row, token] = pages[row, token // page_size] * page_size + token % page_size
-    return table.to(device)
+    tokens = torch.arange(context)
+    return (pages[:, tokens // page_size] * page_size + tokens % page_size).to(INT32).to(device)
 
 
 def expected_page_table(

@@ -15,6 +15,7 @@ from spec_ops.backends.triton.linear import skinny_mm as linear  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.ops.linear import skinny_mm_op  # noqa: E402
 from spec_ops.passes import lower_skinny_mm  # noqa: E402
+from tests.backends.triton.selection import covering, parametrize_pairs, product_facts  # noqa: E402
 
 GPU = pytest.mark.gpu
 SHAPES = [(6144, 4096), (4096, 4096), (2880, 4096), (5120, 2880), (1536, 7168), (100, 64), (1000, 576)]
@@ -63,10 +64,14 @@ STORED = ("float8", "int8", "int4", "fp4")  # `test_quantized_linear` has those
 BF16 = [v for v in (*linear.ahead(), *norm_linear.ahead()) if not any(kind in v.name for kind in STORED)]
 
 
-@pytest.mark.parametrize("variant", BF16, ids=lambda variant: variant.name)
-def test_programs_are_resident_at_once(variant):
+def pytest_generate_tests(metafunc):
+    if metafunc.function is test_programs_are_resident_at_once:
+        every = [(variant, variant.archs[-1]) for variant in BF16]
+        parametrize_pairs(metafunc, every, covering(every, product_facts))
+
+
+def test_programs_are_resident_at_once(variant, arch):
     """One wave, as many programs as `choose` counts on, without spills."""
-    arch = variant.archs[-1]
     used = ahead.compile_ahead(variant, arch)
     # ptxas of triton 3.6 makes calls of TMA loads on sm_120, which take 8 or 16 bytes of arguments on the stack: no spill.
     assert used.spill_bytes <= (16 if arch == 120 and triton.__version__.startswith("3.6.") else 0)

@@ -344,12 +344,21 @@ def ahead_cases() -> list:
     return [v for v in found if "mxfp4" not in v.name or v.name.startswith("skinny_mm mxfp4, 4 x 4096")]
 
 
+def pytest_generate_tests(metafunc):
+    if metafunc.function is not test_kernels_fit_without_spills:
+        return
+    if not (every := [(variant, variant.archs[-1]) for variant in ahead_cases()]):
+        metafunc.parametrize(("variant", "arch"), every)
+        return
+    from tests.backends.triton.selection import covering, parametrize_pairs, product_facts
+
+    parametrize_pairs(metafunc, every, covering(every, product_facts))
+
+
 @needs_triton
-@pytest.mark.parametrize("variant", ahead_cases(), ids=lambda variant: variant.name)
-def test_kernels_fit_without_spills(variant):
+def test_kernels_fit_without_spills(variant, arch):
     from spec_ops.backends.triton.runtime import ahead
 
-    arch = variant.archs[-1]
     used = ahead.compile_ahead(variant, arch)
     import triton
 

@@ -6,7 +6,7 @@ of a variant, so CI compiles a share that has each fact at least once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import pytest
 
@@ -23,11 +23,25 @@ def pairs(variants: Iterable[Variant]) -> list[Pair]:
 
 
 def _tile(variant: Variant) -> int:
-    """Multiply-adds of a thread for one block of keys, which compile times grow with; 0 of kernels without such tiles."""
+    """Multiply-adds of a thread for one block of keys or of a weight, which compile times grow with; 0 of kernels without such
+    tiles."""
     c = variant.constexprs
-    if "BLOCK_M" not in c or "BLOCK_DV" not in c:
+    if "BLOCK_M" not in c or "BLOCK_N" not in c:
         return 0
-    return c["BLOCK_M"] * c["BLOCK_N"] * (c["D0"] + c["D1"] + c["BLOCK_DV"]) // (32 * variant.num_warps)
+    inner = c["D0"] + c["D1"] + c["BLOCK_DV"] if "BLOCK_DV" in c else c.get("BLOCK_K", 0)
+    return c["BLOCK_M"] * c["BLOCK_N"] * inner // (32 * variant.num_warps)
+
+
+def product_facts(variant: Variant, arch: int) -> Iterator[Hashable]:
+    """Of a product of few rows, `FORM KIND, M x N x K`: what decides on its registers and its shared memory."""
+    form, _, kind = variant.name.partition(",")[0].partition(" ")
+    generation, rows = GENERATION[arch], variant.constexprs.get("BLOCK_M", 0)
+    bits = 16 if not kind else 4 if "4" in kind else 8
+    yield form, bits
+    yield form, generation
+    yield kind, generation
+    yield kind, rows >= 64
+    yield bits, generation, rows
 
 
 def covering(

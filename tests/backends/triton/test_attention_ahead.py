@@ -170,15 +170,14 @@ def test_paths_of_a_tree_are_read_in_wide_and_early_loads(rows):
     assert ahead.resources(kernel).loop_spills == 0
 
 
-def test_loops_of_float32_do_not_spill():
-    names = [
-        f"deterministic {tree}attention, {shape} float32"
-        for tree in ("", "tree ")
-        for shape in ("GQA 64/8 D64", "GQA 32/8 D128")
-    ]
+def test_loops_of_float32_do_not_spill(request):
+    """Of trees, which have a loop more, the wider heads; of chains the narrower, whose tiles are larger."""
+    names = ["deterministic attention, GQA 64/8 D64 float32", "deterministic tree attention, GQA 32/8 D128 float32"]
+    if request.config.getoption("--all-variants"):
+        names += ["deterministic attention, GQA 32/8 D128 float32", "deterministic tree attention, GQA 64/8 D64 float32"]
     mine = [v for v in VARIANTS if v.name in names and 90 in v.archs]
-    assert len(mine) == 4
-    assert [ahead.compile_ahead(v, 90).loop_spills for v in mine] == [0] * 4
+    assert len(mine) == len(names)
+    assert {ahead.compile_ahead(v, 90).loop_spills for v in mine} == {0}
 
 
 def test_numbers_of_a_row_have_one_order(variant, arch):

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 from spec_ops.backends.triton.linear import hopper_mm, skinny_mm  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import Launch, Target, recorded  # noqa: E402
+from tests.backends.triton.selection import covering, parametrize_pairs  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HOPPER, TRITON = "hopper_mm_kernel", "skinny_mm_kernel"
@@ -138,41 +139,48 @@ def test_16_rows_and_many_columns_of_int4():
     assert launched("int4", 8, 28672).arguments["BLOCK_M"] == 8
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "a column",
-        "no zero points",
-        "no zero points in groups of 32",
-        "no scale of the whole weight",
-        "a bias",
-        "a group of all of k",
-    ],
-)
+VARIANTS = list(hopper_mm.ahead())
+PAIRS = [(variant, 90) for variant in VARIANTS]
+ENDS = [VARIANTS[0], VARIANTS[-1]]
+
+
+def _facts(variant: ahead.Variant, arch: int) -> list[tuple]:
+    """Scales of small groups take registers, most beside many rows; a third consumer leaves fewer to each."""
+    constants, rows = variant.constexprs, int(variant.name.split(", ")[1].split()[0])
+    kind = constants["KIND"], constants["COLUMNS"]
+    return [(*kind, rows >= 64), ("rows", constants["KIND"], rows), ("consumers", rows, constants["CONSUMERS"])]
+
+
+def pytest_generate_tests(metafunc):
+    everything = metafunc.config.getoption("--all-variants")
+    if metafunc.function is test_compiles_without_spills_for_one_program_on_a_multiprocessor:
+        parametrize_pairs(metafunc, PAIRS, covering(PAIRS, _facts))
+    elif metafunc.function is test_other_arguments_compile:
+        together = [("a bias", "no zero points in groups of 32"), ("a column", "a group of all of k", "no zero points")]
+        together.append(("no scale of the whole weight",))
+        metafunc.parametrize("case", [(c,) for cases in together for c in cases] if everything else together, ids=", ".join)
+
+
 def test_other_arguments_compile(case):
-    kind = "nvfp4" if case == "no scale of the whole weight" else "int4"
-    n, k, group = 1 if case == "a column" else 4096, 128 if case == "a group of all of k" else 4096, 32 if "32" in case else 0
-    found = launched(kind, 64, n, k, group=group)
-    if case.startswith("no zero points"):
+    kind = "nvfp4" if "no scale of the whole weight" in case else "int4"
+    n, k = 1 if "a column" in case else 4096, 128 if "a group of all of k" in case else 4096
+    found = launched(kind, 64, n, k, group=32 if "no zero points in groups of 32" in case else 0)
+    if any(argument.startswith("no zero points") for argument in case):
         found.arguments["zero"] = None
-    if case == "a bias":
+    if "a bias" in case:
         found.arguments["bias"] = torch.empty(4096, dtype=BF16, device="meta")
-    used = ahead.compile_ahead(ahead.variant_of(case, found, archs=(90,)), 90)
+    used = ahead.compile_ahead(ahead.variant_of("other arguments", found, archs=(90,)), 90)
     assert used.spill_bytes == 0
 
 
-VARIANTS = list(hopper_mm.ahead())
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_compiles_without_spills_for_one_program_on_a_multiprocessor(variant):
-    used = ahead.compile_ahead(variant, 90)
+def test_compiles_without_spills_for_one_program_on_a_multiprocessor(variant, arch):
+    used = ahead.compile_ahead(variant, arch)
     assert (used.spill_bytes, used.loop_spills, used.serialized) == (0, 0, False)
     warps = 4 * variant.constexprs["CONSUMERS"] + 4  # the loading warp's registers are those of a warpgroup
     assert ahead.resident_blocks(used, warps, 90) == 1
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:1] + VARIANTS[-1:], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", ENDS, ids=lambda variant: variant.name)
 def test_nothing_is_read_or_written_before_the_wait(variant):
     """But for asking: each warp that reads or writes waits for earlier kernels first, the loading warp after its requests."""
     ptx = ahead.compiled(variant, 90).asm["ptx"]

@@ -32,8 +32,9 @@ ASSEMBLED = {
 def _facts(variant: ahead.Variant, arch: int) -> list[tuple]:
     name = variant.name
     if name in ATTENTION:
-        numbers = "float32" in name, "fp8" in name
-        return [(variant.kernel.__name__, variant.constexprs.get("SHARED_KV"), "tree" in name, *numbers)]
+        kind = variant.kernel.__name__, "tree" in name
+        keys, float32 = variant.constexprs.get("SHARED_KV"), "float32" in name
+        return [(*kind, "keys", keys), (*kind, "numbers", float32, "fp8" in name)]
     if found := re.fullmatch(r"(skinny_mm, invariant, \d+) x .*", name):
         return [(found[1],), ("splits", variant.constexprs["SPLITS"])]
     return [(name,)]

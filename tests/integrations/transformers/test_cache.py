@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import transformers
@@ -151,12 +148,10 @@ def test_generate_compiles_its_decoding_steps_once():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_register_is_idempotent_and_import_is_lazy():
+def test_register_is_idempotent():
     before = transformers.AttentionInterface._global_mapping[NAME]
     register()
     assert transformers.AttentionInterface._global_mapping[NAME] is before
-    code = "import sys, spec_ops, spec_ops.cli, spec_ops.integrations; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_without_a_spec_cache_the_model_says_what_it_needs():

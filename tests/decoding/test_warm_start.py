@@ -14,6 +14,7 @@ import torch
 from torch._inductor.runtime import compile_tasks
 
 import spec_ops
+from tests.helpers.forked import run_code
 
 # A product, a cache write and an attention step. On CPU Inductor generates no kernel for them, so it needs no C++ compiler.
 SCRIPT = """
@@ -74,8 +75,11 @@ def process(folder: Path, seed: int, *passes: dict[str, bool], device: str = "cp
 
 
 def test_second_process_hits_both_caches_and_other_passes_none(tmp_path):
-    """The hash seeds differ: nothing of the key may depend on the order of a set."""
-    (cold,) = process(tmp_path, 1, {})
+    """The hash seeds differ: nothing of the key may depend on the order of a set. The first process is forked."""
+    settings = f"import os, sys; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path)!r}; sys.argv[1:] = ['cpu', '{{}}']\n"
+    done = run_code(settings + SCRIPT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    (cold,) = json.loads(done.stdout.splitlines()[-1])
     warm, other = process(tmp_path, 2, {}, {"select_backends": False})
     result = cold.pop("result")
     assert [found.pop("threads") for found in (cold, warm, other)] == [[], [], []]

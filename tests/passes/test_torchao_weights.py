@@ -115,8 +115,8 @@ def test_scales_are_put_in_rows_once():
 
 @torch.no_grad()
 def test_a_compiled_model_and_its_cache(tmp_path, monkeypatch):
-    """Inductor's code in float32, and a hit of its cache."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    """Inductor's code in float32, and a hit of its cache, in which the test has keys of its own."""
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", str(tmp_path))
     hits = []
     for options in ({}, {}, {"use_dynamic_per_tensor_scale": False}):
         torch._dynamo.reset()

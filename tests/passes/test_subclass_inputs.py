@@ -218,17 +218,18 @@ def test_classes_of_one_name_are_told_apart():
 
 
 @torch.no_grad()
-def test_the_cache_tells_graphs_apart(tmp_path, monkeypatch):
+def test_the_cache_tells_graphs_apart(tmp_path):
     """A second compilation of the same layers is a hit; one whose rows are rounded is none. A key of its own instead of a folder:
     with a folder torch's headers, which take most of the time, would be compiled again."""
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", str(tmp_path))
+    own_keys = torch.compiler.config.patch(cache_key_tag=str(tmp_path))
     x = torch.randn(3, 128)
     found = []
     for changes in ({}, {}, {"inputs": Inputs("int8")}):
         torch._dynamo.reset()
         counters.clear()
         made = model(lambda weight: float8_tensor(weight, 1, weight.shape[1]), **changes)
-        got = spec_ops.compile(made, mode="default")(x)
+        with own_keys:
+            got = spec_ops.compile(made, mode="default")(x)
         torch.testing.assert_close(got, made(x), rtol=1e-4, atol=1e-4)
         found.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert found == [0, 1, 0]

@@ -114,15 +114,16 @@ def test_scales_are_put_in_rows_once():
 
 
 @torch.no_grad()
-def test_a_compiled_model_and_its_cache(tmp_path, monkeypatch):
+def test_a_compiled_model_and_its_cache(tmp_path):
     """Inductor's code in float32, and a hit of its cache, in which the test has keys of its own."""
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", str(tmp_path))
+    own_keys = torch.compiler.config.patch(cache_key_tag=str(tmp_path))
     hits = []
     for options in ({}, {}, {"use_dynamic_per_tensor_scale": False}):
         torch._dynamo.reset()
         counters.clear()
         model, args = quantized(torch.float32, **options)
-        got = spec_ops.compile(model, mode="default")(*args)
+        with own_keys:
+            got = spec_ops.compile(model, mode="default")(*args)
         torch.testing.assert_close(got, model(*args), rtol=1e-4, atol=1e-5)
         hits.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert hits == [0, 1, 0]

@@ -30,9 +30,9 @@ def test_history_is_prompt_and_output(target, kind, config, temperature):
     generator = Generator(target, make_draft(kind, target), config, max_batch_size=4, max_seq_len=60, page_size=4)
     sampling = SamplingParams(temperature, seed=3)
     for prompts in (PROMPTS[:3], PROMPTS[6:7] + PROMPTS[3:6]):  # the second call finds the first one's tokens in the buffers
-        free = generator.generate(prompts, max_new_tokens=20, sampling=sampling).tokens
+        free = generator.generate(prompts, max_new_tokens=12, sampling=sampling).tokens
         assert histories(generator, len(prompts)) == [p + t for p, t in zip(prompts, free, strict=True)]
-        limits, stop = [1, 20, 7, 13][: len(prompts)], free[1][9]
+        limits, stop = [1, 12, 4, 8][: len(prompts)], free[1][6]
         ended = generator.generate(prompts, max_new_tokens=limits, stop_tokens=[stop], sampling=sampling).tokens
         assert histories(generator, len(prompts)) == [p + t for p, t in zip(prompts, ended, strict=True)]
         assert ended[1][-1] == stop

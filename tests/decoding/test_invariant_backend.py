@@ -19,7 +19,7 @@ PIECES, ANY = "triton-mla-pieces", "triton-deterministic"
 SIZES = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_layers": 1}
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 16, "qk_rope_head_dim": 64, "v_head_dim": 16}
 GQA = {"num_kv_heads": 2, "head_dim": 16}
-CHAIN, TREE = SpeculationConfig(3), SpeculationConfig(2, topk=2, num_draft_tokens=4)
+CHAIN, TREE = SpeculationConfig(2), SpeculationConfig(2, topk=2, num_draft_tokens=4)
 
 
 @pytest.fixture(autouse=True)

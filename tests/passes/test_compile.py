@@ -211,6 +211,8 @@ def test_what_was_compiled_dies_with_its_function(whole):
         gc.collect()
         return sum(type(each) is CompiledFxGraph for each in gc.get_objects())
 
+    gc.collect()
+    gc.freeze()  # each count collects and looks through all objects, of which earlier tests left many
     before = alive()
     module = torch.nn.Linear(4, 4)
     functions = [spec_ops.compile(module if whole else module.forward) for _ in range(2)]

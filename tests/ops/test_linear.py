@@ -15,7 +15,7 @@ from spec_ops.backends.triton.linear import skinny_mm as linear  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.ops.linear import skinny_mm_op  # noqa: E402
 from spec_ops.passes import lower_skinny_mm  # noqa: E402
-from tests.backends.triton.selection import covering, parametrize_pairs, product_facts  # noqa: E402
+from tests.helpers.selection import covering, parametrize_pairs, product_facts  # noqa: E402
 
 GPU = pytest.mark.gpu
 SHAPES = [(6144, 4096), (4096, 4096), (2880, 4096), (5120, 2880), (1536, 7168), (100, 64), (1000, 576)]

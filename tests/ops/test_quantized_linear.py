@@ -350,7 +350,7 @@ def pytest_generate_tests(metafunc):
     if not (every := [(variant, variant.archs[-1]) for variant in ahead_cases()]):
         metafunc.parametrize(("variant", "arch"), every)
         return
-    from tests.backends.triton.selection import covering, parametrize_pairs, product_facts
+    from tests.helpers.selection import covering, parametrize_pairs, product_facts
 
     parametrize_pairs(metafunc, every, covering(every, product_facts))
 

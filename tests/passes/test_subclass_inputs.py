@@ -219,8 +219,8 @@ def test_classes_of_one_name_are_told_apart():
 
 @torch.no_grad()
 def test_the_cache_tells_graphs_apart(tmp_path):
-    """A second compilation of the same layers is a hit; one whose rows are rounded is none. A key of its own instead of a folder:
-    with a folder torch's headers, which take most of the time, would be compiled again."""
+    """A second compilation of the same layers is a hit; one whose rows are rounded is none. Keys of the test's own instead of a
+    folder: in another one torch's headers, which take most of the time, would be compiled again."""
     own_keys = torch.compiler.config.patch(cache_key_tag=str(tmp_path))
     x = torch.randn(3, 128)
     found = []

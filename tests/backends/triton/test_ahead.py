@@ -25,8 +25,8 @@ from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 import spec_ops.backends.triton as package  # noqa: E402
 from benchmarks.__main__ import app  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
-from tests.backends.triton.selection import pairs, parametrize_pairs  # noqa: E402
 from tests.backends.triton.test_attention_ahead import RESIDENT  # noqa: E402
+from tests.helpers.selection import pairs, parametrize_pairs  # noqa: E402
 
 VARIANTS = list(ahead.variants())
 NEWER = {arch for arch in ahead.ARCHS if arch >= 90}

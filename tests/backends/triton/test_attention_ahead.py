@@ -20,7 +20,7 @@ from spec_ops.backends.triton.attention import variants as attention_ahead  # no
 from spec_ops.backends.triton.attention.deterministic import launcher as deterministic_steps  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import Target, recorded  # noqa: E402
-from tests.backends.triton.selection import GENERATION, covering, pairs, parametrize_pairs  # noqa: E402
+from tests.helpers.selection import GENERATION, covering, pairs, parametrize_pairs  # noqa: E402
 
 OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 VARIANTS = list(attention_ahead.ahead())

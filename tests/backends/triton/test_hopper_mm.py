@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 from spec_ops.backends.triton.linear import hopper_mm, skinny_mm  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import Launch, Target, recorded  # noqa: E402
-from tests.backends.triton.selection import covering, parametrize_pairs  # noqa: E402
+from tests.helpers.selection import covering, parametrize_pairs  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HOPPER, TRITON = "hopper_mm_kernel", "skinny_mm_kernel"

@@ -12,7 +12,7 @@ from spec_ops.backends.triton.attention import variants as attention
 from spec_ops.backends.triton.linear import invariant
 from spec_ops.backends.triton.moe import grouped
 from spec_ops.backends.triton.runtime import ahead
-from tests.backends.triton.selection import covering
+from tests.helpers.selection import covering
 
 VARIANTS = {variant.name: variant for variant in invariant.ahead() if 90 in variant.archs}
 EXPERTS = {variant.name: variant for variant in grouped.ahead() if "invariant" in variant.name}

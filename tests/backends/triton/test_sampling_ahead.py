@@ -15,7 +15,7 @@ from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import Launch, Target, recorded  # noqa: E402
 from spec_ops.backends.triton.sampling import support  # noqa: E402
 from spec_ops.backends.triton.sampling.bins import BINS  # noqa: E402
-from tests.backends.triton.selection import pairs, parametrize_pairs  # noqa: E402
+from tests.helpers.selection import pairs, parametrize_pairs  # noqa: E402
 
 COUNTED = [v for v in support.ahead() if v.estimated is not None]
 # Rows that begin at multiples of 16 bytes, and rows that begin anywhere: layouts differ, and with them what threads exchange. A

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from spec_ops.backends.triton.sampling import narrowed, reach, support
 from tests.helpers.op_cases import Rng
+from tests.helpers.pairs import pairwise
 from tests.interpreter.test_sampling import ALONE, VOCAB
 from tests.interpreter.test_sampling_counts import assert_same, no_search, noted_searches, rows_of
 
@@ -38,9 +39,7 @@ def hot_and_coins(rng: Rng, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(rows, generator=torch.Generator().manual_seed(rng.getrandbits(32))), hot
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("kind", ["normal", "peaked", "ties", "masked"])
+@pairwise(kind=["normal", "peaked", "ties", "masked"], which=WHICH, dtype=[torch.float32, torch.float16])
 def test_a_list_decides(kind, which, dtype, monkeypatch):
     no_search(monkeypatch)
     rng = Rng(f"{kind} {which} {dtype}")

@@ -47,7 +47,7 @@ def test_shares_of_the_inner_dimension(kind):
     args = stored_call(FORMS["Qwen3-MoE"], kind, 5, 2, 3, 64, 640, FP16)
     sizes = few.Sizes(5, 2, 3, 64, 640, True, False, False, STORED[kind])
     first, second = few.choose(sizes, 4, 90)
-    for splits in (1, 2, 7):
+    for splits in (2, 7):
         check_close(few.few_experts(*args, configs=(first, replace(second, splits=splits))), args, 2e-3)
 
 

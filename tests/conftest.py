@@ -15,6 +15,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Before NumPy is imported, and for processes that tests start: threads of OpenBLAS and OpenMP spin while they wait for a core
 # that another worker has, and a product of microseconds takes milliseconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Dynamo otherwise collects garbage after each compilation, a tenth of a second where there is much of it.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import pytest
 import torch

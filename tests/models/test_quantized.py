@@ -290,11 +290,11 @@ def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao, kind, mo
         torch.testing.assert_close(ours, eager, rtol=2**-6, atol=2**-5)
 
 
-@pytest.mark.parametrize("kind", ["float8", "int4", "nvfp4"])
-def test_command_line(torchao, kind):
-    result = run("generate", "--compare", "--quantize", kind, "--max-new-tokens", "24", "--device", "cpu")
+def test_command_line():
+    """Of one kind: what texts the others give is asked above."""
+    result = run("generate", "--compare", "--quantize", "int4", "--max-new-tokens", "24", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert f"float32, weights {kind}" in result.output
+    assert "float32, weights int4" in result.output
     assert "texts are equal" in result.output
 
 

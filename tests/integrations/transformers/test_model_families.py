@@ -21,7 +21,7 @@ PARTICULAR = [
     "roberta",
     "whisper",
 ]
-SHARE = 6
+SHARE = 9
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

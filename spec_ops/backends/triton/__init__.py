@@ -78,8 +78,8 @@ register_backend(
     )
 )
 
-# A name of its own, since bits are not those of `triton-deterministic`, and all calls on a cache must go to one kernel: it
-# serves no trees, so it is for caches that never see one.
+# A name of its own, since bits are not those of `triton-deterministic`, and all calls on a cache must go to one kernel: it is
+# for caches of which it can run every call.
 register_backend(
     Backend(
         name="triton-mla-pieces",
@@ -89,10 +89,12 @@ register_backend(
         kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
         rank=105,
         head_dims=frozenset({576}),
+        tree_mask=True,
         sinks=True,
         constraint=_same_dtype,
         by_name="is slower, for results that do not depend on the batch (`invariant=True`)",
         deterministic=True,
         whole_caches=True,
+        tree_paths=True,
     )
 )

@@ -70,6 +70,9 @@ RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SI
 TREES_ON_HOPPER = [(GQA_128, 24), (GQA_128, 48)]  # queries; one tile of rows, and two
 FEW_ROWS = [(GQA_128, 4, False), (GQA_128, 4, True), (GQA_64, 1, False)]  # whose tiles are smaller on sm_90
 PAGE_SIZES = (64, 16, 1)  # of Hopper's kernels: a block of keys in one piece, in four, row by row
+IN_PIECES = [
+    (MLA_128, 4, False, 64), (MLA_16, 1, False, 16), (MLA_128, 6, True, 64), (MLA_16, 16, True, 16), (MLA_16, 16, True, 1),
+]  # fmt: skip
 DETERMINISTIC = [
     (GQA_64, 16, False), (GQA_64, 16, True), (GQA_128, 4, False), (GQA_128, 16, True), (MLA_128, 1, False), (MLA_16, 16, True),
     *((shape._replace(label=f"{shape.label} float32", kv_dtype=FP32, dtype=FP32), 4, tree)
@@ -194,12 +197,14 @@ def _on_hopper(name: str, shape: Shape, bs: int, q_len: int, tree: bool) -> Iter
 
 
 def _in_pieces() -> Iterator[Variant]:
-    """The batch-invariant variant of Hopper's MLA kernel."""
-    for shape, q_len, page_size in ((MLA_128, 4, 64), (MLA_16, 1, 16)):
-        call = call_of(shape, 8, q_len, page_size=page_size)
-        (launch,) = launches_of(functools.partial(mla_hopper.mla, call, piece=mla_invariant.PIECE))
-        name = f"Hopper attention in pieces, {shape.label}, {q_len} causal, pages of {page_size}"
-        yield variant_of(name, launch, HOPPER, (90,), hot=True)
+    """The batch-invariant variant of Hopper's MLA kernel, and what comes before it for trees."""
+    for shape, q_len, tree, page_size in IN_PIECES:
+        call = call_of(shape, 8, q_len, tree, page_size=page_size)
+        *gather, launch = launches_of(functools.partial(mla_hopper.mla, call, piece=mla_invariant.PIECE))
+        name = f"Hopper attention in pieces, {shape.label}, {q_len} {'tree' if tree else 'causal'}, pages of {page_size}"
+        yield variant_of(name, launch, HOPPER, (90,), hot=page_size > 1)
+        for launch in gather:  # too short to matter where it spreads unevenly
+            yield variant_of(f"keys of {name}", launch._replace(early=False), HOPPER, (90,), hot=True)
 
 
 def ahead() -> Iterator[Variant]:

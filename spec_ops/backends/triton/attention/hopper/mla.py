@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -41,15 +40,32 @@ from spec_ops.backends.triton.attention.hopper.host import (
     tree_arguments,
 )
 from spec_ops.backends.triton.attention.hopper.mask import seen_slots, visible, zero_rows
-from spec_ops.backends.triton.attention.hopper.pages import (
-    announce,
-    arrivals,
-    await_copies,
-    copy,
-    expect,
-    loading_warps,
-    pages_of,
+from spec_ops.backends.triton.attention.hopper.mla_load import (
+    BARRIERS,
+    EVEN_LEFT,
+    EVEN_RIGHT,
+    EVEN_SUM,
+    EVEN_WEIGHTS,
+    FREE,
+    ODD_LEFT,
+    ODD_RIGHT,
+    ODD_SUM,
+    ODD_WEIGHTS,
+    QUERIES,
+    load,
 )
+from spec_ops.backends.triton.attention.hopper.mla_paths import (
+    gathered,
+    has_partner,
+    on_path,
+    plan_width,
+    queries_of_a_tile,
+    tail_of,
+    takes_turns,
+    turns_of,
+    walk,
+)
+from spec_ops.backends.triton.attention.hopper.pages import arrivals, await_copies, loading_warps
 from spec_ops.backends.triton.attention.hopper.pieces import fold_pieces, piece_slot, slots_of
 from spec_ops.backends.triton.attention.hopper.program import (
     LOG2E,
@@ -70,86 +86,10 @@ O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
 P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT.value, 2))
 ROW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
-# Barriers. "Full": TMA has written; "free": everyone has read; the others: one warpgroup has written to shared memory.
-EVEN_LEFT, EVEN_RIGHT, ODD_LEFT, ODD_RIGHT, QUERIES = (gl.constexpr(i) for i in range(5))
-FREE = gl.constexpr(5)  # added to one of the five above
-EVEN_WEIGHTS, ODD_WEIGHTS, EVEN_SUM, ODD_SUM = (gl.constexpr(i) for i in range(10, 14))
-BARRIERS = gl.constexpr(14)
-
 
 @gluon.jit
 def _scale_rows(acc, factor):
     return acc * gl.expand_dims(gl.convert_layout(factor, O_ROW), 1)
-
-
-@gluon.jit
-def _load(
-    q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
-    block_tables, seq_lens, table_stride, pool, position, stop, b, begin, row0,
-    ROWS: gl.constexpr, PAGE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr,
-):  # fmt: skip
-    """The loading warps. Parts of blocks come in the order in which the warpgroups free them."""
-    half_bytes: gl.constexpr = 64 * 256 * 2
-    rest_bytes: gl.constexpr = 64 * 64 * 2
-    halves = kv_smem._reinterpret(kv_smem.dtype, [16, 64, 64], kv_smem.layout)
-    q_chunks = q_smem._reinterpret(q_smem.dtype, [8, 64, 64], q_rest_smem.layout)
-    segments = 0
-    evens = 0
-    odds = 0
-    while position < stop:
-        seq_len = gl.maximum(gl.load(seq_lens + b), 0)
-        count = gl.cdiv(seq_len, 64)
-        end = begin + count
-        if count > 0:
-            last = gl.minimum(end, stop) - begin
-            first = position - begin
-            table = block_tables + b.to(gl.int64) * table_stride
-            seen = gl.minimum(seq_len, last * 64)
-            even = pages_of(table, first * 64, seen, pool, PAGE, 64, BOX)
-            odd = pages_of(table, first * 64 + 64, seen, pool, PAGE, 64, BOX)
-            mbarrier.wait(bars.index(QUERIES + FREE), (segments & 1) ^ 1)
-            full = bars.index(QUERIES)
-            mbarrier.expect(full, 576 * Q_BOX * 2)
-            for c in gl.static_range(9):
-                chunk = q_chunks.index(c) if c < 8 else q_rest_smem.index(0)
-                tma.async_copy_global_to_shared(q_rows, [b * ROWS + row0, c * 64], full, chunk.slice(0, Q_BOX))
-            segments += 1
-            for k in range(first, last, 2):
-                key = k * 64
-                even_free = (evens & 1) ^ 1
-                odd_free = (odds & 1) ^ 1
-
-                full = bars.index(EVEN_LEFT)
-                mbarrier.wait(bars.index(EVEN_LEFT + FREE), even_free)
-                expect(full, half_bytes, BOX)
-                copy(kv_rows, kv_distance, halves, 0, 4, full, even, key, 0, PAGE, BOX)
-                announce(full, BOX)
-                full = bars.index(EVEN_RIGHT)
-                mbarrier.wait(bars.index(EVEN_RIGHT + FREE), even_free)
-                expect(full, half_bytes + rest_bytes, BOX)
-                copy(kv_rows, kv_distance, halves, 4, 4, full, even, key, 256, PAGE, BOX)
-                copy(kv_rows, kv_distance, kv_rest_smem, 0, 1, full, even, key, 512, PAGE, BOX)
-                announce(full, BOX)
-                even = pages_of(table, key + 128, seen, pool, PAGE, 64, BOX)
-                if k + 1 < last:
-                    key += 64
-                    full = bars.index(ODD_LEFT)
-                    mbarrier.wait(bars.index(ODD_LEFT + FREE), odd_free)
-                    expect(full, half_bytes + rest_bytes, BOX)
-                    copy(kv_rows, kv_distance, halves, 8, 4, full, odd, key, 0, PAGE, BOX)
-                    copy(kv_rows, kv_distance, kv_rest_smem, 1, 1, full, odd, key, 512, PAGE, BOX)
-                    announce(full, BOX)
-                    full = bars.index(ODD_RIGHT)
-                    mbarrier.wait(bars.index(ODD_RIGHT + FREE), odd_free)
-                    expect(full, half_bytes, BOX)
-                    copy(kv_rows, kv_distance, halves, 12, 4, full, odd, key, 256, PAGE, BOX)
-                    announce(full, BOX)
-                    odd = pages_of(table, key + 128, seen, pool, PAGE, 64, BOX)
-                    odds += 1
-                evens += 1
-            position = begin + last
-        begin = end
-        b += 1
 
 
 @gluon.jit
@@ -192,7 +132,8 @@ def _attend(
     even_max = row_smem.index(0)
     odd_max = row_smem.index(1)
     sums = row_smem.index(2)
-    HOLES: gl.constexpr = MASK_LEN > Q_LEN
+    TREE: gl.constexpr = takes_turns(PIECE, MASK_LEN)
+    HOLES: gl.constexpr = MASK_LEN > Q_LEN and not TREE  # paths' rows are zeros where nobody sees any
     even_weights = kv_rest_smem.index(0)
     odd_weights = kv_rest_smem.index(1)
     segments = 0
@@ -213,8 +154,19 @@ def _attend(
             if PIECE > 0:
                 piece = position - begin
                 until = gl.minimum(piece + PIECE, last)
+            walked, lonely = until, last  # blocks of `[piece, walked)` are walked, and from `lonely` on without partners
             words = query.to(gl.int64)
-            if MASK_LEN > 0:
+            if TREE:
+                # The kernel's `tree_mask` is `plan`, and `words` what that says of each row.
+                plan = tree_mask + b * mask_stride
+                local = query - row0 // HEADS
+                words = gl.load(plan + (1 + queries_of_a_tile(Q_LEN, HEADS)) + local, mask=row < ROWS, other=0)
+                turns, reaches = turns_of(plan)
+                prefix, tail = tail_of(seq_len, MASK_LEN)
+                walked, lonely = walk(piece, until, tail, turns, reaches, PIECE)
+                ends = until == last
+                last = walked
+            elif MASK_LEN > 0:
                 words = gl.load(tree_mask + b * mask_stride + query, mask=row < ROWS, other=0)
             all_seen = seq_len - (MASK_LEN if MASK_LEN > 0 else Q_LEN - 1)  # keys before this are seen by every query
             some_seen = seq_len  # keys before this are seen by some query
@@ -231,17 +183,22 @@ def _attend(
             else:
                 mbarrier.wait(bars.index(QUERIES), segments & 1)
 
-            for k in range(piece, until, 2):
+            for k in range(piece, walked, 2):
                 z = opaque_zero()
                 even_phase = evens & 1
                 odd_phase = odds & 1
                 start = k * 64
                 if ODD:
-                    if k + 1 < last:
+                    if has_partner(k, last, lonely, TREE):
                         s = _logits(q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, odd_phase, True, BOX)
-                        mbarrier.arrive(bars.index(QUERIES + FREE), pred=k + 3 >= last)
-                        if start + 128 > all_seen:
-                            s = visible(s, start + 64, seq_len, query, words, Q_LEN, MASK_LEN, 1, False)
+                        if TREE:
+                            mbarrier.arrive(bars.index(QUERIES + FREE), pred=ends & (k + 2 >= last))
+                            if k + 1 >= tail:
+                                s = on_path(s, k + 1, tail, prefix, piece, words, PIECE)
+                        else:
+                            mbarrier.arrive(bars.index(QUERIES + FREE), pred=k + 3 >= last)
+                            if start + 128 > all_seen:
+                                s = visible(s, start + 64, seq_len, query, words, Q_LEN, MASK_LEN, 1, False)
                         top = gl.max(s, 1) * qk_scale
 
                         mbarrier.wait(bars.index(EVEN_WEIGHTS), even_phase)
@@ -267,29 +224,39 @@ def _attend(
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(EVEN_RIGHT + FREE))
                         acc = _scale_rows(acc, shrink)
-                        if start + 128 > some_seen:
-                            zero_rows(kv_smem.index(3), seq_len - start - 64, slots, MASK_LEN, HOLES)
+                        if not TREE:  # noqa: SIM102
+                            if start + 128 > some_seen:
+                                zero_rows(kv_smem.index(3), seq_len - start - 64, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(gl.convert_layout(weights, P_LAYOUT), kv_smem.index(z + 3), acc, is_async=True)
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(ODD_RIGHT + FREE))
                     else:  # a block without a partner
                         mbarrier.wait(bars.index(EVEN_WEIGHTS), even_phase)
-                        mbarrier.arrive(bars.index(QUERIES + FREE), pred=k == first)
+                        if TREE:
+                            mbarrier.arrive(bars.index(QUERIES + FREE), pred=ends & (k + 2 >= last))
+                        else:
+                            mbarrier.arrive(bars.index(QUERIES + FREE), pred=k == first)
                         m_even = even_max.load(S_ROW)
                         shrink = gl.exp2(m - exp_shift(m_even))
                         l = l * shrink
                         m = m_even
                         acc = _scale_rows(acc, shrink)
-                        if start + 64 > some_seen:
-                            zero_rows(kv_smem.index(1), seq_len - start, slots, MASK_LEN, HOLES)
+                        if not TREE:  # noqa: SIM102
+                            if start + 64 > some_seen:
+                                zero_rows(kv_smem.index(1), seq_len - start, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(kv_rest_smem.index(z), kv_smem.index(z + 1), acc, is_async=True)
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(EVEN_RIGHT + FREE))
                 else:
                     s = _logits(q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars, even_phase, False, BOX)
-                    mbarrier.arrive(bars.index(QUERIES + FREE), pred=k + 2 >= last)
-                    if start + 64 > all_seen:
-                        s = visible(s, start, seq_len, query, words, Q_LEN, MASK_LEN, 1, False)
+                    if TREE:
+                        mbarrier.arrive(bars.index(QUERIES + FREE), pred=ends & (k + 2 >= last))
+                        if k >= tail:
+                            s = on_path(s, k, tail, prefix, piece, words, PIECE)
+                    else:
+                        mbarrier.arrive(bars.index(QUERIES + FREE), pred=k + 2 >= last)
+                        if start + 64 > all_seen:
+                            s = visible(s, start, seq_len, query, words, Q_LEN, MASK_LEN, 1, False)
                     m_even = gl.maximum(m, gl.max(s, 1) * qk_scale)
                     even_max.store(m_even)
                     shift = exp_shift(m_even)
@@ -302,24 +269,26 @@ def _attend(
                     l = l * shrink + gl.sum(p, 1)
                     m = m_even
                     acc = _scale_rows(acc, shrink)
-                    if start + 64 > some_seen:
-                        zero_rows(kv_smem.index(0), seq_len - start, slots, MASK_LEN, HOLES)
+                    if not TREE:  # noqa: SIM102
+                        if start + 64 > some_seen:
+                            zero_rows(kv_smem.index(0), seq_len - start, slots, MASK_LEN, HOLES)
                     token = warpgroup_mma(gl.convert_layout(weights, P_LAYOUT), kv_smem.index(z), acc, is_async=True)
                     acc = warpgroup_mma_wait(0, [token])
                     mbarrier.arrive(bars.index(EVEN_LEFT + FREE))
-                    if k + 1 < last:
+                    if has_partner(k, last, lonely, TREE):
                         mbarrier.wait(bars.index(ODD_WEIGHTS), odd_phase)
                         m = odd_max.load(S_ROW)
                         shrink = gl.exp2(m_even - exp_shift(m))
                         l = l * shrink
                         acc = _scale_rows(acc, shrink)
-                        if start + 128 > some_seen:
-                            zero_rows(kv_smem.index(2), seq_len - start - 64, slots, MASK_LEN, HOLES)
+                        if not TREE:  # noqa: SIM102
+                            if start + 128 > some_seen:
+                                zero_rows(kv_smem.index(2), seq_len - start - 64, slots, MASK_LEN, HOLES)
                         token = warpgroup_mma(kv_rest_smem.index(z + 1), kv_smem.index(z + 2), acc, is_async=True)
                         acc = warpgroup_mma_wait(0, [token])
                         mbarrier.arrive(bars.index(ODD_LEFT + FREE))
                 evens += 1
-                odds += (k + 1 < last).to(gl.int32)
+                odds += has_partner(k, last, lonely, TREE).to(gl.int32)
 
             turn = (pieces if PIECE > 0 else segments) & 1
             if ODD:
@@ -333,7 +302,7 @@ def _attend(
                 mbarrier.wait(bars.index(ODD_SUM), turn)
                 l = sums.load(S_ROW)
             if PIECE > 0:
-                segments += (until == last).to(gl.int32)
+                segments += (ends if TREE else until == last).to(gl.int32)
                 pieces += 1
                 position = begin + until
                 is_whole = count <= PIECE
@@ -374,9 +343,12 @@ def mla_hopper_attention(
     qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr,
     HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr,
-    MIN_BLOCKS: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr,
+    MIN_BLOCKS: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr, path_rows=None,
 ):  # fmt: skip
-    """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in `BOX` x 64 (`pages.py`)."""
+    """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in `BOX` x 64 (`pages.py`).
+
+    With a `PIECE` and a tree `path_rows` are the keys of its paths, and `tree_mask` is a plan (`mla_paths.gathered`).
+    """
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BARRIERS):
         mbarrier.init(bars.index(i), count=2 if i == QUERIES + FREE else arrivals(BOX) if i < QUERIES else 1)
@@ -410,6 +382,12 @@ def mla_hopper_attention(
     longer = total - share * ranges
     position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use, PIECE)
 
+    plan, plan_stride = None, None
+    if takes_turns(PIECE, MASK_LEN):
+        plan = tree_mask + hm * plan_width(Q_LEN, HEADS)
+        plan_stride = mask_stride
+        tree_mask = plan
+
     dtype: gl.constexpr = q_rows.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_smem = gl.allocate_shared_memory(dtype, [2, 64, 256], shared)
@@ -432,9 +410,10 @@ def mla_hopper_attention(
                 index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
                 STRIPED, True, BOX, PIECE,
             )),
-            (_load, (
+            (load, (
                 q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
-                block_tables, seq_lens, table_stride, pool, position, stop, b, begin, hm * 64, ROWS, PAGE, Q_BOX, BOX,
+                block_tables, seq_lens, table_stride, pool, position, stop, b, begin, hm * 64, path_rows, plan, plan_stride,
+                ROWS, PAGE, Q_BOX, BOX, MASK_LEN, PIECE,
             )),
         ],
         [4, loading_warps(BOX)],
@@ -482,10 +461,15 @@ def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, rang
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     q_box = max(8, min(64, triton.next_power_of_2(rows)))
     box = box_of(kv_cache, 64)
+    pool = pool_of(kv_cache, box, q_len, mask_len)
+    path_rows = None
+    if tree_mask is not None and piece:
+        pool = None  # what no query sees is not read
+        tree_mask, path_rows, mask_stride = gathered(call, tree_mask, block_tables, seq_lens, box)
     launch(
         mla_hopper_attention, (ranges * tiles,),
         TensorDescriptor(q, [bs * rows, dim], [dim, 1], [q_box, 64], layout),
-        token_rows(kv_cache, box), kv_cache.stride(1) // 8, pool_of(kv_cache, box, q_len, mask_len),
+        token_rows(kv_cache, box), kv_cache.stride(1) // 8, pool,
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * 512 :], arrival_counters(q.device, bs * tiles, "mla_hopper"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
@@ -493,7 +477,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, rang
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
         MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
         BS=max(256 if piece else 32, triton.next_power_of_2(bs)), Q_BOX=q_box, BOX=box,
-        STRIPED=not piece and striped(ranges, bs), MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), PIECE=piece,
+        STRIPED=not piece and striped(ranges, bs), MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), PIECE=piece, path_rows=path_rows,
         num_warps=4, **({"enable_fp_fusion": False} if piece else {}),
         # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,

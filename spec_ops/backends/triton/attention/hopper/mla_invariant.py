@@ -1,9 +1,8 @@
 """Batch-invariant MLA by the Gluon kernel, all steps alike: what the backend `triton-mla-pieces` declares. `pieces.py` says why
 bits do not depend on a batch.
 
-One kernel takes all calls, with any number of queries: decoding, verification of chains, and prompts. It reads pages of every
-size, a block of keys in one piece, in a few, or row by row, which changes no bit either. Trees it would compute with a node's
-keys where they lie, and not where those of a chain do, so the backend takes none.
+One kernel takes all calls, with any number of queries: decoding, verification of chains and trees (`mla_paths.py`), and
+prompts. It reads pages of every size, a block of keys in one piece, in a few, or row by row, which changes no bit either.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import torch
 import triton
 
 from spec_ops.backends.call import AttentionCall
-from spec_ops.backends.triton.attention.hopper import mla
+from spec_ops.backends.triton.attention.hopper import mla, mla_paths
 from spec_ops.backends.triton.attention.hopper.pieces import slots_of
 from spec_ops.backends.triton.runtime.cooperative import resident_or_none
 from spec_ops.backends.triton.runtime.launch import device_guard
 
 PIECE = 32  # blocks of 64 keys
-PARTIAL_BYTES = 1 << 29  # most memory of a launch for partial results; larger batches take several launches
+PARTIAL_BYTES = 1 << 29  # most memory of a launch for partial results and paths; larger batches take several launches
 PROMPT_TILES = 256  # requests that a launch takes at most for a prompt, whose tiles fill the GPU many times over
 
 
@@ -56,13 +55,14 @@ def _launch(
 ) -> None:  # fmt: skip
     """Attention of `q [n, queries, heads, dim]`, `most` requests at a time; `tables` gives some requests' pages."""
     tile_bytes = triton.cdiv(q.shape[1] * q.shape[2], 64) * 64 * (512 + 2) * 4
-    most = max(1, min(most, PARTIAL_BYTES // (slots_of(call, 1, piece) * tile_bytes)))
+    request_bytes = slots_of(call, 1, piece) * tile_bytes + mla_paths.bytes_of(call)
+    most = max(1, min(most, PARTIAL_BYTES // request_bytes))
     most = most // 4 * 4 or most  # lengths and tables from a multiple of 16 bytes on: others compile anew
     for first in range(0, q.shape[0], most):
         part = slice(first, first + most)
         some = replace(
             call, step="mla_target_verify", q=q[part], block_tables=tables(part), seq_lens=seq_lens[part], q_indptr=None,
-            max_q_len=0, out=out[part],
+            max_q_len=0, out=out[part], tree_mask=None if call.tree_mask is None else call.tree_mask[part],
         )  # fmt: skip
         # A part of a GPU may have no room for all programs at once. How many there are changes no bit; one waits for nobody.
         if resident_or_none((__name__, some.q.shape), partial(mla.mla, some, piece=piece)) is None:

@@ -477,7 +477,8 @@ def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, rang
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
         MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
         BS=max(256 if piece else 32, triton.next_power_of_2(bs)), Q_BOX=q_box, BOX=box,
-        STRIPED=not piece and striped(ranges, bs), MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), PIECE=piece, path_rows=path_rows,
+        STRIPED=not piece and striped(ranges, bs), MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), PIECE=piece,
+        path_rows=path_rows,
         num_warps=4, **({"enable_fp_fusion": False} if piece else {}),
         # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,

@@ -33,14 +33,15 @@ def _copy(
     TREE: gl.constexpr,
 ):  # fmt: skip
     """`pages.copy` of a block of keys: the request's, or from a tree's tail on one of a path."""
-    kv_rows, kv_distance, path_rows, paths, tail, reaches = rows
     if TREE:
+        kv_rows, kv_distance, path_rows, paths, tail, reaches = rows
         if key >= tail * 64:
             path = path_block(paths, key // 64, tail, reaches)
             copy(path_rows, 72, chunks, chunk, CHUNKS, bar, (path,), 0, column, 64, 1 if BOX == 1 else 64)
         else:
             copy(kv_rows, kv_distance, chunks, chunk, CHUNKS, bar, pages, key, column, PAGE, BOX)
     else:
+        kv_rows, kv_distance = rows
         copy(kv_rows, kv_distance, chunks, chunk, CHUNKS, bar, pages, key, column, PAGE, BOX)
 
 
@@ -74,8 +75,8 @@ def load(
             first = position - begin
             table = block_tables + b.to(gl.int64) * table_stride
             seen = gl.minimum(seq_len, last * 64)
-            walked, lonely, tail, reaches = last, last, last, 0
-            paths = plan
+            walked, lonely = last, last
+            rows = kv_rows, kv_distance
             if TREE:
                 _, tail = tail_of(seq_len, MASK_LEN)
                 paths = plan + b * plan_stride
@@ -83,7 +84,7 @@ def load(
                 last = gl.minimum(first + PIECE, last)
                 walked, lonely = walk(first, last, tail, turns, reaches, PIECE)
                 seen = gl.minimum(last, tail) * 64
-            rows = kv_rows, kv_distance, path_rows, paths, tail, reaches
+                rows = kv_rows, kv_distance, path_rows, paths, tail, reaches
             even = pages_of(table, first * 64, seen, pool, PAGE, 64, BOX)
             odd = pages_of(table, first * 64 + 64, seen, pool, PAGE, 64, BOX)
             if TREE:

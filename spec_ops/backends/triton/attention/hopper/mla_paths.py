@@ -32,7 +32,6 @@ from spec_ops.backends.triton.runtime.launch import await_predecessors, launch
 BLOCKS = 2  # of 64 keys: where up to 64 slots, from anywhere in a block on, can reach
 WIDTH = 576
 GATHERED = 16  # rows of a path that a program of `gather` copies
-DEPTHS = gl.constexpr(128)  # a turn and a depth, up to 64, are one number
 
 
 @gluon.constexpr_function
@@ -53,7 +52,7 @@ def queries_of_a_tile(q_len, heads):
 @gluon.constexpr_function
 def plan_width(q_len, heads):
     """Numbers of a tile's plan: turns, doubled, and 1 more if any path reaches its second block; then of each turn the path
-    (a query, counted over the batch), and of each query of the tile its turn and its depth (`DEPTHS`)."""
+    (a query, counted over the batch), and of each query of the tile its turn times 128 and its depth."""
     return 1 + 2 * queries_of_a_tile(q_len, heads)
 
 
@@ -61,7 +60,8 @@ def plan_width(q_len, heads):
 def gather(
     cache, block_tables, seq_lens, tree_mask, plan, path_rows,
     q_len, tiles, page_stride, token_stride, table_stride, mask_stride,
-    HEADS: tl.constexpr, QUERIES: tl.constexpr, MASK_LEN: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, MASK_LEN: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program copies `ROWS` of the 128 rows of a query's path to `path_rows [bs, q_len, 128, 576]`, if that takes a turn in
     a tile; one of them writes the tile's `plan [bs, tiles, plan_width]`."""
@@ -146,7 +146,7 @@ def tail_of(seq_len, MASK_LEN: gl.constexpr):
 def turns_of(plan):
     """How many paths take turns in a tile, and whether any reaches its second block, as 0 or 1."""
     turns = gl.load(plan)
-    return turns // 2, turns % 2
+    return turns >> 1, turns & 1
 
 
 @gluon.jit
@@ -158,7 +158,7 @@ def walk(piece, until, tail, turns, reaches, PIECE: gl.constexpr):
     stop = gl.where(tail < until, tail + 2 * turns - gl.where(both, 0, 1), until)
     stop = gl.where(after, tail + 2 * gl.where(reaches > 0, turns, 1), stop)
     # At odd places first blocks are partners of second ones.
-    lonely = gl.where(both | (tail % 2 == 1), stop, tail)
+    lonely = gl.where(both | ((tail & 1) == 1), stop, tail)
     return stop, gl.where(after, piece, lonely)
 
 
@@ -174,21 +174,21 @@ def has_partner(k, last, lonely, TREE: gl.constexpr):
 @gluon.jit
 def turn_of(block, tail, piece, PIECE: gl.constexpr):
     """Whose turn it is at place `block`, the tail's or a later one; -1 if the block is of another piece."""
-    at = tail + (block - tail) % 2
-    return gl.where((at >= piece) & (at < piece + PIECE), (block - tail) // 2, -1)
+    at = tail + ((block - tail) & 1)
+    return gl.where((at >= piece) & (at < piece + PIECE), (block - tail) >> 1, -1)
 
 
 @gluon.jit
 def on_path(s, block, tail, prefix, piece, served, PIECE: gl.constexpr):
     """`s [rows, keys]` with -inf at keys of the block at place `block` that a row does not see; `served`: of the plan."""
-    n = (tail + (block - tail) % 2) * 64 + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    near = gl.expand_dims(served // DEPTHS == turn_of(block, tail, piece, PIECE), 1)
-    seen = near & (gl.expand_dims(n, 0) < gl.expand_dims(prefix + served % DEPTHS, 1))
+    n = (tail + ((block - tail) & 1)) * 64 + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    near = gl.expand_dims(served >> 7 == turn_of(block, tail, piece, PIECE), 1)
+    seen = near & (gl.expand_dims(n, 0) < gl.expand_dims(prefix + (served & 127), 1))
     return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit
 def path_block(plan, block, tail, reaches):
     """Which of the gathered blocks comes at place `block`; any of the path for one that nobody sees."""
-    path = gl.load(plan + 1 + (block - tail) // 2)
-    return path * 2 + gl.where(reaches > 0, (block - tail) % 2, 0)
+    path = gl.load(plan + 1 + ((block - tail) >> 1))
+    return path * 2 + gl.where(reaches > 0, (block - tail) & 1, 0)

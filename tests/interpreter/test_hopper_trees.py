@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.call import AttentionCall  # noqa: E402
-from spec_ops.backends.triton.attention.hopper import (  # noqa: E402
+from spec_ops.backends.call import AttentionCall
+from spec_ops.backends.triton.attention.hopper import (
     combine,
     mask,
     mla,
@@ -26,10 +26,10 @@ from spec_ops.backends.triton.attention.hopper import (  # noqa: E402
     pieces,
     program,
 )
-from spec_ops.ops.reference.attention import attention as reference  # noqa: E402
-from tests.helpers.chains import as_chains  # noqa: E402
-from tests.helpers.dense_attention import PREFIX, mask_words  # noqa: E402
-from tests.helpers.gluon_in_numpy import Descriptor, Machine, Pointer  # noqa: E402
+from spec_ops.ops.reference.attention import attention as reference
+from tests.helpers.chains import as_chains
+from tests.helpers.dense_attention import PREFIX, mask_words
+from tests.helpers.gluon_in_numpy import Descriptor, Machine, Pointer
 
 
 def in_numpy(x: Any) -> Any:

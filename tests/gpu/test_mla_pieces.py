@@ -174,7 +174,7 @@ def test_paths_are_chains(heads, nodes, page_size):
 @pytest.mark.parametrize("heads", [16, 128])
 def test_masks_of_any_bits(heads):
     """Of no tree: queries that see no draft, not themselves, or what another one sees and more before it. In float16, with
-    sinks and a scale; slots that no query sees hold NaN."""
+    sinks; slots that no query sees hold NaN."""
     rng = random.Random(heads)
     words = [[rng.getrandbits(rng.choice([3, 23, 63])) & rng.getrandbits(63) for _ in range(23)] for _ in PREFIXES]
     for row in words:
@@ -184,7 +184,7 @@ def test_masks_of_any_bits(heads):
     sinks = torch.randn(heads, generator=g, device=DEVICE)
     for seen in (-1, 0b1011_0111_0110_1101):
         masks = [[word & seen for word in row] for row in words]
-        a = tree_case(rng, heads, 23, 64, masks, kv_cache=cache, sinks=sinks, kv_scale=0.7)
+        a = tree_case(rng, heads, 23, 64, masks, kv_cache=cache, sinks=sinks)
         unseen = [bit for bit in range(23) if not seen >> bit & 1]
         pages = torch.arange(len(PREFIXES) * 98, device=DEVICE, dtype=torch.int32).view(len(PREFIXES), -1)
         a |= {"block_tables": pages, "kv_cache": cache.repeat(5, 1, 1)[: pages.numel()]}

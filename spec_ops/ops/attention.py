@@ -30,8 +30,8 @@ Common contract (FlashInfer's and TensorRT-LLM's conventions):
   ragged extend agree), pages and the slots of a tree do not matter: a node of a tree gets the bits that the chain along its
   path would get. The mode selects a backend that declares it, `triton-deterministic` (CUDA) or `reference-deterministic`
   (CPU). Passes keep that backend; those that change a call's number of queries change no bit. The mode covers attention alone;
-  for everything else there is `spec_ops.compile(..., invariant=True)`. For MLA chains on Hopper `backend="triton-mla-pieces"`
-  is as invariant and faster, with other bits: all calls on a cache must name it.
+  for everything else there is `spec_ops.compile(..., invariant=True)`. For MLA on Hopper `backend="triton-mla-pieces"` is
+  as invariant and faster, with other bits: all calls on a cache must name it.
 * `out` is a contiguous tensor of the result's shape and dtype, into which the result is written; it is returned too. It must
   not overlap the queries or a cache. Our own kernels write there directly; results of some other packages are copied. With
   `out`, `seq_lens`, `block_tables`, `tree_mask` and `q_indptr` may be longer than the batch (with ragged queries: than

@@ -86,9 +86,9 @@ def test_a_backend_of_whole_caches_is_not_for_a_call():
             chain = dataclasses.replace(
                 META, step="mla_target_verify", num_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, tree_mask=False
             )
-            tree = dataclasses.replace(chain, tree_mask=True)
-            assert invariant_backend(90) == invariant_backend(90, [chain, tree]) == invariant_backend(100, [chain]) == NAME
-            assert invariant_backend(90, [chain]) == ("better" if rank == 5 else PIECES)
+            tree, window = dataclasses.replace(chain, tree_mask=True), dataclasses.replace(chain, window=True)
+            assert invariant_backend(90) == invariant_backend(90, [chain, window]) == invariant_backend(100, [chain]) == NAME
+            assert invariant_backend(90, [chain, tree]) == ("better" if rank == 5 else PIECES)
             assert attention_backend(Checker("op"), "auto", True, torch.device("meta")) == NAME
             assert attention_backend(Checker("op"), "better", True, torch.device("meta")) == "better"
         finally:

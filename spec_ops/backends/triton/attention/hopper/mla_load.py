@@ -18,31 +18,40 @@ BARRIERS = gl.constexpr(14)
 
 
 @gluon.jit
-def _load_queries(q_rows, chunks, rest, bars, segments, row, Q_BOX: gl.constexpr):
+def _load_queries(q_rows, chunks, rest, bars, segments, b, row0, ROWS: gl.constexpr, Q_BOX: gl.constexpr):
     mbarrier.wait(bars.index(QUERIES + FREE), (segments & 1) ^ 1)
     full = bars.index(QUERIES)
     mbarrier.expect(full, 576 * Q_BOX * 2)
     for c in gl.static_range(9):
         chunk = chunks.index(c) if c < 8 else rest.index(0)
-        tma.async_copy_global_to_shared(q_rows, [row, c * 64], full, chunk.slice(0, Q_BOX))
+        tma.async_copy_global_to_shared(q_rows, [b * ROWS + row0, c * 64], full, chunk.slice(0, Q_BOX))
+
+
+@gluon.jit
+def _pages(table, key, seen, pool, tree, PAGE: gl.constexpr, BOX: gl.constexpr):
+    """`pages_of` a block; where paths take turns, and then which of the gathered blocks it is if it is one of them."""
+    pages = pages_of(table, key, seen, pool, PAGE, 64, BOX)
+    if tree is not None:
+        _, plan, tail, reaches = tree
+        pages = pages + (path_block(plan, key // 64, tail, reaches),)  # noqa: RUF005  tuples of Triton are not unpacked
+    return pages
 
 
 @gluon.jit
 def _copy(
-    rows, chunks, chunk, CHUNKS: gl.constexpr, bar, pages, key, column, PAGE: gl.constexpr, BOX: gl.constexpr,
-    TREE: gl.constexpr,
+    kv_rows, kv_distance, tree, chunks, chunk, CHUNKS: gl.constexpr, bar, pages, key, column, PAGE: gl.constexpr,
+    BOX: gl.constexpr,
 ):  # fmt: skip
     """`pages.copy` of a block of keys: the request's, or from a tree's tail on one of a path."""
-    if TREE:
-        kv_rows, kv_distance, path_rows, paths, tail, reaches = rows
-        if key >= tail * 64:
-            path = path_block(paths, key // 64, tail, reaches)
-            copy(path_rows, 72, chunks, chunk, CHUNKS, bar, (path,), 0, column, 64, 1 if BOX == 1 else 64)
-        else:
-            copy(kv_rows, kv_distance, chunks, chunk, CHUNKS, bar, pages, key, column, PAGE, BOX)
-    else:
-        kv_rows, kv_distance = rows
+    if tree is None:
         copy(kv_rows, kv_distance, chunks, chunk, CHUNKS, bar, pages, key, column, PAGE, BOX)
+    else:
+        path_rows, _, tail, _ = tree
+        if key < tail * 64:
+            copy(kv_rows, kv_distance, chunks, chunk, CHUNKS, bar, pages, key, column, PAGE, BOX)
+        else:
+            PARTS: gl.constexpr = 1 if BOX == 1 else 64 // BOX
+            copy(path_rows, 72, chunks, chunk, CHUNKS, bar, (pages[PARTS],), 0, column, 64, 1 if BOX == 1 else 64)
 
 
 @gluon.jit
@@ -68,6 +77,12 @@ def load(
     range_begin = position
     while position < stop:
         seq_len = gl.maximum(gl.load(seq_lens + b), 0)
+        tree = None
+        if TREE:
+            paths = plan + b * plan_stride
+            turns, reaches = turns_of(paths)
+            _, tail = tail_of(seq_len, MASK_LEN)
+            tree = path_rows, paths, tail, reaches
         count = gl.cdiv(seq_len, 64)
         end = begin + count
         if count > 0:
@@ -76,24 +91,19 @@ def load(
             table = block_tables + b.to(gl.int64) * table_stride
             seen = gl.minimum(seq_len, last * 64)
             walked, lonely = last, last
-            rows = kv_rows, kv_distance
             if TREE:
-                _, tail = tail_of(seq_len, MASK_LEN)
-                paths = plan + b * plan_stride
-                turns, reaches = turns_of(paths)
                 last = gl.minimum(first + PIECE, last)
                 walked, lonely = walk(first, last, tail, turns, reaches, PIECE)
                 seen = gl.minimum(last, tail) * 64
-                rows = kv_rows, kv_distance, path_rows, paths, tail, reaches
-            even = pages_of(table, first * 64, seen, pool, PAGE, 64, BOX)
-            odd = pages_of(table, first * 64 + 64, seen, pool, PAGE, 64, BOX)
+            even = _pages(table, first * 64, seen, pool, tree, PAGE, BOX)
+            odd = _pages(table, first * 64 + 64, seen, pool, tree, PAGE, BOX)
             if TREE:
                 fresh = (first == 0) | (position == range_begin)
                 if fresh:
-                    _load_queries(q_rows, q_chunks, q_rest_smem, bars, segments, b * ROWS + row0, Q_BOX)
+                    _load_queries(q_rows, q_chunks, q_rest_smem, bars, segments, b, row0, ROWS, Q_BOX)
                 segments += fresh.to(gl.int32)
             else:
-                _load_queries(q_rows, q_chunks, q_rest_smem, bars, segments, b * ROWS + row0, Q_BOX)
+                _load_queries(q_rows, q_chunks, q_rest_smem, bars, segments, b, row0, ROWS, Q_BOX)
                 segments += 1
             for k in range(first, walked, 2):
                 key = k * 64
@@ -103,29 +113,29 @@ def load(
                 full = bars.index(EVEN_LEFT)
                 mbarrier.wait(bars.index(EVEN_LEFT + FREE), even_free)
                 expect(full, half_bytes, BOX)
-                _copy(rows, halves, 0, 4, full, even, key, 0, PAGE, BOX, TREE)
+                _copy(kv_rows, kv_distance, tree, halves, 0, 4, full, even, key, 0, PAGE, BOX)
                 announce(full, BOX)
                 full = bars.index(EVEN_RIGHT)
                 mbarrier.wait(bars.index(EVEN_RIGHT + FREE), even_free)
                 expect(full, half_bytes + rest_bytes, BOX)
-                _copy(rows, halves, 4, 4, full, even, key, 256, PAGE, BOX, TREE)
-                _copy(rows, kv_rest_smem, 0, 1, full, even, key, 512, PAGE, BOX, TREE)
+                _copy(kv_rows, kv_distance, tree, halves, 4, 4, full, even, key, 256, PAGE, BOX)
+                _copy(kv_rows, kv_distance, tree, kv_rest_smem, 0, 1, full, even, key, 512, PAGE, BOX)
                 announce(full, BOX)
-                even = pages_of(table, key + 128, seen, pool, PAGE, 64, BOX)
+                even = _pages(table, key + 128, seen, pool, tree, PAGE, BOX)
                 if has_partner(k, walked, lonely, TREE):
                     key += 64
                     full = bars.index(ODD_LEFT)
                     mbarrier.wait(bars.index(ODD_LEFT + FREE), odd_free)
                     expect(full, half_bytes + rest_bytes, BOX)
-                    _copy(rows, halves, 8, 4, full, odd, key, 0, PAGE, BOX, TREE)
-                    _copy(rows, kv_rest_smem, 1, 1, full, odd, key, 512, PAGE, BOX, TREE)
+                    _copy(kv_rows, kv_distance, tree, halves, 8, 4, full, odd, key, 0, PAGE, BOX)
+                    _copy(kv_rows, kv_distance, tree, kv_rest_smem, 1, 1, full, odd, key, 512, PAGE, BOX)
                     announce(full, BOX)
                     full = bars.index(ODD_RIGHT)
                     mbarrier.wait(bars.index(ODD_RIGHT + FREE), odd_free)
                     expect(full, half_bytes, BOX)
-                    _copy(rows, halves, 12, 4, full, odd, key, 256, PAGE, BOX, TREE)
+                    _copy(kv_rows, kv_distance, tree, halves, 12, 4, full, odd, key, 256, PAGE, BOX)
                     announce(full, BOX)
-                    odd = pages_of(table, key + 128, seen, pool, PAGE, 64, BOX)
+                    odd = _pages(table, key + 128, seen, pool, tree, PAGE, BOX)
                     odds += 1
                 evens += 1
             position = begin + last

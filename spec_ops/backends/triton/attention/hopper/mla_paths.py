@@ -189,6 +189,7 @@ def on_path(s, block, tail, prefix, piece, served, PIECE: gl.constexpr):
 
 @gluon.jit
 def path_block(plan, block, tail, reaches):
-    """Which of the gathered blocks comes at place `block`; any of the path for one that nobody sees."""
-    path = gl.load(plan + 1 + ((block - tail) >> 1))
-    return path * 2 + gl.where(reaches > 0, (block - tail) & 1, 0)
+    """Which of the gathered blocks comes at place `block`, if that is not before the tail; any of the path for one that nobody
+    sees. Places up to three after the last may be asked for: there is something in the plan."""
+    place = gl.maximum(block - tail, 0)
+    return gl.load(plan + 1 + (place >> 1)) * 2 + gl.where(reaches > 0, place & 1, 0)

@@ -57,7 +57,8 @@ def _launch(
     tile_bytes = triton.cdiv(q.shape[1] * q.shape[2], 64) * 64 * (512 + 2) * 4
     request_bytes = slots_of(call, 1, piece) * tile_bytes + mla_paths.bytes_of(call)
     most = max(1, min(most, PARTIAL_BYTES // request_bytes))
-    most = most // 4 * 4 or most  # lengths and tables from a multiple of 16 bytes on: others compile anew
+    if most < q.shape[0]:
+        most = most // 4 * 4 or most  # lengths and tables from a multiple of 16 bytes on: others compile anew
     for first in range(0, q.shape[0], most):
         part = slice(first, first + most)
         some = replace(

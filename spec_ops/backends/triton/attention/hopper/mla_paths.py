@@ -190,6 +190,6 @@ def on_path(s, block, tail, prefix, piece, served, PIECE: gl.constexpr):
 @gluon.jit
 def path_block(plan, block, tail, reaches):
     """Which of the gathered blocks comes at place `block`, if that is not before the tail; any of the path for one that nobody
-    sees. Places up to three after the last may be asked for: there is something in the plan."""
+    sees. Places up to two after the last may be asked for: the plan has room."""
     place = gl.maximum(block - tail, 0)
     return gl.load(plan + 1 + (place >> 1)) * 2 + gl.where(reaches > 0, place & 1, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from spec_ops.backends.triton.attention.hopper import (
     program,
 )
 from spec_ops.ops.reference.attention import attention as reference
+from tests.helpers import gluon_in_numpy
 from tests.helpers.chains import as_chains
 from tests.helpers.dense_attention import PREFIX, mask_words
 from tests.helpers.gluon_in_numpy import Descriptor, Machine, Pointer
@@ -62,8 +64,10 @@ class Runs:
 
 
 @pytest.fixture
-def runs(monkeypatch) -> Runs:
-    return Runs(monkeypatch)
+def runs(monkeypatch) -> Iterator[Runs]:
+    torch.use_deterministic_algorithms(True)  # new memory holds NaN
+    yield Runs(monkeypatch)
+    torch.use_deterministic_algorithms(False)
 
 
 def tree_call(
@@ -117,7 +121,7 @@ def signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_node_has_the_bits_of_its_chain(runs, seed):
     rng = random.Random(seed)
     heads = rng.choice([4, 8, 16, 20, 32, 64, 96, 128])
@@ -138,3 +142,52 @@ def test_a_node_has_the_bits_of_its_chain(runs, seed):
         assert torch.equal(found, expected), (b, i, prefixes[b], bin(words[b][i]))
     check = dataclasses.replace(call, q=call.q.double(), k_cache=call.k_cache.double(), v_cache=call.v_cache.double(), out=None)
     torch.testing.assert_close(out.double(), reference(check), rtol=1e-2, atol=1e-2)
+
+
+def test_a_program_that_waits_in_vain_is_found(runs, monkeypatch):
+    """By the stand-in for the GPU: here as where the odd warpgroup expects a block of its own in every pair."""
+    monkeypatch.setattr(gluon_in_numpy, "PATIENCE", 1.0)
+    monkeypatch.setattr(mla, "has_partner", lambda k, last, lonely, tree: np.asarray(k + 1 < last).view(gluon_in_numpy.Array))
+    call = tree_call(random.Random(0), 16, 4, 4, [128], 64, [[1, 2, 4, 8]])
+    with pytest.raises(RuntimeError, match="waited for what did not come"):
+        attend(call, 4, 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gathered_keys(seed):
+    """Of every path that takes a turn, as many blocks as the tile asks for; one turn for paths that begin with one another."""
+    rng = random.Random(seed)
+    heads = [16, 128, 20, 8, 96, 2, 64, 32, 1, 24, 4, 100][seed]
+    mask_len = rng.choice([2, 5, 16, 40, 64])
+    q_len = min(rng.choice([mask_len, rng.randint(1, mask_len)]), 24)
+    prefixes = [rng.choice([1 - mask_len, 0, 60, 64, 130]) for _ in range(2)]
+    words = [words_of(rng, kind, q_len, mask_len) for kind in ("tree", rng.choice(["any", "chain"]))]
+    call = tree_call(rng, heads, q_len, mask_len, prefixes, 16, [list(map(signed, row)) for row in words])
+    plan, rows, stride = mla_paths.gathered(call, call.tree_mask, call.block_tables, call.seq_lens, 1)
+    room = mla_paths.queries_of_a_tile(q_len, heads)
+    assert stride == plan.stride(0) == plan.shape[1] * plan.shape[2]
+    for b, length in enumerate(call.seq_lens.tolist()):
+        prefix = max(length - mask_len, 0)
+        tail = prefix // 64
+        slots = [[bit for bit in range(mask_len) if word >> bit & 1 and length - mask_len + bit >= 0] for word in words[b]]
+        for tile in range(plan.shape[1]):
+            first = tile * 64 // heads
+            queries = range(first, min(q_len, -(-(tile + 1) * 64 // heads)))
+            turns, reaches = divmod(int(plan[b, tile, 0]), 2)
+            paths, served = plan[b, tile, 1 : 1 + turns].tolist(), plan[b, tile, 1 + room :].tolist()
+            assert len(set(paths)) == turns
+            assert {path - b * q_len for path in paths} <= set(queries)
+            assert reaches == any(prefix + len(slots[i]) > (tail + 1) * 64 for i in queries)
+            for i in queries:
+                turn, depth = divmod(served[i - first], 128)
+                owner = paths[turn] - b * q_len
+                assert depth == len(slots[i])
+                assert slots[owner][:depth] == slots[i]
+            ends = [i for i in queries if not any(slots[j][: len(slots[i])] == slots[i] != slots[j] for j in queries)]
+            assert turns == len({tuple(slots[i]) for i in ends})
+            for path in paths:
+                places = [*range(tail * 64, prefix), *(length - mask_len + bit for bit in slots[path - b * q_len])]
+                expected = torch.zeros(64 * (1 + reaches), 576, dtype=torch.half)
+                for row, place in enumerate(places):
+                    expected[row] = call.k_cache[call.block_tables[b, place // 16], place % 16]
+                assert torch.equal(rows[path * 2 : path * 2 + 1 + reaches].flatten(0, 1), expected)

@@ -39,19 +39,20 @@ class Plan:
         return self.numbers[self.place]
 
 
-def visits(prefix: int, slots: int, depths: list[int], piece_blocks: int) -> list[tuple[int, int, bool, int, int]]:
+def visits(prefix: int, slots: int, depths: list[int], piece_blocks: int) -> tuple[list[tuple[int, int, bool, int, int]], int]:
     """What a tile with a turn for each of `depths` walks, in order: piece, block, whether the even warpgroup takes it, turn
-    (-1: before the tail) and gathered block. Blocks that nobody sees are left out."""
+    (-1: before the tail) and gathered block. Blocks that nobody sees are left out; and the number of all."""
     tail, last = prefix // 64, -(-(prefix + slots) // 64)
     reaches = int(any(prefix + depth > (tail + 1) * 64 for depth in depths))
     plan = Plan([2 * len(depths) + reaches, *range(100, 100 + len(depths)), *[0] * len(depths)])
-    found = []
+    found, places = [], 0
     assert mla_paths.turns_of.fn(plan) == (len(depths), reaches)
     for piece in range(0, last, piece_blocks):
         stop, lonely = mla_paths.walk.fn(piece, min(piece + piece_blocks, last), tail, len(depths), reaches, piece_blocks)
         assert stop > piece  # who loads queries waits for who uses them
         for k in range(piece, int(stop), 2):
             for place in (k, k + 1) if mla_paths.has_partner.fn(k, stop, lonely, True) else (k,):
+                places += 1
                 for ahead in (0, 2):  # pages of the next blocks are asked for early
                     mla_paths.path_block.fn(plan, place + ahead, tail, reaches)
                 if place < tail:
@@ -61,7 +62,7 @@ def visits(prefix: int, slots: int, depths: list[int], piece_blocks: int) -> lis
                 block = tail + (place - tail) % 2
                 if turn >= 0 and (block == tail or reaches):
                     found.append((piece, block, place == k, turn, int(mla_paths.path_block.fn(plan, place, tail, reaches))))
-    return found
+    return found, places
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -75,8 +76,8 @@ def test_a_path_is_walked_as_its_chain(in_numpy, seed):
         prefix = 64 * piece_blocks * int(rng.integers(1, 3)) - int(rng.integers(0, 80))
     prefix = max(prefix, 0)
     depths = [int(rng.integers(0, slots + 1)) for _ in range(rng.integers(1, 9))]
-    walked = visits(prefix, slots, depths, piece_blocks)
-    tail = prefix // 64
+    walked, places = visits(prefix, slots, depths, piece_blocks)
+    tail, turns = prefix // 64, len(depths)
     for turn, depth in enumerate(depths):
         mine = [visit for visit in walked if visit[3] in (-1, turn)]
         chain = [
@@ -87,8 +88,15 @@ def test_a_path_is_walked_as_its_chain(in_numpy, seed):
         for _, block, _, of, gathered in mine:
             assert of == -1 or gathered == (100 + turn) * 2 + block - tail
         assert len(mine) - len(chain) <= 2  # whole blocks that it does not see
-    # One visit for a first block, one for a second, and one for what has to be beside it.
-    assert len(walked) <= tail + 2 * len(depths)
+    reaches = any(prefix + depth > (tail + 1) * 64 for depth in depths)
+    split = (tail + 1) % piece_blocks == 0  # a piece ends between first blocks and second ones
+    if split:
+        beside = turns - 1  # first blocks are in odd places, of which each has an even one before it; second ones are alone
+        assert places == tail + turns + beside + (turns if reaches else -(-(prefix + slots) // 64) > tail + 1)
+    elif reaches:
+        assert places == tail + 2 * turns
+    else:
+        assert places == tail + (turns if tail % 2 == 0 else 2 * turns - 1)
 
 
 def test_tiles_hold_so_many_queries():

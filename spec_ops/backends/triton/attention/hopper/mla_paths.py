@@ -173,9 +173,9 @@ def has_partner(k, last, lonely, TREE: gl.constexpr):
 
 @gluon.jit
 def turn_of(block, tail, piece, PIECE: gl.constexpr):
-    """Whose turn it is at place `block`, the tail's or a later one; -1 if the block is of another piece."""
+    """Whose turn it is at place `block`, the tail's or a later one; -1 if the block is of the next piece."""
     at = tail + ((block - tail) & 1)
-    return gl.where((at >= piece) & (at < piece + PIECE), (block - tail) >> 1, -1)
+    return gl.where(at < piece + PIECE, (block - tail) >> 1, -1)
 
 
 @gluon.jit

@@ -57,7 +57,7 @@ class Runs:
     def launch(self, kernel, grid, *args, **kwargs) -> None:
         for name in ("num_warps", "enable_fp_fusion", "launch_cooperative_grid", "early"):
             kwargs.pop(name, None)
-        if kernel is mla_paths.gather:
+        if kernel is mla_paths.gather_paths_kernel:
             kernel[grid](*args, **kwargs, PDL=False)
             return
         self.machine.run(self.kernel, grid[0], *map(in_numpy, args), **{n: in_numpy(x) for n, x in kwargs.items()}, PDL=False)

@@ -118,7 +118,7 @@ def test_rows_are_gathered_for_trees_in_pieces_alone():
             mla_hopper.mla(call, piece=piece)
         return [launch.kernel.__name__ for launch in launches]
 
-    assert kernels(True, 32) == ["gather", "mla_hopper_attention"]
+    assert kernels(True, 32) == ["gather_paths_kernel", "mla_hopper_attention"]
     assert kernels(False, 32) == kernels(True, 0) == ["mla_hopper_attention"]
 
 

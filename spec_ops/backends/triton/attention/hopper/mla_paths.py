@@ -3,10 +3,10 @@ that its path is.
 
 A chain's bits are those of positions (`pieces.py`). A tree's node sees its ancestors in whatever slots they have, at positions
 by depth. So blocks before the one of the tree's first key, the *tail*, are the request's own, and from there on they are those
-of paths: `gather` copies a path's keys, in order, into two blocks of its own, which hold zeros after its end. Each path of a
-tile takes its turn over its two blocks; rows of other paths see none of their keys, which changes nothing for them. One turn
-serves all rows whose own path is the beginning of its path. Any mask is served: what is called a path here is any set of slots,
-in ascending order.
+of paths: a kernel before, `gather_paths_kernel`, copies a path's keys, in order, into two blocks of its own, which hold zeros
+after its end. Each path of a tile takes its turn over its two blocks; rows of other paths see none of their keys, which changes
+nothing for them. One turn serves all rows whose own path is the beginning of its path. Any mask is served: what is called a
+path here is any set of slots, in ascending order.
 
 Blocks are walked in one sequence: the request's up to the tail, then two for each turn, at the tail and after it. So a block at
 an even position comes at an even place, where the even warpgroup takes it, and an odd one at an odd place (`walk`). Where a
@@ -31,7 +31,7 @@ from spec_ops.backends.triton.runtime.launch import await_predecessors, launch
 
 BLOCKS = 2  # of 64 keys: where up to 64 slots, from anywhere in a block on, can reach
 WIDTH = 576
-GATHERED = 16  # rows of a path that a program of `gather` copies
+GATHERED = 16  # rows of a path that a program of `gather_paths_kernel` copies
 
 
 @gluon.constexpr_function
@@ -57,7 +57,7 @@ def plan_width(q_len, heads):
 
 
 @triton.jit(do_not_specialize=["q_len", "tiles", "page_stride", "token_stride", "table_stride", "mask_stride"])
-def gather(
+def gather_paths_kernel(
     cache, block_tables, seq_lens, tree_mask, plan, path_rows,
     q_len, tiles, page_stride, token_stride, table_stride, mask_stride,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, MASK_LEN: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
@@ -112,8 +112,8 @@ def gather(
 
 
 def gathered(call: AttentionCall, tree_mask: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, box: int):
-    """The plan and the rows of `gather` as the attention kernel takes them, those by a descriptor of 64 x 64, or for pages
-    that are read row by row (`box` 1) as they are; and the distance of two requests in the plan."""
+    """The plan and the rows of `gather_paths_kernel` as the attention kernel takes them, the rows by a descriptor of 64 x 64, or
+    for pages that are read row by row (`box` 1) as they are; and the distance of two requests in the plan."""
     bs, q_len, heads, _ = call.q.shape
     tiles = triton.cdiv(q_len * heads, 64)
     queries, width = queries_of_a_tile(q_len, heads), plan_width(q_len, heads)
@@ -121,7 +121,7 @@ def gathered(call: AttentionCall, tree_mask: torch.Tensor, block_tables: torch.T
     plan = torch.empty(bs, tiles, width, dtype=torch.int32, device=call.q.device)
     rows = cache.new_empty(bs * q_len * BLOCKS, 64, WIDTH)
     launch(
-        gather, (bs, tiles * queries, BLOCKS * 64 // GATHERED),
+        gather_paths_kernel, (bs, tiles * queries, BLOCKS * 64 // GATHERED),
         cache, block_tables, seq_lens, tree_mask, plan, rows,
         q_len, tiles, cache.stride(0), cache.stride(1), block_tables.stride(0), tree_mask.stride(0),
         HEADS=heads, QUERIES=queries, MASK_LEN=call.mask_len, PAGE=cache.shape[1], ROWS=GATHERED,
@@ -131,7 +131,7 @@ def gathered(call: AttentionCall, tree_mask: torch.Tensor, block_tables: torch.T
 
 
 def bytes_of(call: AttentionCall) -> int:
-    """Of the keys that `gather` copies for a request."""
+    """Of the keys that `gather_paths_kernel` copies for a request."""
     return call.q.shape[1] * BLOCKS * 64 * WIDTH * call.k_cache.element_size() if call.tree_mask is not None else 0
 
 

@@ -31,7 +31,7 @@ from spec_ops.backends.triton.runtime.launch import await_predecessors, launch
 
 BLOCKS = 2  # of 64 keys: where up to 64 slots, from anywhere in a block on, can reach
 WIDTH = 576
-GATHERED = 16  # rows of a path that a program of `gather_paths_kernel` copies
+GATHERED = 8  # rows of a path that a program of `gather_paths_kernel` copies
 
 
 @gluon.constexpr_function
@@ -56,15 +56,15 @@ def plan_width(q_len, heads):
     return 1 + 2 * queries_of_a_tile(q_len, heads)
 
 
-@triton.jit(do_not_specialize=["q_len", "tiles", "page_stride", "token_stride", "table_stride", "mask_stride"])
+@triton.jit(do_not_specialize=["q_len", "tiles", "distance", "table_stride", "mask_stride"])
 def gather_paths_kernel(
     cache, block_tables, seq_lens, tree_mask, plan, path_rows,
-    q_len, tiles, page_stride, token_stride, table_stride, mask_stride,
+    q_len, tiles, distance, table_stride, mask_stride,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, MASK_LEN: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program copies `ROWS` of the 128 rows of a query's path to `path_rows [bs, q_len, 128, 576]`, if that takes a turn in
-    a tile; one of them writes the tile's `plan [bs, tiles, plan_width]`."""
+    a tile; one of them writes the tile's `plan [bs, tiles, plan_width]`. `distance`: of tokens, in steps of 8 numbers."""
     await_predecessors(PDL)
     b = tl.program_id(0)
     tile = tl.program_id(1) // QUERIES
@@ -104,7 +104,7 @@ def gather_paths_kernel(
         valid = n < prefix + popcount(word)
         slot = tl.where(n < prefix, n, prefix + nth_bit(word, tl.maximum(n - prefix, 0)))
         page = tl.load(block_tables + b.to(tl.int64) * table_stride + slot // PAGE, mask=valid, other=0).to(tl.int64)
-        source = (cache + page * page_stride + (slot % PAGE).to(tl.int64) * token_stride)[:, None]
+        source = (cache + (page * PAGE + slot % PAGE) * distance * 8)[:, None]
         target = (path_rows + ((b * q_len + first + own).to(tl.int64) * 128 + row) * 576)[:, None]
         values, rest = tl.arange(0, 512)[None, :], 512 + tl.arange(0, 64)[None, :]
         tl.store(target + values, tl.load(source + values, mask=valid[:, None], other=0.0))
@@ -112,8 +112,8 @@ def gather_paths_kernel(
 
 
 def gathered(call: AttentionCall, tree_mask: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, box: int):
-    """The plan and the rows of `gather_paths_kernel` as the attention kernel takes them, the rows by a descriptor of 64 x 64, or
-    for pages that are read row by row (`box` 1) as they are; and the distance of two requests in the plan."""
+    """The plan and the rows of `gather_paths_kernel` as the attention kernel takes them, the rows by a descriptor of 64 x 64,
+    or for pages that are read row by row (`box` 1) as they are; and the distance of two requests in the plan."""
     bs, q_len, heads, _ = call.q.shape
     tiles = triton.cdiv(q_len * heads, 64)
     queries, width = queries_of_a_tile(q_len, heads), plan_width(q_len, heads)
@@ -123,7 +123,7 @@ def gathered(call: AttentionCall, tree_mask: torch.Tensor, block_tables: torch.T
     launch(
         gather_paths_kernel, (bs, tiles * queries, BLOCKS * 64 // GATHERED),
         cache, block_tables, seq_lens, tree_mask, plan, rows,
-        q_len, tiles, cache.stride(0), cache.stride(1), block_tables.stride(0), tree_mask.stride(0),
+        q_len, tiles, cache.stride(1) // 8, block_tables.stride(0), tree_mask.stride(0),
         HEADS=heads, QUERIES=queries, MASK_LEN=call.mask_len, PAGE=cache.shape[1], ROWS=GATHERED,
         num_warps=4, early=True,
     )  # fmt: skip

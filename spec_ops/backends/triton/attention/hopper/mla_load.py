@@ -94,7 +94,6 @@ def load(
             if TREE:
                 last = gl.minimum(first + PIECE, last)
                 walked, lonely = walk(first, last, tail, turns, reaches, PIECE)
-                seen = gl.minimum(last, tail) * 64
             even = _pages(table, first * 64, seen, pool, tree, PAGE, BOX)
             odd = _pages(table, first * 64 + 64, seen, pool, tree, PAGE, BOX)
             if TREE:

@@ -55,8 +55,8 @@ def store_sum(
 
 @triton.jit(do_not_specialize=["M"])
 def add_skinny_mm_kernel(
-    x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
-    residual, norm_weight, y, z, squares,
+    x, x_stride, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows,
+    row_stride, residual, norm_weight, y, z, squares,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
@@ -73,7 +73,7 @@ def add_skinny_mm_kernel(
     r = tl.load(residual + m[None, :] * N + n[:, None], mask=mask, other=0.0)
     g = tl.load(norm_weight + n, mask=n < N, other=0.0)
     acc, complete = products(
-        x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, N, K,
+        x, x_stride, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES, BITS, ROWS, COLUMNS,
     )  # fmt: skip
     if complete:
@@ -82,8 +82,8 @@ def add_skinny_mm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def scaled_skinny_mm_kernel(
-    x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
-    bias, squares, eps, out,
+    x, x_stride, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows,
+    row_stride, bias, squares, eps, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, SUMS_PAD: tl.constexpr,
@@ -98,7 +98,7 @@ def scaled_skinny_mm_kernel(
     # In flight while the weights stream.
     sums = tl.load(squares + m[:, None] * SUMS + place[None, :], mask=(m < M)[:, None] & (place < SUMS)[None, :], other=0.0)
     acc, complete = products(
-        x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, N, K,
+        x, x_stride, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES, BITS, ROWS, COLUMNS,
     )  # fmt: skip
     if complete:

@@ -139,14 +139,30 @@ def scaled(acc, scale, row_stride, n, N):
 
 
 @triton.jit
+def chunked_rows(x, x_stride, block, M, K, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The rows in block number `block` of k, `[CHUNKS, CHUNK, BLOCK_M]`; 0 beyond row `M` and beyond k.
+
+    `x` is a descriptor of all that, or a pointer to rows `x_stride` apart. Of those that a descriptor's block has beyond `M` the
+    zeros take their time too, so few rows are loaded.
+    """
+    if x_stride is None:
+        return tl.permute(x.load([block * CHUNKS, 0, 0]), (0, 2, 1))
+    else:
+        chunk = block * CHUNKS + tl.arange(0, CHUNKS)[:, None, None]
+        k = chunk * CHUNK + tl.arange(0, CHUNK)[None, :, None]
+        row = tl.arange(0, BLOCK_M)[None, None, :]
+        return tl.load(x + row.to(tl.int64) * x_stride + k, mask=(row < M) & (chunk < K // CHUNK), other=0.0)
+
+
+@triton.jit
 def quantized_products(
-    x, weight, scale, zero, scale_row, scale_column, tile, first, end, n, N, K,
+    x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k; without the scales of rows (`COLUMNS` is 0), unless rows are
     many. Then each block's sum is scaled, since a product in place has ptxas begin no instruction before the last one ended."""
-    dtype: tl.constexpr = x.dtype
+    dtype: tl.constexpr = x.dtype if x_stride is None else x.dtype.element_ty
     STORED: tl.constexpr = BLOCK_K * BITS // 8
     CHUNKED: tl.constexpr = len(weight.block_shape) == 3
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
@@ -174,7 +190,7 @@ def quantized_products(
     for block in tl.range(first, end, num_stages=STAGES):
         if CHUNKED:
             columns = weight.load([block * CHUNKS, tile * BLOCK_N, 0])
-            rows = tl.permute(x.load([block * CHUNKS, 0, 0]), (0, 2, 1))
+            rows = chunked_rows(x, x_stride, block, M, K, BLOCK_M, CHUNKS, CHUNK)
         else:
             columns = weight.load([tile * BLOCK_N, block * STORED])
             rows = tl.permute(x.load([0, block * BLOCK_K]), (1, 0))

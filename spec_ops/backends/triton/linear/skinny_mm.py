@@ -99,6 +99,7 @@ class Config:
     full: bool
     chunk: int = CHUNK
     chunked: bool = False
+    loaded: bool = False
 
     @property
     def chunks(self) -> bool:
@@ -216,7 +217,7 @@ def combined(
 
 @triton.jit
 def products(
-    x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, N, K,
+    x, x_stride, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -238,12 +239,12 @@ def products(
         )  # fmt: skip
     elif FLOAT4:
         acc = float4_products(
-            x, weight, scale, scale_row, scale_column, tile, first, end, n, N, K,
+            x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
         )  # fmt: skip
     elif BITS < 16:
         acc = quantized_products(
-            x, weight, scale, zero, scale_row, scale_column, tile, first, end, n, N, K,
+            x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, BITS, ROWS, COLUMNS,
         )  # fmt: skip
     elif CHUNKED:
@@ -280,8 +281,8 @@ def store_transposed(out, acc, n, m, N, M):
 
 @triton.jit(do_not_specialize=["M"])
 def skinny_mm_kernel(
-    x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
-    bias, out,
+    x, x_stride, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows,
+    row_stride, bias, out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
@@ -293,7 +294,7 @@ def skinny_mm_kernel(
     ask_for_weight(weight_rows, row_stride, N, K, BLOCK_N, BLOCK_K, SPLITS, ASKED, PDL, BITS)
     await_predecessors(PDL)
     acc, complete = products(
-        x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, N, K,
+        x, x_stride, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, SPLITS, STAGES, BITS, ROWS, COLUMNS,
     )  # fmt: skip
     if complete:
@@ -316,6 +317,13 @@ def _descriptor(matrix: torch.Tensor, rows: int, config: Config, packed: int = 1
         chunk = block[2]
         return TensorDescriptor(matrix, [k // chunk, n, chunk], [chunk, matrix.stride(0), 1], block)
     return TensorDescriptor(matrix, [n, k], [matrix.stride(0), 1], block)
+
+
+def _rows(x: torch.Tensor, config: Config) -> tuple[TensorDescriptor | torch.Tensor, int | None]:
+    """`x` and `x_stride` of `skinny_mm_kernel`. Loads are wide only where the compiler sees that rows are 32 bytes apart."""
+    m, k = x.shape
+    stride = x.stride(0) if m > 1 else k
+    return (x, stride) if config.loaded and stride % 16 == 0 else (_descriptor(x, config.block_m, config), None)
 
 
 def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config | None, *args: Any, **constants: Any) -> None:
@@ -347,10 +355,9 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
         counters = arrival_counters(x.device, tiles, "skinny_mm")
     with device_guard(x):
         launch(
-            kernel, (tiles * splits,), _descriptor(x, block_m, config),
-            _descriptor(weight, block_n, config, k // weight.shape[1]), *scale_arguments(*scales), partial, counters,
-            m, n, k, weight, weight.stride(0), *args, **constants, **_constants(config, stored, n, k),
-            num_warps=config.num_warps, early=config.full,
+            kernel, (tiles * splits,), *_rows(x, config), _descriptor(weight, block_n, config, k // weight.shape[1]),
+            *scale_arguments(*scales), partial, counters, m, n, k, weight, weight.stride(0), *args, **constants,
+            **_constants(config, stored, n, k), num_warps=config.num_warps, early=config.full,
         )  # fmt: skip
 
 
@@ -424,7 +431,7 @@ def variants(
     packed = 2 if stored.bits == 4 else 1
     for config, archs in chosen.items():
         blocks = {
-            "x": f"tensordesc<bf16{_block_shape(config.block_m, config)}>",
+            "x": "*bf16:16" if config.loaded else f"tensordesc<bf16{_block_shape(config.block_m, config)}>",
             "weight": f"tensordesc<{element}{_block_shape(config.block_n, config, packed)}>",
         }
         split = {"partial": "*fp32:16", "counters": "*i32:16"}
@@ -433,8 +440,8 @@ def variants(
         yield Variant(
             " ".join(part for part in (name, weight) if part) + f", {m} x {n} x {k} on sm_{archs[0]}",
             kernel,
-            {**blocks, **given, **sizes, **(split if config.splits > 1 else {}), **signature},
-            {**_constants(config, stored, n, k), **({} if config.splits > 1 else dict.fromkeys(split)), **absent, **constexprs},
+            {**blocks, **({"x_stride": "i32:16"} if config.loaded else {}), **given, **sizes, **(split if config.splits > 1 else {}), **signature},
+            {**_constants(config, stored, n, k), **({} if config.loaded else {"x_stride": None}), **({} if config.splits > 1 else dict.fromkeys(split)), **absent, **constexprs},
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             options={} if chooses is None else {"enable_fp_fusion": False},

@@ -93,8 +93,8 @@ def few_gate_up_kernel(
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
-    BITS: tl.constexpr, INT4: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SUMS: tl.constexpr,
-    SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, INT4: tl.constexpr, PAIRS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `tile * blocks of columns + block`. `x`, `weight`: tensor descriptors; `scale` to `scale_up`: of
     `scale_arguments`; `ids`, `weights [tokens, TOP_K]` contiguous; `squares [tokens, SUMS]`, as in `scaled_skinny_mm_kernel`,
@@ -128,7 +128,7 @@ def few_gate_up_kernel(
         PAIR: tl.constexpr = GATED and not INTERLEAVED
         ROWS: tl.constexpr = 2 * BLOCK_N if GATED and INTERLEAVED else BLOCK_N
         first = block_n * ROWS
-        acc = _zeros(ROWS, BLOCK_M, BLOCK_K, 32 if BITS == 4 else CHUNK, CHUNKED)
+        acc = _zeros(ROWS, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not PAIRS else CHUNK, CHUNKED)
         other = acc
         s = 0
         t = 0
@@ -139,30 +139,30 @@ def few_gate_up_kernel(
             # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
             s = block_scales(
                 scale, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
-                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
+                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
             )  # fmt: skip
             if PAIR:
                 t = block_scales(
                     scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
-                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
+                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
                 )  # fmt: skip
         for block in tl.range(0, tl.cdiv(hidden, BLOCK_K), num_stages=STAGES):
             columns = _columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
             if PAIR:
                 ups = _columns(weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
             rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED)
-            acc = added(acc, columns, rows, s, BITS, INT4)
+            acc = added(acc, columns, rows, s, BITS, INT4, PAIRS)
             if PAIR:
-                other = added(other, ups, rows, t, BITS, INT4)
+                other = added(other, ups, rows, t, BITS, INT4, PAIRS)
             if BITS < 16:
                 s = block_scales(
                     scale, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
-                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
+                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
                 )  # fmt: skip
                 if PAIR:
                     t = block_scales(
                         scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
-                        PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
+                        PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
                     )  # fmt: skip
         if CHUNKED:
             acc = tl.sum(acc, 0)
@@ -198,7 +198,7 @@ def few_down_kernel(
     norm_weight, out, z, squares, tokens, experts, hidden, inner,
     TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    BITS: tl.constexpr, INT4: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    BITS: tl.constexpr, INT4: tl.constexpr, PAIRS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `block of columns * SPLITS + split`. `h`, `weight`: tensor descriptors; `scale` to `scale_column`: of
@@ -215,25 +215,25 @@ def few_down_kernel(
         g = tl.load(norm_weight + n, mask=n < hidden, other=0.0)
     total = tl.load(table) * BLOCKS
     begin = split * total // SPLITS
-    acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, 32 if BITS == 4 else CHUNK, CHUNKED)
+    acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not PAIRS else CHUNK, CHUNKED)
     expert = tl.load(table + 1 + begin // BLOCKS)
     s = 0
     if BITS < 16:
         PARTS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
         s = block_scales(
             scale, expert, scale_expert, scale_row, scale_column, n, hidden, begin % BLOCKS, inner, begin < total,
-            PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
+            PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
         )  # fmt: skip
     for i in tl.range(begin, (split + 1) * total // SPLITS, num_stages=STAGES):
         block = i % BLOCKS
         columns = _columns(weight, expert, tile * BLOCK_N, block, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
-        acc = added(acc, columns, _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED), s, BITS, INT4)
+        acc = added(acc, columns, _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED), s, BITS, INT4, PAIRS)
         # One iteration ahead: a load that another load's address depends on halves what Triton keeps in flight.
         expert = tl.load(table + 1 + (i + 1) // BLOCKS)
         if BITS < 16:
             s = block_scales(
                 scale, expert, scale_expert, scale_row, scale_column, n, hidden, (i + 1) % BLOCKS, inner, i + 1 < total,
-                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
+                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
             )  # fmt: skip
     if CHUNKED:
         acc = tl.sum(acc, 0)
@@ -380,7 +380,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def _constants(config: Config) -> dict[str, Any]:
     return {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": config.chunk,
-        "CHUNKED": config.chunked, "STAGES": config.num_stages, "num_warps": config.num_warps,
+        "CHUNKED": config.chunked, "STAGES": config.num_stages, "PAIRS": config.pairs, "num_warps": config.num_warps,
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.expert_format import ExpertFormat, expert_format
+from spec_ops.backends.triton.linear.float4 import load_float4_scales, opaque, scaled_numbers
 from spec_ops.backends.triton.linear.quantized import numbers
 
 
@@ -82,26 +83,39 @@ def scaled_4_bits(block, scale, dtype: tl.constexpr, INT4: tl.constexpr):
 def block_scales(
     scale, expert, expert_stride, row_stride, column_stride, n, N, block, inner, live, PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr, BITS: tl.constexpr, INT4: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr = False,
 ):  # fmt: skip
     """The scales `[PARTS, n, each]` of an expert's rows `n` for block number `block` of k, of which a product takes `PARTS`
     equal ones: one for each in 8 bits, one for every 32 numbers in 4. 0 beyond the weight, and everywhere unless `live`.
-    float32, but those of int4 have their own dtype."""
+    float32, but those of int4 have their own dtype, and those of `PAIRS` are as stored."""
     EACH: tl.constexpr = BLOCK_K // PARTS // 32 if BITS == 4 else 1
+    if PAIRS:
+        at = scale + expert.to(tl.int64) * (expert_stride // 2 * 2)
+        return load_float4_scales(
+            at, row_stride // 2 * 2, 1, n, block * PARTS, tl.where(live, N, 0), inner, BLOCK_K // PARTS, PARTS, 32, 64
+        )
     k = block * BLOCK_K + tl.arange(0, PARTS * EACH) * (BLOCK_K // (PARTS * EACH))
     k = tl.reshape(k, [PARTS, 1, EACH])
     row = n[None, :, None]
     at = scale + expert.to(tl.int64) * expert_stride + row // ROWS * row_stride + k // COLUMNS * column_stride
     found = tl.load(at, mask=(row < N) & (k < inner) & live, other=0)
-    if INT4:
+    if INT4 or PAIRS:
         return found
     else:
         return e8m0(found) if BITS == 4 else found.to(tl.float32)
 
 
 @triton.jit
-def added(acc, columns, rows, scales, BITS: tl.constexpr, INT4: tl.constexpr):
-    """`acc` and the product of `columns [.., n, stored]` with `rows [.., k, m]`; `scales`: of `block_scales`."""
-    if BITS == 16:
+def added(acc, columns, rows, scales, BITS: tl.constexpr, INT4: tl.constexpr, PAIRS: tl.constexpr):
+    """`acc` and the product of `columns [.., n, stored]` with `rows [.., k, m]`; `scales`: of `block_scales`. `PAIRS`: of
+    MXFP4, whose numbers are scaled two at a time."""
+    if PAIRS and len(acc.shape) == 3:
+        return tl.dot(scaled_numbers(columns, scales, rows.dtype), rows, acc)
+    elif PAIRS:
+        wide = tl.reshape(scaled_numbers(tl.expand_dims(columns, 0), scales, rows.dtype), [acc.shape[0], rows.shape[0]])
+        # A product in place has ptxas begin no instruction before the last one has ended.
+        return acc + tl.dot(wide, rows) * opaque(1.0)
+    elif BITS == 16:
         return tl.dot(columns, rows, acc)
     elif BITS == 8:
         made = tl.dot(numbers(columns, rows.dtype, 8), rows)

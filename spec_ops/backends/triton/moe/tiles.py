@@ -26,6 +26,7 @@ class Config:
         full: it has no room for more of them, so that a launch may be early.
         chunk: of k, what a warp has.
         num_warps: of a program.
+        pairs: numbers are scaled, two at a time, and not sums (`stored.py`).
     """
 
     block_m: int
@@ -39,6 +40,7 @@ class Config:
     full: bool
     chunk: int = CHUNK
     num_warps: int = 4
+    pairs: bool = False
 
 
 class Sizes(NamedTuple):

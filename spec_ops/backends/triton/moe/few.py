@@ -29,10 +29,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from spec_ops.backends.expert_format import inner_of
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.triton.linear.norm import store_sum
+from spec_ops.backends.triton.linear.quantized import chunked_rows
 from spec_ops.backends.triton.linear.skinny_mm import combined, store_transposed
 from spec_ops.backends.triton.moe.activation import activated, gated
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
-from spec_ops.backends.triton.moe.stored import added, block_scales, formats, scale_arguments, scale_constants
+from spec_ops.backends.triton.moe.stored import added, block_scales, formats, scale_arguments, scale_constants, scales_pairs
 from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, Config, Sizes, choose
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
@@ -60,8 +61,11 @@ def _columns(
 ):  # fmt: skip
     """A block of the weight as stored, its inner dimension last: `[chunks, ROWS, CHUNK]`, or `[ROWS, BLOCK_K]`."""
     PACKED: tl.constexpr = 2 if BITS == 4 else 1
-    if CHUNKED:
-        CHUNKS: tl.constexpr = BLOCK_K // CHUNK
+    CHUNKS: tl.constexpr = BLOCK_K // CHUNK
+    if CHUNKED and len(weight.block_shape) == 3:
+        lines = tl.reshape(weight.load([expert, first, block * (BLOCK_K // PACKED)]), [ROWS, CHUNKS, CHUNK // PACKED])
+        return tl.permute(lines, (1, 0, 2))
+    elif CHUNKED:
         return tl.reshape(weight.load([expert, block * CHUNKS, first, 0]), [CHUNKS, ROWS, CHUNK // PACKED])
     elif TRANSPOSED:
         return tl.permute(tl.reshape(weight.load([expert, block * BLOCK_K, first]), [BLOCK_K, ROWS]), (1, 0))
@@ -88,15 +92,15 @@ def _zeros(ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHU
 
 @triton.jit(do_not_specialize=["tokens"])
 def few_gate_up_kernel(
-    x, weight, scale, scale_expert, scale_row, scale_column, scale_up, ids, weights, bias, squares, eps, h, table, tokens,
-    experts, hidden, inner, limit, alpha, beta,
+    x, x_stride, weight, scale, scale_expert, scale_row, scale_column, scale_up, ids, weights, bias, squares, eps, h, table,
+    tokens, experts, hidden, inner, limit, alpha, beta,
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, INT4: tl.constexpr, PAIRS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program `tile * blocks of columns + block`. `x`, `weight`: tensor descriptors; `scale` to `scale_up`: of
+    """Program `tile * blocks of columns + block`. `x`, `x_stride`: as in `chunked_rows`; `weight`: a tensor descriptor; `scale` to `scale_up`: of
     `scale_arguments`; `ids`, `weights [tokens, TOP_K]` contiguous; `squares [tokens, SUMS]`, as in `scaled_skinny_mm_kernel`,
     or None; `h [tiles, BLOCK_M, inner]`; `table [2 + tiles]`: how many experts are touched, and which."""
     await_predecessors(PDL)
@@ -143,14 +147,17 @@ def few_gate_up_kernel(
             )  # fmt: skip
             if PAIR:
                 t = block_scales(
-                    scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
+                    scale + (scale_up // 2 * 2 if PAIRS else scale_up), expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
                     PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
                 )  # fmt: skip
         for block in tl.range(0, tl.cdiv(hidden, BLOCK_K), num_stages=STAGES):
             columns = _columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
             if PAIR:
                 ups = _columns(weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
-            rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED)
+            if x_stride is None:
+                rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED)
+            else:
+                rows = chunked_rows(x, x_stride, block, tokens, hidden, BLOCK_M, PARTS, CHUNK)
             acc = added(acc, columns, rows, s, BITS, INT4, PAIRS)
             if PAIR:
                 other = added(other, ups, rows, t, BITS, INT4, PAIRS)
@@ -161,7 +168,7 @@ def few_gate_up_kernel(
                 )  # fmt: skip
                 if PAIR:
                     t = block_scales(
-                        scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
+                        scale + (scale_up // 2 * 2 if PAIRS else scale_up), expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
                         PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
                     )  # fmt: skip
         if CHUNKED:
@@ -287,11 +294,16 @@ def _matrix(rows: torch.Tensor, config: Config) -> TensorDescriptor:
     return TensorDescriptor(rows, [n, k], [stride, 1], [config.block_m, config.block_k])
 
 
+def _rows_of(x: torch.Tensor, config: Config) -> tuple[TensorDescriptor | torch.Tensor, int | None]:
+    """`x` and `x_stride` of `few_gate_up_kernel`. Loads are wide only where the compiler sees that rows are 32 bytes apart."""
+    return (x, x.stride(0)) if config.loaded and x.stride(0) % 16 == 0 else (_matrix(x, config), None)
+
+
 def _stack(weight: torch.Tensor, config: Config, transposed: bool) -> TensorDescriptor:
     """Of `weight [E, n, k]`, `config.rows` of n at a time; `transposed`: `[E, k, n]`."""
     (experts, n, k), (expert, row, _), rows = weight.shape, weight.stride(), config.rows
     packed = 2 if weight.dtype == torch.uint8 else 1
-    if config.chunked:
+    if config.chunked and not config.lines:
         chunk = config.chunk // packed
         block = [1, config.block_k // config.chunk, rows, chunk]
         return TensorDescriptor(weight, [experts, k // chunk, n, chunk], [expert, chunk, row, 1], block)
@@ -333,7 +345,10 @@ def few_between_norms(
     (tokens, k), (experts, hidden) = ids.shape, (gate_up.shape[0], x.shape[1])
     inner = down.shape[1] if transposed else inner_of(down)
     stored = formats(gate_up, gate_up_scale, down, down_scale, gated, interleaved)
-    sizes = Sizes(tokens, k, experts, hidden, inner, gated, interleaved, transposed, stored[0].bits)
+    sizes = Sizes(
+        tokens, k, experts, hidden, inner, gated, interleaved, transposed, stored[0].bits,
+        x.dtype == torch.bfloat16 and scales_pairs(stored, (hidden, inner), (gate_up_scale, down_scale)),
+    )  # fmt: skip
     first, second = configs or choose(sizes, num_sms(x.device), arch_of(x.device))
     block_m = first.block_m
     if x.stride(1) != 1 or x.stride(0) % ALIGNED or x.stride(0) < hidden or x.data_ptr() % 16:
@@ -354,7 +369,7 @@ def few_between_norms(
     with device_guard(x):
         launch(
             few_gate_up_kernel, (sizes.tiles * triton.cdiv(inner, first.block_n),),
-            _matrix(x, first), _stack(gate_up, first, transposed), *scale_arguments(gate_up_scale, stored[0]), ids, weights,
+            *_rows_of(x, first), _stack(gate_up, first, transposed), *scale_arguments(gate_up_scale, stored[0]), ids, weights,
             _contiguous(gate_up_bias), _contiguous(norms.squares), norms.eps, h, table, tokens, experts, hidden, inner, limit,
             alpha, beta, TOP_K=k,
             TOP_K_PAD=triton.next_power_of_2(k), GATED=gated, INTERLEAVED=interleaved, TRANSPOSED=transposed,
@@ -391,7 +406,8 @@ MODELS: tuple[tuple[str, tuple[int, ...], tuple[int, int, int, int], dict[str, A
     ("gpt-oss", (4, 16, 64), (32, 4, 2880, 2880), GPT_OSS),
     ("Qwen3-MoE in float8", (4, 16, 64), (128, 8, 2048, 768), FLOAT8),
     ("DeepSeek-V3 in float8", (8, 64), (256, 8, 7168, 2048), FLOAT8),
-    ("gpt-oss in MXFP4", (4, 16, 64), (32, 4, 2880, 2880), MXFP4),
+    ("gpt-oss in MXFP4", (4, 16, 32, 64), (32, 4, 2880, 2880), MXFP4),
+    ("gpt-oss in MXFP4 and float16", (4,), (32, 4, 2880, 2880), {**MXFP4, "dtype": torch.float16}),
     ("Qwen3-MoE in MXFP4", (4, 16, 64), (128, 8, 2048, 768), {"bits": 4}),
     ("Kimi-K2 in int4", (4, 16, 64), (384, 8, 7168, 2048), INT4),
 )
@@ -415,7 +431,8 @@ def _variants(
             interleaved, transposed = (bool(form.get(flag)) for flag in ("interleaved", "transposed"))
             experts, k, hidden, inner = sizes
             bits = int(form.get("bits", 16))
-            sizes_of = Sizes(tokens, k, experts, hidden, inner, True, interleaved, transposed, bits)
+            pairs = bits == 4 and not form.get("group") and form.get("dtype") != torch.float16
+            sizes_of = Sizes(tokens, k, experts, hidden, inner, True, interleaved, transposed, bits, pairs)
             configs = choose(sizes_of, 132, arch)
             x = call[0]
             squares = x.new_empty(tokens, sums_of(hidden), dtype=torch.float32)

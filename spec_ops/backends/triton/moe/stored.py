@@ -143,6 +143,17 @@ def formats(
     return first, expert_format("moe_experts", "down", down, down_scale)
 
 
+def scales_pairs(
+    stored: tuple[ExpertFormat, ...], columns: tuple[int, ...], scales: tuple[torch.Tensor | None, ...]
+) -> bool:
+    """Whether kernels may take `PAIRS` for stacks of so many columns: MXFP4, whose scales can be read two at a time."""
+    return all(
+        form.bits == 4 and not form.int4 and k % 64 == 0 and scale is not None
+        and scale.stride(2) == 1 and not any(offset % 2 for offset in (*scale.stride()[:2], scale.data_ptr()))
+        for form, k, scale in zip(stored, columns, scales, strict=True)
+    )  # fmt: skip
+
+
 def scale_arguments(scale: torch.Tensor | None, stored: ExpertFormat) -> tuple[Any, ...]:
     """`scale`, its strides, and where those of the up projection begin, as kernels take them."""
     if scale is None:

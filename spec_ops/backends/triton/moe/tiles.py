@@ -26,7 +26,9 @@ class Config:
         full: it has no room for more of them, so that a launch may be early.
         chunk: of k, what a warp has.
         num_warps: of a program.
-        pairs: numbers are scaled, two at a time, and not sums (`stored.py`).
+        pairs: numbers of MXFP4 are scaled, two at a time, and not sums (`stored.py`).
+        lines: a row's chunks come together, as the bytes side by side that they are.
+        loaded: the first kernel loads its rows, of which fewer than `block_m` are there (`quantized.chunked_rows`).
     """
 
     block_m: int
@@ -41,10 +43,28 @@ class Config:
     chunk: int = CHUNK
     num_warps: int = 4
     pairs: bool = False
+    lines: bool = False
+    loaded: bool = False
+
+
+class Scaled(NamedTuple):
+    """What a program works on where `pairs` of numbers are scaled: so many rows of the weight in all and of k, and how many
+    programs a multiprocessor gets at most, by registers. Warps have chunks of k.
+
+    Figures: `docs/notebook/mixtures.md`.
+    """
+
+    rows: int
+    block_k: int
+    programs: int
+    lines: bool = False
+
+
+SCALED = {8: Scaled(32, 512, 4), 16: Scaled(64, 256, 4), 32: Scaled(64, 256, 3)}  # by tokens; beyond, as without `pairs`
 
 
 class Sizes(NamedTuple):
-    """Of a call of `moe_experts`, and its layout."""
+    """Of a call of `moe_experts`, and its layout. `pairs`: as in `Config`."""
 
     tokens: int
     k: int
@@ -55,6 +75,7 @@ class Sizes(NamedTuple):
     interleaved: bool
     transposed: bool
     bits: int = 16
+    pairs: bool = False
 
     @property
     def tiles(self) -> int:
@@ -64,22 +85,22 @@ class Sizes(NamedTuple):
 
 def choose(sizes: Sizes, sms: int, arch: int) -> tuple[Config, Config]:
     """For both kernels."""
-    tokens, k, experts, hidden, inner, gated, interleaved, transposed, bits = sizes
+    tokens, k, experts, hidden, inner, gated, interleaved, transposed, bits, pairs = sizes
     # With fewer bits the rows are more of what a program reads: it takes more columns sooner.
-    few = tokens <= (16 if bits == 16 else 8) and not transposed
+    few = tokens <= (max(SCALED) if pairs else 16 if bits == 16 else 8) and not transposed
     chunked = few and hidden % CHUNK == 0
     neighbours = gated and interleaved
     halves = neighbours and not chunked  # 64 rows of the weight are 32 columns of the result
     loads = 1 + (gated and not halves)
-    first = _fitted(tokens, inner * (1 + halves), hidden, 1, sizes.tiles, chunked, sms, arch, bits, loads)
+    first = _fitted(tokens, inner * (1 + halves), hidden, 1, sizes.tiles, chunked, sms, arch, bits, pairs, loads)
     block_n = first.block_n // (1 + halves)
     first = replace(first, block_n=block_n, rows=block_n * (1 + neighbours))
-    return first, _fitted(tokens, hidden, inner, min(k, experts), 1, few and inner % CHUNK == 0, sms, arch, bits)
+    return first, _fitted(tokens, hidden, inner, min(k, experts), 1, few and inner % CHUNK == 0, sms, arch, bits, pairs)
 
 
 def _fitted(
     tokens: int, columns: int, inner: int, products: int, tiles: int, chunked: bool, sms: int, arch: int, bits: int,
-    loads: int = 1,
+    pairs: bool, loads: int = 1,
 ) -> Config:  # fmt: skip
     """For a product of `columns` columns over `inner`, of which a program adds up `products` at least.
 
@@ -89,9 +110,15 @@ def _fitted(
     """
     block_m = next(m for m in (8, 16, 32, MAX_TOKENS) if tokens <= m)
     block_n, block_k, most = (16, 256, 3) if chunked else (64, 128 // loads, 2)
-    chunk = CHUNK
+    chunk, lines = CHUNK, False
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
-    if bits < 16:
+    if pairs and chunked:
+        rows, block_k, most, lines = SCALED[block_m]
+        block_n = rows // loads
+        # A batch of fewer products than warps is computed twice.
+        chunk = 128 if inner % 128 == 0 and block_k >= 4 * 128 else CHUNK
+        rest += rows * block_k // 32  # scales on their way between threads
+    elif bits < 16:
         # A row of shared memory holds 128 numbers of 8 bits, and no product has two scales.
         chunk = 128 if inner % 128 == 0 else CHUNK
         spilling = bits == 4 and loads == 2 and arch >= 120  # with 64 tokens: numbers of two weights, and sums, in registers
@@ -112,4 +139,5 @@ def _fitted(
     buffers = max(2, min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits)))
     asynchronous = not chunked and 90 <= arch < 120 and bits == 16
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
-    return Config(block_m, block_n, block_n, block_k, chunked, splits, buffers + (not asynchronous), programs, full, chunk)
+    stages = buffers + (not asynchronous)
+    return Config(block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, pairs=pairs, lines=lines)

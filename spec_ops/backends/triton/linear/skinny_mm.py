@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,9 @@ SMALL_GROUP_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 256, 4, 3), Tile(32, 3
 FLOAT4_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 32, 256, 4, 2))
 # Where columns are enough for as many programs as fit, which then share no sums.
 MANY_COLUMNS = {8: (Tile(8, 16, 512, 4, 4), Tile(16, 64, 256, 4, 2)), 4: ()}
+# Most rows of `x` that are loaded, and not read by TMA (`quantized.chunked_rows`): of weights of 8 bits on Hopper, by whether
+# columns are many, and whether all of k shares a scale.
+LOADED_ROWS = {(True, True): 4, (True, False): 2, (False, True): 1, (False, False): 0}
 MANY_INT4_COLUMNS = (Tile(8, 32, 512, 4, 4), Tile(16, 64, 512, 4, 3, True))  # on Hopper, with groups of a chunk or more
 # For more rows, all of them in one tile, so that the weight is read once; with a weight of 16 bits cuBLAS computes them. int4
 # has no such tile: because of `zero` it took up to twice as long as dequantizing the weight and multiplying.
@@ -87,7 +90,8 @@ def most_rows(stored: WeightFormat) -> int:
 @dataclass(frozen=True)
 class Config:
     """A tile, programs that share its k, Triton's count of stages, and programs that a multiprocessor holds at once; `full`: it
-    has no room for more of them, so that a launch may be early. `chunk` divides k; below `WARPGROUP` columns warps take it."""
+    has no room for more of them, so that a launch may be early. `chunk` divides k; below `WARPGROUP` columns warps take it.
+    `loaded`: rows of `x` are (`quantized.chunked_rows`)."""
 
     block_m: int
     block_n: int
@@ -109,16 +113,17 @@ class Config:
 
 def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | None = None) -> Config:
     """`stored`: the weight's format, by default 16 bits."""
-    tiles = TILES
+    tiles, loaded = TILES, False
     if stored is not None and stored.bits < 16:
         chunked = stored.kind == "int4" and stored.columns % 128 == 0 and 90 <= arch < 100
         tiles = MANY_INT4_COLUMNS if chunked else MANY_COLUMNS[stored.bits]
-        many = (tile for tile in tiles if n >= tile.block_n * tile.programs * sms)
+        many = tuple(tile for tile in tiles if n >= tile.block_n * tile.programs * sms)
+        loaded = stored.bits == 8 and 90 <= arch < 100 and m <= LOADED_ROWS[bool(many), stored.columns == k]
         few = FLOAT4_TILES if stored.float4 else QUANTIZED_TILES[stored.bits]
         few = SMALL_GROUP_TILES if stored.kind == "int4" and stored.columns < 128 else few
         wide = WIDE_TILE if stored.bits == 8 and n >= WIDE_TILE.block_n * sms else NARROW_TILE
         tiles = (*many, *few, SMALL_TILE if arch >= 120 else wide)
-    return fitted(next(tile for tile in tiles if m <= tile.block_m), n, k, sms, arch, stored)
+    return replace(fitted(next(tile for tile in tiles if m <= tile.block_m), n, k, sms, arch, stored), loaded=loaded)
 
 
 def fitted(
@@ -395,6 +400,8 @@ def ahead() -> Iterator[Variant]:
         yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None})
     for name, stored in stored_ahead():
         sizes = [(4, 4096), (4, 28672), (16, 4096), (16, 28672), (32, 4096), (64, 4096), (128, 4096), (128, 28672)]
+        if stored.bits == 8:  # on sm_90, rows that are loaded
+            sizes += [(1, 4096), (2, 28672), (8, 28672)]
         for m, n in (size for size in sizes if size[0] <= most_rows(stored)):
             shape = (m, n, 4096)
             yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None}, name, stored)

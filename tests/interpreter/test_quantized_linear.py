@@ -13,6 +13,7 @@ import torch
 from spec_ops.backends.squares import sums_of
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
+from spec_ops.backends.triton.runtime.launch import recorded
 from spec_ops.backends.weight_format import WeightFormat, dequantized, weight_format
 from spec_ops.ops.reference import linear as reference
 from tests.helpers.pairs import pairwise
@@ -102,6 +103,53 @@ def test_norm_between_two_products(m, splits, kind):
     got = norm_linear.scaled_skinny_mm(z * 2**-4, w1, bias, squares * 2**-8, EPS, *s1)
     want = reference.scaled_skinny_mm((z * 2**-4).double(), w1, bias, squares * 2**-8, EPS, *s1)
     torch.testing.assert_close(got.double(), want, rtol=2**-10, atol=2**-8)
+
+
+@pytest.mark.parametrize("kind", ["row", "block", "int8", "int4-128", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("m", [1, 2, 3, 8])
+def test_rows_that_are_loaded(m, kind):
+    """The bits are those of rows that TMA reads. k is no multiple of a block, and around the rows lies what is no number."""
+    k = 896 if kind in ("int4-128", "block") else 832
+    x, bias, weight, *scales = tensors(m, 50, k, kind)
+    around = torch.full((m + 2, k + 64), float("nan"), dtype=x.dtype)
+    inside = around[1 : m + 1, :k]
+    inside.copy_(x)
+    for splits in (1, 2):
+        config = replace(linear.choose(m, 50, k, 1, 90, format_of(weight, *scales)), splits=splits, loaded=False)
+        with recorded() as launches:
+            linear.skinny_mm(inside, weight, bias, *scales, config=replace(config, loaded=True))
+        assert launches[0].arguments["x"] is inside
+        want = linear.skinny_mm(x, weight, bias, *scales, config=config)
+        assert torch.equal(linear.skinny_mm(inside, weight, bias, *scales, config=replace(config, loaded=True)), want)
+    torch.testing.assert_close(want.double(), exact(x, weight, *scales) + bias.double(), rtol=2**-10, atol=2**-8)
+
+
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_norm_between_products_whose_rows_are_loaded(kind):
+    x, bias, weight, *scales = tensors(2, 96, 512, kind)
+    residual, g, squares = torch.randn(2, 96).half(), torch.rand(96).half() + 0.5, torch.rand(2, sums_of(512))
+    config = replace(linear.choose(2, 96, 512, 1, 90, format_of(weight, *scales)), loaded=False)
+    for product, args in (
+        (norm_linear.add_skinny_mm, (x, weight, residual, g, *scales)),
+        (norm_linear.scaled_skinny_mm, (x, weight, bias, squares, EPS, *scales)),
+    ):
+        got, want = (product(*args, config=replace(config, loaded=loaded)) for loaded in (True, False))
+        for ours, theirs in zip(*((r if isinstance(r, tuple) else (r,)) for r in (got, want)), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_rows_that_lie_anywhere():
+    """What TMA reads is not copied, and loaded only where loads are wide; a single row is, wherever the next one would be."""
+    x, _, weight, *scales = tensors(2, 32, 512, "row")
+    config = replace(linear.choose(2, 32, 512, 1, 90, format_of(weight, *scales)), loaded=True)
+    want = linear.skinny_mm(x, weight, None, *scales)
+    for stride, m, loaded in ((520, 2, False), (528, 2, True), (520, 1, True)):
+        rows = torch.zeros(2, stride).half()[:m, :512]
+        rows.copy_(x[:m])
+        with recorded() as launches:
+            linear.skinny_mm(rows, weight, None, *scales, config=config)
+        assert (launches[0].arguments["x"] is rows) == loaded
+        assert torch.equal(linear.skinny_mm(rows, weight, None, *scales, config=config), want[:m])
 
 
 def test_every_number_of_4_bits():

@@ -58,6 +58,62 @@ def test_many_tokens(layout, kind, dtype):
     check_close(grouped.grouped_experts(*args), args, 2e-3 if dtype == FP16 else 1e-5)
 
 
+@pairwise(layout=LAYOUTS, tokens=[3, 13, 20, 40], sizes=[(320, 128), (192, 448), (256, 256)])
+def test_numbers_scaled_in_pairs(layout, tokens, sizes):
+    """As with bfloat16 on a GPU, whose scales float16 has room for here. How rows and weights are read changes no bit."""
+    form, (hidden, inner) = LAYOUTS[layout], sizes
+    args = stored_call(form, "MXFP4", tokens, 3, 6, hidden, inner, FP16, routing="zipf", dropped=0.2)
+    of = few.Sizes(tokens, 3, 6, hidden, inner, form.gated, form.interleaved, False, 4, True)
+    first, second = few.choose(of, 4, 90)
+    assert (first.scaled, second.scaled) == (True, True)
+    assert first.chunked == (tokens <= 32)
+    got = few.few_experts(*args, configs=(first, replace(second, splits=3)))
+    check_close(got, args, 2e-3)
+    if first.chunked:
+        for change in ({"lines": True}, {"loaded": True}):
+            configs = replace(first, **change), replace(second, splits=3, lines="lines" in change)
+            assert torch.equal(few.few_experts(*args, configs=configs), got), change
+
+
+def test_when_numbers_are_scaled_in_pairs():
+    """With bfloat16 alone; where scales lie so that two of a row are one number, and groups are even."""
+
+    def scales_as(args: tuple, change) -> bool:
+        with recorded() as launches:
+            few.few_experts(*args[:14], *(change(scale) for scale in args[14:]))
+        assert launches[0].arguments["SCALED"] == launches[1].arguments["SCALED"]
+        return launches[0].arguments["SCALED"]
+
+    def shifted(scale: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(scale.numel() + 1, dtype=torch.uint8)[1:].view(scale.shape).copy_(scale)
+
+    def wider(scale: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*scale.shape[:2], scale.shape[2] + 1, dtype=torch.uint8)[..., :-1].copy_(scale)
+
+    def columns_apart(scale: torch.Tensor) -> torch.Tensor:
+        return scale.transpose(1, 2).contiguous().transpose(1, 2)
+
+    args = stored_call(PUBLISHED, "MXFP4", 3, 2, 4, 128, 128, torch.bfloat16)
+    assert scales_as(args, lambda scale: scale)
+    for change in (shifted, wider, columns_apart):
+        assert not scales_as(args, change), change
+    for hidden, inner in ((96, 128), (128, 96)):
+        assert not scales_as(stored_call(PUBLISHED, "MXFP4", 3, 2, 4, hidden, inner, torch.bfloat16), lambda scale: scale)
+    for kind, dtype in (("MXFP4", FP16), ("int4-32", torch.bfloat16), ("block", torch.bfloat16)):
+        assert not scales_as(stored_call(PUBLISHED, kind, 3, 2, 4, 128, 128, dtype), lambda scale: scale), kind
+
+
+def test_scales_that_float16_has_no_room_for():
+    """The sums of 32 numbers are scaled, in float32: weights of 2^-26 with rows of 2^12."""
+    args = stored_call(Form(gated=False, activation="relu"), "MXFP4", 3, 2, 4, 128, 128, FP16)
+    x, gate_up_scale = args[0] * 2.0**12, args[14] - 22
+    args = (x, *args[1:14], gate_up_scale, args[15] + 10)
+    got = few.few_experts(*args)
+    wanted = exact(args)
+    assert wanted.abs().max() > 0.1
+    torch.testing.assert_close(got.double(), wanted, rtol=2e-3, atol=2e-3)
+
+
 def test_tokens_without_experts():
     args = stored_call(PUBLISHED, "MXFP4", 6, 2, 4, 64, 64, FP16)
     ids = args[1].clone()

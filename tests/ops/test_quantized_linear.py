@@ -332,6 +332,28 @@ def test_every_size_has_a_config_that_fits(kind, arch):
                 assert config.programs * ((config.num_stages - 1) * one + 1024) <= ahead.SHARED_LIMIT[arch] + 1024
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "n", "most"),
+    [
+        ("row", 128256, 4), ("row", 8448, 4), ("tensor", 28672, 4), ("int8", 28672, 4),
+        ("block", 28672, 2), ("group", 28672, 2),
+        ("row", 8432, 1), ("tensor", 6144, 1), ("int8", 4096, 1), ("block", 6144, 0), ("group", 4096, 0),
+        ("int4", 28672, 0), ("nvfp4", 28672, 0), ("mxfp4", 4096, 0), (None, 28672, 0),
+    ],
+)  # fmt: skip
+def test_which_rows_are_loaded(kind, n, most):
+    """As measured on an H200 (`docs/notebook/products.md`), and on Hopper alone."""
+    linear = pytest.importorskip("spec_ops.backends.triton.linear.skinny_mm", reason="triton comes for Linux only")
+    stored_as = None
+    if kind is not None:
+        name, rows, columns = FORMATS[kind]
+        stored_as = WeightFormat(name, rows or n, columns or 4096)
+    for arch in (90, 100, 120):
+        found = [m for m in range(1, 65) if linear.choose(m, n, 4096, 132, arch, stored_as).loaded]
+        assert found == (list(range(1, most + 1)) if arch == 90 else [])
+
+
 def ahead_cases() -> list:
     try:
         from spec_ops.backends.triton.linear import norm, skinny_mm

@@ -52,7 +52,8 @@ def test_what_the_notebook_counts_on():
 STORED = [
     "Qwen3-MoE in float8, 4 tokens on sm_90",
     "DeepSeek-V3 in float8, 64 tokens on sm_90",
-    "gpt-oss in MXFP4, 4 tokens on sm_90",
+    *(f"gpt-oss in MXFP4, {tokens} tokens on sm_90" for tokens in (4, 16, 32, 64)),
+    "gpt-oss in MXFP4 and float16, 4 tokens on sm_90",
     "Kimi-K2 in int4, 4 tokens on sm_90",
 ]
 
@@ -90,13 +91,46 @@ def test_stored_weights_are_resident_and_in_flight(variant):
     assert used.spill_bytes == 0
     assert not used.serialized
     assert ahead.resident_blocks(used, variant.num_warps, 90) >= variant.programs
-    given, wide = variant.constexprs, variant.constexprs["BLOCK_M"] > 8
+    given = variant.constexprs
     rows = given["BLOCK_N"] * (2 if "gate_up" in variant.name else 1)
     one = given["BLOCK_K"] * (rows * given["BITS"] // 8 + 2 * given["BLOCK_M"])
     assert used.shared_bytes >= (variant.num_stages - 1) * one
+    if given["SCALED"] and given["CHUNKED"]:  # scales alone go through shared memory, and not the numbers that they made
+        assert used.shared_bytes <= (variant.num_stages - 1) * one + rows * given["BLOCK_K"] // 32 + 1024
     ptx = kernel.asm["ptx"]
     assert "cp.async.bulk.tensor" in ptx
-    assert ("wgmma" in ptx) == wide
+    assert ("wgmma" in ptx) != given["CHUNKED"]
+
+
+@pytest.mark.parametrize("arch", [90, 100, 120])
+@pytest.mark.parametrize(("experts", "k", "hidden", "inner"), SIZES[:5])
+def test_scaled_pairs_have_configs_that_fit(experts, k, hidden, inner, arch):
+    for tokens in (1, 8, 9, 16, 17, 32, 33, 64):
+        for gated, interleaved in ((True, True), (True, False), (False, False)):
+            for sms in (1, 132):
+                configs = few.choose(
+                    few.Sizes(tokens, k, experts, hidden, inner, gated, interleaved, False, 4, True), sms, arch
+                )
+                for config, loads in zip(configs, (2 if gated and not interleaved else 1, 1), strict=True):
+                    assert config.scaled
+                    assert config.chunked == (tokens <= 32)
+                    # Of a batch of fewer products than warps, each would be computed by several.
+                    assert not config.chunked or config.block_k >= config.chunk * config.num_warps
+                    buffers = config.num_stages - 1
+                    one = config.block_k * (loads * config.rows // 2 + 2 * config.block_m)
+                    assert buffers >= 2
+                    assert config.programs * (buffers * one + 1024) <= ahead.SHARED_LIMIT[arch] + 1024
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "block_k", "programs"),
+    [(1, 32, 512, 4), (8, 32, 512, 4), (9, 64, 256, 4), (16, 64, 256, 4), (32, 64, 256, 3)],
+)
+def test_tiles_of_scaled_pairs(tokens, rows, block_k, programs):
+    """Of gpt-oss-20b on an H200 (`docs/notebook/mixtures.md`)."""
+    first, second = few.choose(few.Sizes(tokens, 4, 32, 2880, 2880, True, True, False, 4, True), 132, 90)
+    assert (first.rows, first.block_n, first.block_k, first.programs, first.chunk) == (rows, rows // 2, block_k, programs, 64)
+    assert (second.rows, second.block_n, second.block_k, second.chunk) == (rows, rows, block_k, 64)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-MoE in MXFP4, 64 tokens on sm_120", "Kimi-K2 in int4, 64 tokens on sm_120"])

@@ -112,10 +112,8 @@ def rest_of(scale, tensor_scale):
     """What a weight is multiplied by beyond what `scaled_numbers` gives; no constant, even where it is 1."""
     rest = 1.0 if scale.dtype.element_ty == tl.uint8 else NV_REST
     if tensor_scale is not None:
-        rest = tl.load(tensor_scale) * rest
-    else:
-        rest = opaque(rest)
-    return rest
+        return tl.load(tensor_scale) * rest
+    return opaque(rest)
 
 
 @triton.jit

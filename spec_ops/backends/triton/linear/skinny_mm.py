@@ -447,8 +447,21 @@ def variants(
         yield Variant(
             " ".join(part for part in (name, weight) if part) + f", {m} x {n} x {k} on sm_{archs[0]}",
             kernel,
-            {**blocks, **({"x_stride": "i32:16"} if config.loaded else {}), **given, **sizes, **(split if config.splits > 1 else {}), **signature},
-            {**_constants(config, stored, n, k), **({} if config.loaded else {"x_stride": None}), **({} if config.splits > 1 else dict.fromkeys(split)), **absent, **constexprs},
+            {
+                **blocks,
+                **({"x_stride": "i32:16"} if config.loaded else {}),
+                **given,
+                **sizes,
+                **(split if config.splits > 1 else {}),
+                **signature,
+            },
+            {
+                **_constants(config, stored, n, k),
+                **({} if config.loaded else {"x_stride": None}),
+                **({} if config.splits > 1 else dict.fromkeys(split)),
+                **absent,
+                **constexprs,
+            },
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             options={} if chooses is None else {"enable_fp_fusion": False},

@@ -33,7 +33,7 @@ from spec_ops.backends.triton.linear.quantized import chunked_rows
 from spec_ops.backends.triton.linear.skinny_mm import combined, store_transposed
 from spec_ops.backends.triton.moe.activation import activated, gated
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
-from spec_ops.backends.triton.moe.stored import added, block_scales, formats, scale_arguments, scale_constants, scales_pairs
+from spec_ops.backends.triton.moe.stored import added, block_scales, formats, scale_arguments, scale_constants, scales_numbers
 from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, Config, Sizes, choose
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
@@ -97,12 +97,13 @@ def few_gate_up_kernel(
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
-    BITS: tl.constexpr, INT4: tl.constexpr, PAIRS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    BITS: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program `tile * blocks of columns + block`. `x`, `x_stride`: as in `chunked_rows`; `weight`: a tensor descriptor; `scale` to `scale_up`: of
-    `scale_arguments`; `ids`, `weights [tokens, TOP_K]` contiguous; `squares [tokens, SUMS]`, as in `scaled_skinny_mm_kernel`,
-    or None; `h [tiles, BLOCK_M, inner]`; `table [2 + tiles]`: how many experts are touched, and which."""
+    """Program `tile * blocks of columns + block`. `x`, `x_stride`: as in `chunked_rows`, or a tensor descriptor and None;
+    `weight`: a tensor descriptor; `scale` to `scale_up`: of `scale_arguments`; `SCALED`: as in `Config`; `ids`, `weights
+    [tokens, TOP_K]` contiguous; `squares [tokens, SUMS]`, as in `scaled_skinny_mm_kernel`, or None; `h [tiles, BLOCK_M,
+    inner]`; `table [2 + tiles]`: how many experts are touched, and which."""
     await_predecessors(PDL)
     blocks_n = tl.cdiv(inner, BLOCK_N)
     tile = tl.program_id(0) // blocks_n
@@ -132,23 +133,25 @@ def few_gate_up_kernel(
         PAIR: tl.constexpr = GATED and not INTERLEAVED
         ROWS: tl.constexpr = 2 * BLOCK_N if GATED and INTERLEAVED else BLOCK_N
         first = block_n * ROWS
-        acc = _zeros(ROWS, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not PAIRS else CHUNK, CHUNKED)
+        acc = _zeros(ROWS, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not SCALED else CHUNK, CHUNKED)
         other = acc
         s = 0
         t = 0
         PARTS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
         row = first + tl.arange(0, ROWS)
         count = inner * (ROWS // BLOCK_N)
+        if SCALED:
+            scale_up = scale_up // 2 * 2  # as strides in `block_scales`
         if BITS < 16:
             # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
             s = block_scales(
                 scale, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
-                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
+                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
             )  # fmt: skip
             if PAIR:
                 t = block_scales(
-                    scale + (scale_up // 2 * 2 if PAIRS else scale_up), expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
-                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
+                    scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
+                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
                 )  # fmt: skip
         for block in tl.range(0, tl.cdiv(hidden, BLOCK_K), num_stages=STAGES):
             columns = _columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
@@ -158,18 +161,18 @@ def few_gate_up_kernel(
                 rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED)
             else:
                 rows = chunked_rows(x, x_stride, block, tokens, hidden, BLOCK_M, PARTS, CHUNK)
-            acc = added(acc, columns, rows, s, BITS, INT4, PAIRS)
+            acc = added(acc, columns, rows, s, BITS, INT4, SCALED)
             if PAIR:
-                other = added(other, ups, rows, t, BITS, INT4, PAIRS)
+                other = added(other, ups, rows, t, BITS, INT4, SCALED)
             if BITS < 16:
                 s = block_scales(
                     scale, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
-                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
+                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
                 )  # fmt: skip
                 if PAIR:
                     t = block_scales(
-                        scale + (scale_up // 2 * 2 if PAIRS else scale_up), expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
-                        PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
+                        scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
+                        PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
                     )  # fmt: skip
         if CHUNKED:
             acc = tl.sum(acc, 0)
@@ -205,7 +208,7 @@ def few_down_kernel(
     norm_weight, out, z, squares, tokens, experts, hidden, inner,
     TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    BITS: tl.constexpr, INT4: tl.constexpr, PAIRS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    BITS: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `block of columns * SPLITS + split`. `h`, `weight`: tensor descriptors; `scale` to `scale_column`: of
@@ -222,25 +225,25 @@ def few_down_kernel(
         g = tl.load(norm_weight + n, mask=n < hidden, other=0.0)
     total = tl.load(table) * BLOCKS
     begin = split * total // SPLITS
-    acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not PAIRS else CHUNK, CHUNKED)
+    acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not SCALED else CHUNK, CHUNKED)
     expert = tl.load(table + 1 + begin // BLOCKS)
     s = 0
     if BITS < 16:
         PARTS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
         s = block_scales(
             scale, expert, scale_expert, scale_row, scale_column, n, hidden, begin % BLOCKS, inner, begin < total,
-            PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
+            PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
         )  # fmt: skip
     for i in tl.range(begin, (split + 1) * total // SPLITS, num_stages=STAGES):
         block = i % BLOCKS
         columns = _columns(weight, expert, tile * BLOCK_N, block, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
-        acc = added(acc, columns, _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED), s, BITS, INT4, PAIRS)
+        acc = added(acc, columns, _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED), s, BITS, INT4, SCALED)
         # One iteration ahead: a load that another load's address depends on halves what Triton keeps in flight.
         expert = tl.load(table + 1 + (i + 1) // BLOCKS)
         if BITS < 16:
             s = block_scales(
                 scale, expert, scale_expert, scale_row, scale_column, n, hidden, (i + 1) % BLOCKS, inner, i + 1 < total,
-                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, PAIRS,
+                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
             )  # fmt: skip
     if CHUNKED:
         acc = tl.sum(acc, 0)
@@ -347,7 +350,7 @@ def few_between_norms(
     stored = formats(gate_up, gate_up_scale, down, down_scale, gated, interleaved)
     sizes = Sizes(
         tokens, k, experts, hidden, inner, gated, interleaved, transposed, stored[0].bits,
-        x.dtype == torch.bfloat16 and scales_pairs(stored, (hidden, inner), (gate_up_scale, down_scale)),
+        x.dtype == torch.bfloat16 and scales_numbers(stored, (hidden, inner), (gate_up_scale, down_scale)),
     )  # fmt: skip
     first, second = configs or choose(sizes, num_sms(x.device), arch_of(x.device))
     block_m = first.block_m
@@ -395,7 +398,7 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def _constants(config: Config) -> dict[str, Any]:
     return {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": config.chunk,
-        "CHUNKED": config.chunked, "STAGES": config.num_stages, "PAIRS": config.pairs, "num_warps": config.num_warps,
+        "CHUNKED": config.chunked, "STAGES": config.num_stages, "SCALED": config.scaled, "num_warps": config.num_warps,
     }  # fmt: skip
 
 
@@ -431,8 +434,8 @@ def _variants(
             interleaved, transposed = (bool(form.get(flag)) for flag in ("interleaved", "transposed"))
             experts, k, hidden, inner = sizes
             bits = int(form.get("bits", 16))
-            pairs = bits == 4 and not form.get("group") and form.get("dtype") != torch.float16
-            sizes_of = Sizes(tokens, k, experts, hidden, inner, True, interleaved, transposed, bits, pairs)
+            scaled = bits == 4 and not form.get("group") and form.get("dtype") != torch.float16
+            sizes_of = Sizes(tokens, k, experts, hidden, inner, True, interleaved, transposed, bits, scaled)
             configs = choose(sizes_of, 132, arch)
             x = call[0]
             squares = x.new_empty(tokens, sums_of(hidden), dtype=torch.float32)

@@ -5,6 +5,10 @@ every 32 numbers, and int4 has one for 32 or more. Where warps take chunks of k 
 elsewhere numbers are scaled before the product. That is exact with MXFP4's powers of 2 in bfloat16, and rounds an int4 weight
 once, as dequantizing it would.
 
+With rows of bfloat16 all numbers of MXFP4 are scaled, two at a time as in `linear/float4.py` (`SCALED`): a product is one over
+a whole chunk. Rows of float16 are left with sums: it has no room for most powers of 2, so that numbers of small weights, which
+their sums are not, would be 0. (With more than 8 tokens they are, since there numbers were always scaled.)
+
 Formats: `backends/expert_format.py`.
 """
 
@@ -83,13 +87,15 @@ def scaled_4_bits(block, scale, dtype: tl.constexpr, INT4: tl.constexpr):
 def block_scales(
     scale, expert, expert_stride, row_stride, column_stride, n, N, block, inner, live, PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr, BITS: tl.constexpr, INT4: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PAIRS: tl.constexpr = False,
+    SCALED: tl.constexpr = False,
 ):  # fmt: skip
     """The scales `[PARTS, n, each]` of an expert's rows `n` for block number `block` of k, of which a product takes `PARTS`
     equal ones: one for each in 8 bits, one for every 32 numbers in 4. 0 beyond the weight, and everywhere unless `live`.
-    float32, but those of int4 have their own dtype, and those of `PAIRS` are as stored."""
+    float32, but those of int4 have their own dtype, and those of `SCALED` are as stored."""
     EACH: tl.constexpr = BLOCK_K // PARTS // 32 if BITS == 4 else 1
-    if PAIRS:
+    if SCALED:
+        # Even strides (`scales_numbers`), which the compiler is told: scales that come one by one have a layout that Triton 3.7
+        # carries on to the numbers, and these through shared memory.
         at = scale + expert.to(tl.int64) * (expert_stride // 2 * 2)
         return load_float4_scales(
             at, row_stride // 2 * 2, 1, n, block * PARTS, tl.where(live, N, 0), inner, BLOCK_K // PARTS, PARTS, 32, 64
@@ -99,19 +105,19 @@ def block_scales(
     row = n[None, :, None]
     at = scale + expert.to(tl.int64) * expert_stride + row // ROWS * row_stride + k // COLUMNS * column_stride
     found = tl.load(at, mask=(row < N) & (k < inner) & live, other=0)
-    if INT4 or PAIRS:
+    if INT4:
         return found
     else:
         return e8m0(found) if BITS == 4 else found.to(tl.float32)
 
 
 @triton.jit
-def added(acc, columns, rows, scales, BITS: tl.constexpr, INT4: tl.constexpr, PAIRS: tl.constexpr):
-    """`acc` and the product of `columns [.., n, stored]` with `rows [.., k, m]`; `scales`: of `block_scales`. `PAIRS`: of
-    MXFP4, whose numbers are scaled two at a time."""
-    if PAIRS and len(acc.shape) == 3:
+def added(acc, columns, rows, scales, BITS: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr):
+    """`acc` and the product of `columns [.., n, stored]` with `rows [.., k, m]`; `scales`: of `block_scales`. `SCALED`: numbers of
+    MXFP4 are."""
+    if SCALED and len(acc.shape) == 3:
         return tl.dot(scaled_numbers(columns, scales, rows.dtype), rows, acc)
-    elif PAIRS:
+    elif SCALED:
         wide = tl.reshape(scaled_numbers(tl.expand_dims(columns, 0), scales, rows.dtype), [acc.shape[0], rows.shape[0]])
         # A product in place has ptxas begin no instruction before the last one has ended.
         return acc + tl.dot(wide, rows) * opaque(1.0)
@@ -143,10 +149,8 @@ def formats(
     return first, expert_format("moe_experts", "down", down, down_scale)
 
 
-def scales_pairs(
-    stored: tuple[ExpertFormat, ...], columns: tuple[int, ...], scales: tuple[torch.Tensor | None, ...]
-) -> bool:
-    """Whether kernels may take `PAIRS` for stacks of so many columns: MXFP4, whose scales can be read two at a time."""
+def scales_numbers(stored: tuple[ExpertFormat, ...], columns: tuple[int, ...], scales: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether numbers of stacks of so many columns may be scaled: MXFP4, whose scales can be read two at a time."""
     return all(
         form.bits == 4 and not form.int4 and k % 64 == 0 and scale is not None
         and scale.stride(2) == 1 and not any(offset % 2 for offset in (*scale.stride()[:2], scale.data_ptr()))

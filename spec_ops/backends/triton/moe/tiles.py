@@ -26,8 +26,8 @@ class Config:
         full: it has no room for more of them, so that a launch may be early.
         chunk: of k, what a warp has.
         num_warps: of a program.
-        pairs: numbers of MXFP4 are scaled, two at a time, and not sums (`stored.py`).
-        lines: a row's chunks come together, as the bytes side by side that they are.
+        scaled: numbers of MXFP4 are, two at a time, and not sums (`stored.py`).
+        lines: chunks of a row come together, as they lie in memory, and not each in turn.
         loaded: the first kernel loads its rows, of which fewer than `block_m` are there (`quantized.chunked_rows`).
     """
 
@@ -42,17 +42,15 @@ class Config:
     full: bool
     chunk: int = CHUNK
     num_warps: int = 4
-    pairs: bool = False
+    scaled: bool = False
     lines: bool = False
     loaded: bool = False
 
 
-class Scaled(NamedTuple):
-    """What a program works on where `pairs` of numbers are scaled: so many rows of the weight in all and of k, and how many
-    programs a multiprocessor gets at most, by registers. Warps have chunks of k.
-
-    Figures: `docs/notebook/mixtures.md`.
-    """
+class ScaledTile(NamedTuple):
+    """What a program works on where numbers are scaled, and warps have chunks of k: rows of the weight, all of its loads
+    together, and `block_k` of each; how many programs a multiprocessor gets at most, by registers; `lines`: as in `Config`.
+    Figures: `docs/notebook/mixtures.md`."""
 
     rows: int
     block_k: int
@@ -60,11 +58,12 @@ class Scaled(NamedTuple):
     lines: bool = False
 
 
-SCALED = {8: Scaled(32, 512, 4), 16: Scaled(64, 256, 4), 32: Scaled(64, 256, 3)}  # by tokens; beyond, as without `pairs`
+# By tokens. More of them take the tile of 64 columns for `wgmma`.
+SCALED_TILES = {8: ScaledTile(32, 512, 4), 16: ScaledTile(64, 256, 4), 32: ScaledTile(64, 256, 3)}
 
 
 class Sizes(NamedTuple):
-    """Of a call of `moe_experts`, and its layout. `pairs`: as in `Config`."""
+    """Of a call of `moe_experts`, and its layout. `scaled`: as in `Config`."""
 
     tokens: int
     k: int
@@ -75,7 +74,7 @@ class Sizes(NamedTuple):
     interleaved: bool
     transposed: bool
     bits: int = 16
-    pairs: bool = False
+    scaled: bool = False
 
     @property
     def tiles(self) -> int:
@@ -85,22 +84,22 @@ class Sizes(NamedTuple):
 
 def choose(sizes: Sizes, sms: int, arch: int) -> tuple[Config, Config]:
     """For both kernels."""
-    tokens, k, experts, hidden, inner, gated, interleaved, transposed, bits, pairs = sizes
+    tokens, k, experts, hidden, inner, gated, interleaved, transposed, bits, scaled = sizes
     # With fewer bits the rows are more of what a program reads: it takes more columns sooner.
-    few = tokens <= (max(SCALED) if pairs else 16 if bits == 16 else 8) and not transposed
+    few = tokens <= (max(SCALED_TILES) if scaled else 16 if bits == 16 else 8) and not transposed
     chunked = few and hidden % CHUNK == 0
     neighbours = gated and interleaved
     halves = neighbours and not chunked  # 64 rows of the weight are 32 columns of the result
     loads = 1 + (gated and not halves)
-    first = _fitted(tokens, inner * (1 + halves), hidden, 1, sizes.tiles, chunked, sms, arch, bits, pairs, loads)
+    first = _fitted(tokens, inner * (1 + halves), hidden, 1, sizes.tiles, chunked, sms, arch, bits, scaled, loads)
     block_n = first.block_n // (1 + halves)
     first = replace(first, block_n=block_n, rows=block_n * (1 + neighbours))
-    return first, _fitted(tokens, hidden, inner, min(k, experts), 1, few and inner % CHUNK == 0, sms, arch, bits, pairs)
+    return first, _fitted(tokens, hidden, inner, min(k, experts), 1, few and inner % CHUNK == 0, sms, arch, bits, scaled)
 
 
 def _fitted(
     tokens: int, columns: int, inner: int, products: int, tiles: int, chunked: bool, sms: int, arch: int, bits: int,
-    pairs: bool, loads: int = 1,
+    scaled: bool, loads: int = 1,
 ) -> Config:  # fmt: skip
     """For a product of `columns` columns over `inner`, of which a program adds up `products` at least.
 
@@ -112,8 +111,8 @@ def _fitted(
     block_n, block_k, most = (16, 256, 3) if chunked else (64, 128 // loads, 2)
     chunk, lines = CHUNK, False
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
-    if pairs and chunked:
-        rows, block_k, most, lines = SCALED[block_m]
+    if scaled and chunked:
+        rows, block_k, most, lines = SCALED_TILES[block_m]
         block_n = rows // loads
         # A batch of fewer products than warps is computed twice.
         chunk = 128 if inner % 128 == 0 and block_k >= 4 * 128 else CHUNK
@@ -140,4 +139,6 @@ def _fitted(
     asynchronous = not chunked and 90 <= arch < 120 and bits == 16
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
     stages = buffers + (not asynchronous)
-    return Config(block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, pairs=pairs, lines=lines)
+    return Config(
+        block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, scaled=scaled, lines=lines
+    )

@@ -142,8 +142,7 @@ def scaled(acc, scale, row_stride, n, N):
 def chunked_rows(x, x_stride, block, M, K, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """The rows in block number `block` of k, `[CHUNKS, CHUNK, BLOCK_M]`; 0 beyond row `M` and beyond k.
 
-    `x` is a descriptor, or a pointer to rows `x_stride` apart. TMA takes its time for rows beyond `M` too, more than for others,
-    so that few rows are faster with loads.
+    `x` is a descriptor, or a pointer to rows `x_stride` apart. Rows beyond `M` take TMA longer than others, and loads no time.
     """
     if x_stride is None:
         return tl.permute(x.load([block * CHUNKS, 0, 0]), (0, 2, 1))

@@ -7,7 +7,7 @@ once, as dequantizing it would.
 
 With rows of bfloat16 all numbers of MXFP4 are scaled, two at a time as in `linear/float4.py` (`SCALED`): a product is one over
 a whole chunk. Rows of float16 are left with sums: it has no room for most powers of 2, so that numbers of small weights, which
-their sums are not, would be 0. (With more than 8 tokens they are, since there numbers were always scaled.)
+their sums are not, would be 0. (Those are 0 with more than 8 tokens, where numbers of any rows are scaled.)
 
 Formats: `backends/expert_format.py`.
 """
@@ -113,8 +113,8 @@ def block_scales(
 
 @triton.jit
 def added(acc, columns, rows, scales, BITS: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr):
-    """`acc` and the product of `columns [.., n, stored]` with `rows [.., k, m]`; `scales`: of `block_scales`. `SCALED`: numbers of
-    MXFP4 are."""
+    """`acc` and the product of `columns [.., n, stored]` with `rows [.., k, m]`; `scales`: of `block_scales`. `SCALED`:
+    numbers of MXFP4 are."""
     if SCALED and len(acc.shape) == 3:
         return tl.dot(scaled_numbers(columns, scales, rows.dtype), rows, acc)
     elif SCALED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
 ]
 
+from spec_ops.backends.triton.moe import few  # noqa: E402
+from spec_ops.backends.triton.runtime.launch import Target  # noqa: E402
 from spec_ops.ops.moe import (  # noqa: E402
     add_moe_experts_op,
     moe_experts_op,
@@ -79,6 +82,28 @@ def test_error_with_stored_weights_is_that_of_dequantized_ones(form, kind, dtype
         wanted = exact(args)
         ours, theirs = (error(moe_experts_op(*on_gpu(given)), wanted) for given in (args, wide))
         assert ours <= 1.05 * theirs + 1e-7, (tokens, ours, theirs)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 9, 20, 64])
+def test_scales_of_all_magnitudes(tokens):
+    """Numbers of MXFP4 are scaled in bfloat16: exactly, so that powers of 2 may go from the rows to the weights."""
+    args = on_gpu(stored_call(PUBLISHED, "MXFP4", tokens, 4, 24, 576, 320, BF16))
+    wanted = moe_experts_op(*args)
+    for power in (-100, -60, 60, 100):
+        shifted = (args[14].int() + power).to(torch.uint8)
+        got = moe_experts_op(args[0] * 2.0**-power, *args[1:14], shifted, args[15])
+        assert torch.equal(got, wanted), power
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 12, 32])
+def test_how_scaled_numbers_are_read_changes_no_bit(tokens):
+    args = on_gpu(stored_call(PUBLISHED, "MXFP4", tokens, 4, 24, 2880, 576, BF16, routing="zipf"))
+    target = Target.of(args[0].device)
+    configs = few.choose(few.Sizes(tokens, 4, 24, 2880, 576, True, True, False, 4, True), target.sms, target.arch)
+    wanted = few.few_experts(*args, configs=configs)
+    assert torch.equal(wanted, moe_experts_op(*args))
+    for change in ({"lines": True}, {"loaded": True}, {"lines": True, "loaded": True}):
+        assert torch.equal(few.few_experts(*args, configs=tuple(replace(c, **change) for c in configs)), wanted), change
 
 
 def assert_same_bits_in_a_graph(given: tuple) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -421,6 +422,23 @@ def test_error_on_a_gpu(n, k, kind):
         rounded = x @ dequantized(weight, *scales).bfloat16().t()
         errors = [(out.double() - want).square().mean().sqrt() for out in (skinny_mm_op(x, weight, None, *scales), rounded)]
         assert errors[0] <= 1.05 * errors[1], m
+
+
+@GPU
+@pytest.mark.parametrize("kind", ["row", "block", "int8", "int4-128", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (1000, 1280)])
+def test_rows_that_are_loaded_have_the_same_bits(n, k, kind):
+    from spec_ops.backends.triton.linear import skinny_mm
+    from spec_ops.backends.triton.runtime.launch import Target
+
+    target = Target.of(torch.device("cuda", torch.cuda.current_device()))
+    for m in (1, 2, 3, 8):
+        x, weight, *scales = on_gpu(m, n, k, kind)
+        config = skinny_mm.choose(m, n, k, target.sms, target.arch, weight_format("test", weight, *scales))
+        loaded, read = (
+            skinny_mm.skinny_mm(x, weight, None, *scales, config=replace(config, loaded=way)) for way in (True, False)
+        )
+        assert torch.equal(loaded, read), m
 
 
 def assert_error_of_scaled_product(got: torch.Tensor, y: torch.Tensor, z: torch.Tensor, w: torch.Tensor, *scales) -> None:

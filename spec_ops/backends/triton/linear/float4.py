@@ -113,7 +113,8 @@ def rest_of(scale, tensor_scale):
     rest = 1.0 if scale.dtype.element_ty == tl.uint8 else NV_REST
     if tensor_scale is not None:
         return tl.load(tensor_scale) * rest
-    return opaque(rest)
+    else:
+        return opaque(rest)
 
 
 @triton.jit

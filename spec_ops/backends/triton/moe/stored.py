@@ -92,7 +92,6 @@ def block_scales(
     """The scales `[PARTS, n, each]` of an expert's rows `n` for block number `block` of k, of which a product takes `PARTS`
     equal ones: one for each in 8 bits, one for every 32 numbers in 4. 0 beyond the weight, and everywhere unless `live`.
     float32, but those of int4 have their own dtype, and those of `SCALED` are as stored."""
-    EACH: tl.constexpr = BLOCK_K // PARTS // 32 if BITS == 4 else 1
     if SCALED:
         # Even strides (`scales_numbers`), which the compiler is told: scales that come one by one have a layout that Triton 3.7
         # carries on to the numbers, and these through shared memory.
@@ -100,15 +99,17 @@ def block_scales(
         return load_float4_scales(
             at, row_stride // 2 * 2, 1, n, block * PARTS, tl.where(live, N, 0), inner, BLOCK_K // PARTS, PARTS, 32, 64
         )
-    k = block * BLOCK_K + tl.arange(0, PARTS * EACH) * (BLOCK_K // (PARTS * EACH))
-    k = tl.reshape(k, [PARTS, 1, EACH])
-    row = n[None, :, None]
-    at = scale + expert.to(tl.int64) * expert_stride + row // ROWS * row_stride + k // COLUMNS * column_stride
-    found = tl.load(at, mask=(row < N) & (k < inner) & live, other=0)
-    if INT4:
-        return found
     else:
-        return e8m0(found) if BITS == 4 else found.to(tl.float32)
+        EACH: tl.constexpr = BLOCK_K // PARTS // 32 if BITS == 4 else 1
+        k = block * BLOCK_K + tl.arange(0, PARTS * EACH) * (BLOCK_K // (PARTS * EACH))
+        k = tl.reshape(k, [PARTS, 1, EACH])
+        row = n[None, :, None]
+        at = scale + expert.to(tl.int64) * expert_stride + row // ROWS * row_stride + k // COLUMNS * column_stride
+        found = tl.load(at, mask=(row < N) & (k < inner) & live, other=0)
+        if INT4:
+            return found
+        else:
+            return e8m0(found) if BITS == 4 else found.to(tl.float32)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 from spec_ops.backends.triton.moe import experts, few
 from spec_ops.backends.triton.runtime.launch import recorded
 from spec_ops.ops.reference import moe as reference
-from tests.helpers.mixtures import FORMS, call, exact
+from tests.helpers.mixtures import FORMS, PUBLISHED, call, exact, stored_call
 
 EPS = 1e-5
 
@@ -67,6 +67,23 @@ def test_shares_of_the_inner_dimension(splits):
     want = reference.add_moe_experts(*args, None, None, squares, EPS, residual, weight)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(3, 320), (13, 2112), (20, 1088), (40, 128)])
+def test_numbers_of_mxfp4_that_are_scaled(tokens, hidden):
+    """With sums of squares that registers hold, or that are read piece by piece; with more than 16 tokens the residual is read
+    last."""
+    args = stored_call(PUBLISHED, "MXFP4", tokens, 2, 3, hidden, 64, torch.float16)
+    squares, residual, weight = tensors(args)
+    configs = few.choose(few.Sizes(tokens, 2, 3, hidden, 64, True, True, False, 4, True), 4, 90)
+    norms = few.Norms(squares, EPS, residual, weight)
+    want = exact(scaled(args, squares))
+    alone = few.few_between_norms(*args, norms=few.Norms(squares, EPS), configs=configs)[0]
+    torch.testing.assert_close(alone.double(), want, rtol=2e-3, atol=2e-3)
+    y, z, sums = few.few_between_norms(*args, norms=norms, configs=configs)
+    assert torch.equal(y, alone + residual)
+    assert torch.equal(z, (y.float() * weight.float()).half())
+    torch.testing.assert_close(sums, y.float().unflatten(1, (-1, 16)).square().sum(2), rtol=1e-5, atol=1e-6)
 
 
 def test_the_error_is_that_of_norms_of_their_own_kernels():

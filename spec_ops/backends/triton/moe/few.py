@@ -122,7 +122,8 @@ def few_gate_up_kernel(
         there = (m < tokens)[:, None] & (slot < TOP_K)[None, :]
         mine = there & (tl.load(ids + at, mask=there, other=-1) == expert)
         share = tl.load(weights + at, mask=there, other=0.0).to(tl.float32)
-        HELD: tl.constexpr = BLOCK_M * SUMS_PAD <= 4096  # by registers
+        MOST: tl.constexpr = 2048 if SCALED else 4096
+        HELD: tl.constexpr = BLOCK_M * SUMS_PAD <= MOST  # by registers
         if squares is not None:
             place = tl.arange(0, SUMS_PAD)
             at_sums = squares + m[:, None] * SUMS + place[None, :]
@@ -178,7 +179,15 @@ def few_gate_up_kernel(
             acc = tl.sum(acc, 0)
             other = tl.sum(other, 0)
         if squares is not None:
-            if not HELD:
+            if SCALED and not HELD:
+                # Piece by piece: programs are as many as their registers let there be.
+                PIECE: tl.constexpr = min(SUMS_PAD, 32)
+                sums = tl.zeros([BLOCK_M, PIECE], tl.float32)
+                for piece in range(0, SUMS_PAD, PIECE):
+                    part = piece + tl.arange(0, PIECE)
+                    mask = (m < tokens)[:, None] & (part < SUMS)[None, :]
+                    sums += tl.load(squares + m[:, None] * SUMS + part[None, :], mask=mask, other=0.0)
+            elif not HELD:
                 sums = tl.load(at_sums, mask=all_sums, other=0.0)
             rstd = tl.rsqrt(tl.sum(sums, 1) / hidden + eps)[None, :]
             acc *= rstd
@@ -219,8 +228,9 @@ def few_down_kernel(
     split = tl.program_id(0) % SPLITS
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
-    if residual is not None:
-        # In flight while the weights stream.
+    # In flight while the weights stream, unless programs would be fewer by its registers.
+    EARLY: tl.constexpr = not (SCALED and BLOCK_M > 16)
+    if residual is not None and EARLY:
         r = tl.load(residual + m[None, :] * hidden + n[:, None], mask=(m < tokens)[None, :] & (n < hidden)[:, None], other=0.0)
         g = tl.load(norm_weight + n, mask=n < hidden, other=0.0)
     total = tl.load(table) * BLOCKS
@@ -258,6 +268,10 @@ def few_down_kernel(
                 at = bias + chosen.to(tl.int64)[None, :] * hidden + n[:, None]
                 acc += share[None, :] * tl.load(at, mask=goes[None, :] & (n < hidden)[:, None], other=0.0).to(tl.float32)
         if residual is not None:
+            if not EARLY:
+                mask = (m < tokens)[None, :] & (n < hidden)[:, None]
+                r = tl.load(residual + m[None, :] * hidden + n[:, None], mask=mask, other=0.0)
+                g = tl.load(norm_weight + n, mask=n < hidden, other=0.0)
             store_sum(out, z, squares, acc, r, g, tile, n, m, hidden, tokens, BLOCK_M, BLOCK_N, SUM_COLUMNS)
         else:
             store_transposed(out, acc, n, m, hidden, tokens)
@@ -414,7 +428,11 @@ MODELS: tuple[tuple[str, tuple[int, ...], tuple[int, int, int, int], dict[str, A
     ("Qwen3-MoE in MXFP4", (4, 16, 64), (128, 8, 2048, 768), {"bits": 4}),
     ("Kimi-K2 in int4", (4, 16, 64), (384, 8, 7168, 2048), INT4),
 )
-BETWEEN_NORMS = (*MODELS[:1], ("DeepSeek-V3", (8, 32), (256, 8, 7168, 2048), {}))
+BETWEEN_NORMS = (
+    *MODELS[:1],
+    ("DeepSeek-V3", (8, 32), (256, 8, 7168, 2048), {}),
+    ("gpt-oss in MXFP4", (4, 16, 32), (32, 4, 2880, 2880), MXFP4),
+)
 
 
 def ahead() -> Iterator[Variant]:

@@ -10,7 +10,7 @@ Every program reads all rows over its share of k, from L2: `BLOCK_M / BLOCK_N` b
 rows a tile has the 64 columns of a warpgroup's instruction (`wgmma`), which reads both operands from shared memory.
 
 A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide in registers (`quantized.py`, `float4.py`),
-from which a warpgroup's instructions take them.
+from which a warpgroup's instructions take them. A few rows beside 8 bits are loaded, and not read by TMA (`LOADED_ROWS`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ token gets does not depend on where the others go.
 Tiles are those of `linear/skinny_mm.py`: 16 columns of which each warp takes a chunk of k, or 64 columns for `wgmma` with more
 than 16 tokens, and where columns lie side by side in memory (`transposed`), whose 16 would be a quarter of a line.
 
-Weights of 8 and 4 bits are read as they lie, and become 16 bits wide in registers (`stored.py`).
+Weights of 8 and 4 bits are read as they lie, and become 16 bits wide in registers (`stored.py`). Numbers of MXFP4 that are
+scaled there have tiles of their own (`tiles.SCALED_TILES`).
 """
 
 from __future__ import annotations

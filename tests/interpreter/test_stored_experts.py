@@ -60,19 +60,14 @@ def test_many_tokens(layout, kind, dtype):
 
 @pairwise(layout=LAYOUTS, tokens=[3, 13, 20, 40], sizes=[(320, 128), (192, 448), (256, 256)])
 def test_numbers_scaled_in_pairs(layout, tokens, sizes):
-    """As with bfloat16 on a GPU, whose scales float16 has room for here. How rows and weights are read changes no bit."""
+    """As with bfloat16 on a GPU, whose scales float16 has room for here."""
     form, (hidden, inner) = LAYOUTS[layout], sizes
     args = stored_call(form, "MXFP4", tokens, 3, 6, hidden, inner, FP16, routing="zipf", dropped=0.2)
     of = few.Sizes(tokens, 3, 6, hidden, inner, form.gated, form.interleaved, False, 4, True)
     first, second = few.choose(of, 4, 90)
     assert (first.scaled, second.scaled) == (True, True)
     assert first.chunked == (tokens <= 32)
-    got = few.few_experts(*args, configs=(first, replace(second, splits=3)))
-    check_close(got, args, 2e-3)
-    if first.chunked:
-        for change in ({"lines": True}, {"loaded": True}):
-            configs = replace(first, **change), replace(second, splits=3, lines="lines" in change)
-            assert torch.equal(few.few_experts(*args, configs=configs), got), change
+    check_close(few.few_experts(*args, configs=(first, replace(second, splits=3))), args, 2e-3)
 
 
 def test_when_numbers_are_scaled_in_pairs():

@@ -30,7 +30,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from spec_ops.backends.expert_format import inner_of
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.triton.linear.norm import store_sum
-from spec_ops.backends.triton.linear.quantized import chunked_rows
 from spec_ops.backends.triton.linear.skinny_mm import combined, store_transposed
 from spec_ops.backends.triton.moe.activation import activated, gated
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
@@ -62,11 +61,8 @@ def _columns(
 ):  # fmt: skip
     """A block of the weight as stored, its inner dimension last: `[chunks, ROWS, CHUNK]`, or `[ROWS, BLOCK_K]`."""
     PACKED: tl.constexpr = 2 if BITS == 4 else 1
-    CHUNKS: tl.constexpr = BLOCK_K // CHUNK
-    if CHUNKED and len(weight.block_shape) == 3:
-        lines = tl.reshape(weight.load([expert, first, block * (BLOCK_K // PACKED)]), [ROWS, CHUNKS, CHUNK // PACKED])
-        return tl.permute(lines, (1, 0, 2))
-    elif CHUNKED:
+    if CHUNKED:
+        CHUNKS: tl.constexpr = BLOCK_K // CHUNK
         return tl.reshape(weight.load([expert, block * CHUNKS, first, 0]), [CHUNKS, ROWS, CHUNK // PACKED])
     elif TRANSPOSED:
         return tl.permute(tl.reshape(weight.load([expert, block * BLOCK_K, first]), [BLOCK_K, ROWS]), (1, 0))
@@ -93,18 +89,18 @@ def _zeros(ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHU
 
 @triton.jit(do_not_specialize=["tokens"])
 def few_gate_up_kernel(
-    x, x_stride, weight, scale, scale_expert, scale_row, scale_column, scale_up, ids, weights, bias, squares, eps, h, table,
-    tokens, experts, hidden, inner, limit, alpha, beta,
+    x, weight, scale, scale_expert, scale_row, scale_column, scale_up, ids, weights, bias, squares, eps, h, table, tokens,
+    experts, hidden, inner, limit, alpha, beta,
     TOP_K: tl.constexpr, TOP_K_PAD: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program `tile * blocks of columns + block`. `x`, `x_stride`: as in `chunked_rows`, or a tensor descriptor and None;
-    `weight`: a tensor descriptor; `scale` to `scale_up`: of `scale_arguments`; `SCALED`: as in `Config`; `ids`, `weights
-    [tokens, TOP_K]` contiguous; `squares [tokens, SUMS]`, as in `scaled_skinny_mm_kernel`, or None; `h [tiles, BLOCK_M,
-    inner]`; `table [2 + tiles]`: how many experts are touched, and which."""
+    """Program `tile * blocks of columns + block`. `x`, `weight`: tensor descriptors; `scale` to `scale_up`: of
+    `scale_arguments`; `SCALED`: as in `Config`; `ids`, `weights [tokens, TOP_K]` contiguous; `squares [tokens, SUMS]`, as in
+    `scaled_skinny_mm_kernel`, or None; `h [tiles, BLOCK_M, inner]`; `table [2 + tiles]`: how many experts are touched, and
+    which."""
     await_predecessors(PDL)
     blocks_n = tl.cdiv(inner, BLOCK_N)
     tile = tl.program_id(0) // blocks_n
@@ -159,10 +155,7 @@ def few_gate_up_kernel(
             columns = _columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
             if PAIR:
                 ups = _columns(weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
-            if x_stride is None:
-                rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED)
-            else:
-                rows = chunked_rows(x, x_stride, block, tokens, hidden, BLOCK_M, PARTS, CHUNK)
+            rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED)
             acc = added(acc, columns, rows, s, BITS, INT4, SCALED)
             if PAIR:
                 other = added(other, ups, rows, t, BITS, INT4, SCALED)
@@ -312,16 +305,11 @@ def _matrix(rows: torch.Tensor, config: Config) -> TensorDescriptor:
     return TensorDescriptor(rows, [n, k], [stride, 1], [config.block_m, config.block_k])
 
 
-def _rows_of(x: torch.Tensor, config: Config) -> tuple[TensorDescriptor | torch.Tensor, int | None]:
-    """`x` and `x_stride` of `few_gate_up_kernel`. Loads are wide only where the compiler sees that rows are 32 bytes apart."""
-    return (x, x.stride(0)) if config.loaded and x.stride(0) % 16 == 0 else (_matrix(x, config), None)
-
-
 def _stack(weight: torch.Tensor, config: Config, transposed: bool) -> TensorDescriptor:
     """Of `weight [E, n, k]`, `config.rows` of n at a time; `transposed`: `[E, k, n]`."""
     (experts, n, k), (expert, row, _), rows = weight.shape, weight.stride(), config.rows
     packed = 2 if weight.dtype == torch.uint8 else 1
-    if config.chunked and not config.lines:
+    if config.chunked:
         chunk = config.chunk // packed
         block = [1, config.block_k // config.chunk, rows, chunk]
         return TensorDescriptor(weight, [experts, k // chunk, n, chunk], [expert, chunk, row, 1], block)
@@ -387,7 +375,7 @@ def few_between_norms(
     with device_guard(x):
         launch(
             few_gate_up_kernel, (sizes.tiles * triton.cdiv(inner, first.block_n),),
-            *_rows_of(x, first), _stack(gate_up, first, transposed), *scale_arguments(gate_up_scale, stored[0]), ids, weights,
+            _matrix(x, first), _stack(gate_up, first, transposed), *scale_arguments(gate_up_scale, stored[0]), ids, weights,
             _contiguous(gate_up_bias), _contiguous(norms.squares), norms.eps, h, table, tokens, experts, hidden, inner, limit,
             alpha, beta, TOP_K=k,
             TOP_K_PAD=triton.next_power_of_2(k), GATED=gated, INTERLEAVED=interleaved, TRANSPOSED=transposed,

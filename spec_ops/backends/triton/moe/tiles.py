@@ -27,8 +27,6 @@ class Config:
         chunk: of k, what a warp has.
         num_warps: of a program.
         scaled: numbers of MXFP4 are, two at a time, and not sums (`stored.py`).
-        lines: chunks of a row come together, as they lie in memory, and not each in turn.
-        loaded: the first kernel loads its rows, of which fewer than `block_m` are there (`quantized.chunked_rows`).
     """
 
     block_m: int
@@ -43,19 +41,16 @@ class Config:
     chunk: int = CHUNK
     num_warps: int = 4
     scaled: bool = False
-    lines: bool = False
-    loaded: bool = False
 
 
 class ScaledTile(NamedTuple):
     """What a program works on where numbers are scaled, and warps have chunks of k: rows of the weight, all of its loads
-    together, and `block_k` of each; how many programs a multiprocessor gets at most, by registers; `lines`: as in `Config`.
-    Figures: `docs/notebook/mixtures.md`."""
+    together, and `block_k` of each; how many programs a multiprocessor gets at most, by registers. Figures:
+    `docs/notebook/mixtures.md`."""
 
     rows: int
     block_k: int
     programs: int
-    lines: bool = False
 
 
 # By tokens. More of them take the tile of 64 columns for `wgmma`.
@@ -109,10 +104,10 @@ def _fitted(
     """
     block_m = next(m for m in (8, 16, 32, MAX_TOKENS) if tokens <= m)
     block_n, block_k, most = (16, 256, 3) if chunked else (64, 128 // loads, 2)
-    chunk, lines = CHUNK, False
+    chunk = CHUNK
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
     if scaled and chunked:
-        rows, block_k, most, lines = SCALED_TILES[block_m]
+        rows, block_k, most = SCALED_TILES[block_m]
         block_n = rows // loads
         # A batch of fewer products than warps is computed twice.
         chunk = 128 if inner % 128 == 0 and block_k >= 4 * 128 else CHUNK
@@ -139,6 +134,4 @@ def _fitted(
     asynchronous = not chunked and 90 <= arch < 120 and bits == 16
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
     stages = buffers + (not asynchronous)
-    return Config(
-        block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, scaled=scaled, lines=lines
-    )
+    return Config(block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, scaled=scaled)

@@ -25,7 +25,7 @@ def config_id(config: SpeculationConfig) -> str:
     return f"S{config.num_steps}K{config.topk}D{config.num_tokens}"
 
 
-def model_config(mla: bool, num_layers: int = 3, **sizes) -> ModelConfig:
+def model_config(mla: bool, num_layers: int = 2, **sizes) -> ModelConfig:
     common = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_layers": num_layers, "num_heads": 4}
     if mla:
         attention = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -36,7 +36,7 @@ def model_config(mla: bool, num_layers: int = 3, **sizes) -> ModelConfig:
 
 def make_target(mla: bool, device: str = "cpu", **sizes) -> CausalLM:
     torch.manual_seed(1)
-    return CausalLM(model_config(mla, aux_layers=(0, 1, 2), **sizes)).to(device)
+    return CausalLM(model_config(mla, aux_layers=(0, 1, 1), **sizes)).to(device)
 
 
 def make_draft(kind: str, target: CausalLM, seed: int = 2):
@@ -48,7 +48,7 @@ def make_draft(kind: str, target: CausalLM, seed: int = 2):
     elif kind == "mtp":
         draft = MTPDraft(model_config(mla, 1), target)
     elif kind == "standalone":
-        draft = StandaloneDraft(CausalLM(model_config(mla, 2, hidden_size=48)))
+        draft = StandaloneDraft(CausalLM(model_config(mla, 1, hidden_size=48)))
     else:  # the target drafting for itself: every draft that reaches the target is accepted
         draft = StandaloneDraft(target)
     return draft.to(device)
@@ -57,7 +57,7 @@ def make_draft(kind: str, target: CausalLM, seed: int = 2):
 @functools.cache
 def target_and_text(mla: bool) -> tuple[CausalLM, list[list[int]]]:
     target = make_target(mla)
-    return target, generate(target, None, PROMPTS, max_new_tokens=24, page_size=4).tokens
+    return target, generate(target, None, PROMPTS, max_new_tokens=16, page_size=4).tokens
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["gqa", "mla"])
@@ -74,11 +74,11 @@ def plain_tokens(target) -> list[list[int]]:
 def test_greedy_speculation_equals_plain_greedy(mla, kind, config, batch):
     target, plain_tokens = target_and_text(mla)
     draft = make_draft(kind, target)
-    result = generate(target, draft, PROMPTS[:batch], config, max_new_tokens=24, page_size=4)
+    result = generate(target, draft, PROMPTS[:batch], config, max_new_tokens=16, page_size=4)
     assert result.tokens == plain_tokens[:batch]
     if kind == "self" and config.topk == 1:
-        # 23 tokens after the prefill's: all drafts are accepted, so only the last round is cut short.
-        assert result.stats.rounds == -(-23 // (config.num_steps + 1))
+        # 15 tokens after the prefill's: all drafts are accepted, so only the last round is cut short.
+        assert result.stats.rounds == -(-15 // (config.num_steps + 1))
 
 
 @pytest.mark.gpu
@@ -86,9 +86,9 @@ def test_greedy_speculation_equals_plain_greedy(mla, kind, config, batch):
 @pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(3, 4, 10)], ids=config_id)
 def test_greedy_speculation_equals_plain_greedy_on_cuda(mla, config):
     target = make_target(mla, "cuda")
-    plain = generate(target, None, PROMPTS, max_new_tokens=24)
+    plain = generate(target, None, PROMPTS, max_new_tokens=16)
     for kind in ("eagle3", "mtp", "standalone", "self"):
-        assert generate(target, make_draft(kind, target), PROMPTS, config, max_new_tokens=24).tokens == plain.tokens
+        assert generate(target, make_draft(kind, target), PROMPTS, config, max_new_tokens=16).tokens == plain.tokens
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "self"])
@@ -96,9 +96,9 @@ def test_greedy_speculation_equals_plain_greedy_on_cuda(mla, config):
 def test_trees_of_fewer_tokens_than_steps(target, plain_tokens, kind, config):
     """The tree cannot hold a path as long as the draft's."""
     draft = make_draft(kind, target)
-    assert generate(target, draft, PROMPTS[:3], config, max_new_tokens=24, page_size=4).tokens == plain_tokens[:3]
+    assert generate(target, draft, PROMPTS[:3], config, max_new_tokens=16, page_size=4).tokens == plain_tokens[:3]
     sampling = SamplingParams(1.0, top_k=1)
-    sampled = generate(target, draft, PROMPTS[:3], config, max_new_tokens=24, page_size=4, sampling=sampling)
+    sampled = generate(target, draft, PROMPTS[:3], config, max_new_tokens=16, page_size=4, sampling=sampling)
     assert sampled.tokens == plain_tokens[:3]
 
 
@@ -117,7 +117,7 @@ def test_round_keeps_no_autograd_graph(target):
 @pytest.mark.parametrize("convert", [tuple, np.array, torch.tensor], ids=["tuple", "numpy", "torch"])
 def test_prompts_as_other_sequences(target, plain_tokens, convert):
     prompts = [convert(prompt) for prompt in PROMPTS[:3]]
-    assert generate(target, None, prompts, max_new_tokens=np.int64(24), page_size=4).tokens == plain_tokens[:3]
+    assert generate(target, None, prompts, max_new_tokens=np.int64(16), page_size=4).tokens == plain_tokens[:3]
 
 
 def test_generator_is_usable_after_an_interrupt(target, plain_tokens):
@@ -126,8 +126,8 @@ def test_generator_is_usable_after_an_interrupt(target, plain_tokens):
 
     generator = Generator(target, make_draft("mtp", target), max_batch_size=3, max_seq_len=64)
     with pytest.raises(KeyboardInterrupt):
-        generator.generate(PROMPTS[3:], max_new_tokens=24, sampling=SamplingParams(1.0), on_tokens=interrupt)
-    assert generator.generate(PROMPTS, max_new_tokens=24).tokens == plain_tokens
+        generator.generate(PROMPTS[3:], max_new_tokens=16, sampling=SamplingParams(1.0), on_tokens=interrupt)
+    assert generator.generate(PROMPTS, max_new_tokens=16).tokens == plain_tokens
 
 
 def test_plain_decoding_equals_recomputing_every_token(target):
@@ -189,11 +189,11 @@ def test_caches_after_generation_equal_a_fresh_prefill(target, kind, config):
 
 def test_sliding_window_target(plain_tokens):
     target = make_target(False, sliding_window=6)
-    plain = generate(target, None, PROMPTS, max_new_tokens=24, page_size=4).tokens
+    plain = generate(target, None, PROMPTS, max_new_tokens=16, page_size=4).tokens
     assert plain != plain_tokens
     for config in (SpeculationConfig(3), SpeculationConfig(3, 4, 10)):
         for kind in ("eagle3", "self"):
-            assert generate(target, make_draft(kind, target), PROMPTS, config, max_new_tokens=24).tokens == plain
+            assert generate(target, make_draft(kind, target), PROMPTS, config, max_new_tokens=16).tokens == plain
 
 
 @pytest.mark.parametrize("kind", [None, "eagle3", "self"])
@@ -201,7 +201,7 @@ def test_stop_tokens_and_lengths(target, plain_tokens, kind):
     draft = None if kind is None else make_draft(kind, target)
     full = plain_tokens[:3]
     stop = full[0][10]  # appears in the middle of a round for some configurations
-    limits = [24, 5, 1]
+    limits = [16, 5, 1]
     result = generate(target, draft, PROMPTS[:3], max_new_tokens=limits, stop_tokens=[stop], page_size=4)
     for got, want, limit in zip(result.tokens, full, limits, strict=True):
         want = want[:limit]
@@ -311,7 +311,7 @@ def test_rows_buckets_and_reuse(target, plain_tokens):
     generator = Generator(target, make_draft("mtp", target), max_batch_size=3, max_seq_len=64)
     assert [generator.bucket(n) for n in (1, 2, 3)] == [1, 2, 3]
     for _ in range(2):
-        assert generator.generate(PROMPTS, max_new_tokens=24).tokens == plain_tokens
+        assert generator.generate(PROMPTS, max_new_tokens=16).tokens == plain_tokens
     assert set(generator.buckets.rounds) == {(3, False, None)}
     assert Generator(target, max_batch_size=6).bucket(5) == 6
 
@@ -363,7 +363,7 @@ def test_sampling_repeats_and_near_zero_temperature_is_greedy(target, plain_toke
 def test_thresholds_accept_more(target):
     sampling, draft = SamplingParams(1.0), make_draft("self", target)
     strict, lossy = (
-        generate(target, draft, PROMPTS, SpeculationConfig(3, 4, 10, **thresholds), max_new_tokens=24, sampling=sampling).stats
+        generate(target, draft, PROMPTS, SpeculationConfig(3, 4, 10, **thresholds), max_new_tokens=16, sampling=sampling).stats
         for thresholds in ({}, {"threshold_single": 0.1, "threshold_acc": 0.3})
     )
     assert lossy.accept_length > strict.accept_length + 0.1
@@ -464,7 +464,7 @@ def test_numpy_integers_and_tensors_are_taken(target, plain_tokens):
     generator = Generator(target, make_draft("mtp", target), config, page_size=np.int64(4), max_seq_len=np.int64(64))
     prompts = torch.tensor([PROMPTS[3], [9, 9]])
     stop = torch.tensor([plain_tokens[3][4]])
-    result = generator.generate(prompts, max_new_tokens=torch.tensor([24, 3]), stop_tokens=stop)
+    result = generator.generate(prompts, max_new_tokens=torch.tensor([16, 3]), stop_tokens=stop)
     expected = plain_tokens[3][: plain_tokens[3].index(int(stop)) + 1]
     assert result.tokens == [expected, expected[:3]]
     assert SamplingParams(1, np.int64(5), 1, np.int64(3)) == SamplingParams(1.0, 5, 1.0, 3)
@@ -546,4 +546,4 @@ def test_prefill_backend(target, plain_tokens):
         with pytest.raises(BackendError, match=r"decode_only has no kernel for m.a_extend"):
             Generator(target, page_size=4, backend="decode_only").generate(PROMPTS[:1], max_new_tokens=2)
         generator = Generator(target, page_size=4, backend="decode_only", prefill_backend="reference")
-        assert generator.generate(PROMPTS, max_new_tokens=24).tokens == plain_tokens
+        assert generator.generate(PROMPTS, max_new_tokens=16).tokens == plain_tokens

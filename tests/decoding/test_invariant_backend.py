@@ -77,14 +77,15 @@ def in_round(generator: Generator) -> dict[str, set[str]]:
     ],
 )
 def test_a_cache_has_one_kernel(draft, config, backends):
-    """In prompts, and in every step of a round."""
+    """In prompts, and in every step of a round: of one without drafts, of two kinds of attention, and of a tree."""
     target = model(**MLA)
     generator = made(target, drafts(target)[draft], config)
     assert chosen(generator) == backends
-    of_kind = in_round(generator)
-    assert of_kind["mla"] == {backends[0]}
-    assert of_kind.get("mha", {ANY}) == {ANY}
-    assert len(of_kind) == 1 + (draft in ("eagle", "small"))
+    if (draft, config) in (("none", None), ("eagle", CHAIN), ("mtp", TREE)):  # a trace takes most of a test's time
+        of_kind = in_round(generator)
+        assert of_kind["mla"] == {backends[0]}
+        assert of_kind.get("mha", {ANY}) == {ANY}
+        assert len(of_kind) == 1 + (draft == "eagle")
     assert (generator.backend, generator.prefill_backend) == ("auto", "auto")
     rows, tables = torch.arange(1), torch.zeros(1, 2, dtype=torch.int32)
     piece = PromptPiece([[1, 2, 3]], rows, tables, 0, [3], generator.prefill_backend)
@@ -105,7 +106,8 @@ def test_a_cache_has_one_kernel(draft, config, backends):
 )
 def test_what_it_does_not_run_is_whole_on_the_other(sizes, options):
     generator = made(model(**sizes), **options)
-    assert set(in_round(generator).popitem()[1]) == {ANY}
+    if options:
+        assert set(in_round(generator).popitem()[1]) == {ANY}
     assert ANY in (generator.prefill_backend, generator.target_cache.backend)
 
 

@@ -17,7 +17,7 @@ from tests.decoding.test_generate import PROMPTS, full_prefill, make_draft, make
 from tests.decoding.test_refill import LateReader
 from tests.helpers.pairs import pairwise
 from tests.helpers.paths import ROOT
-from tests.passes.test_compile import OPTIONS
+from tests.passes.test_compile import OPTIONS, one_layer
 
 LENGTHS = (0, 1, 3, 5, 7)
 AUTO = SpeculationConfig.auto()
@@ -98,13 +98,13 @@ def test_changed_logits_and_sampling(any_length, target, kind):
 @pytest.mark.parametrize("kind", [None, "eagle3"], ids=["lookup", "head"])
 def test_each_length_is_compiled_once(any_length, kind):
     torch._dynamo.reset()
-    target = make_target(False)
+    target = one_layer(False)
     draft, config = PromptLookup() if kind is None else make_draft(kind, target), SpeculationConfig(lengths=(0, 2))
     expected = generate(target, None, REPEATED[:3], max_new_tokens=12).tokens
     generator = Generator(target, draft, config, **OPTIONS)
     build = generator.buckets.build
     generator.buckets.build = lambda *args, **kwargs: torch.compile(  # type: ignore[method-assign]
-        build(*args, **kwargs), backend="aot_eager", fullgraph=True, dynamic=False
+        build(*args, **kwargs), backend="eager", fullgraph=True, dynamic=False
     )
     counters.clear()
     result = generator.generate(REPEATED[:3], max_new_tokens=12)
@@ -128,10 +128,10 @@ def test_the_choice_follows_what_is_accepted(target):
     config = SpeculationConfig.auto(draft_cost=0.1)
     right = generate(target, make_draft("self", target), PROMPTS[:1], config, max_new_tokens=80)
     assert right.stats.lengths[7] > sum(right.stats.lengths.values()) / 2
-    wrong = Generator(target, PromptLookup(24, 24), config, max_batch_size=1, max_seq_len=128)  # finds nothing
-    stats = wrong.generate(PROMPTS[:1], max_new_tokens=100).stats
-    assert stats.lengths[0] > 90
-    assert stats.rounds == 99
+    wrong = Generator(target, PromptLookup(60, 60), config, max_batch_size=1, max_seq_len=128)  # finds nothing
+    stats = wrong.generate(PROMPTS[:1], max_new_tokens=60).stats
+    assert stats.lengths[0] > 50
+    assert stats.rounds == 59
     # What was learned outlives the call.
     assert wrong.generate(PROMPTS[1:2], max_new_tokens=30).stats.lengths == {0: 29}
 

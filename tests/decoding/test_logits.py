@@ -116,7 +116,7 @@ def test_text_is_that_of_a_loop(target, next_logits, name, kind, config):
     result = generate(target, draft, ROWS, config, max_new_tokens=NEW, sampling=CASES[name], **OPTIONS)
     assert result.tokens == [eager_loop(next_logits, p, s) for p, s in zip(ROWS, CASES[name], strict=True)]
     if kind == "self" and config is CHAIN:
-        assert result.stats.accept_length > 1.5  # paths of several tokens were judged
+        assert result.stats.accept_length > 1.3  # paths of several tokens were judged
 
 
 def test_the_cases_change_texts(next_logits):

@@ -16,9 +16,9 @@ from spec_ops.decoding.random import row_seeds
 from tests.decoding.test_generate import VOCAB, config_id, make_draft, make_target
 
 DRAW = random.Random(0)
-PROMPTS = [[DRAW.randrange(VOCAB) for _ in range(DRAW.choice([1, 2, 5, 9, 17, 40]))] for _ in range(14)]
-LIMITS = [DRAW.choice([1, 2, 7, 19, 30]) for _ in PROMPTS]
-SIZES = {"max_seq_len": 70, "page_size": 4}
+PROMPTS = [[DRAW.randrange(VOCAB) for _ in range(DRAW.choice([1, 2, 5, 9, 17, 40]))] for _ in range(10)]
+LIMITS = [DRAW.choice([1, 2, 7, 13, 20]) for _ in PROMPTS]
+SIZES = {"max_seq_len": 60, "page_size": 4}
 PARAMS = [
     SamplingParams(0.0),
     SamplingParams(0.9, seed=3),

@@ -38,7 +38,7 @@ class Rounds(torch.nn.Module):
 
 def test_several_rounds_in_one_graph():
     """Nothing of one round serves the other, whose lengths have another base: twice what one round leaves."""
-    traced = Traced(Rounds(2, width=4))
+    traced = Traced(Rounds(2, width=4, layers=1))
     plain, passed = traced.run(on=False), traced.run()
     for a, b in zip(passed.results[0], plain.results[0], strict=True):
         assert torch.equal(a, b)
@@ -146,8 +146,8 @@ def work(steps: int, layers: int) -> tuple[int, int]:
     return calls, nodes
 
 
-@pytest.mark.parametrize("larger", [(6, 2), (2, 8)], ids=["steps", "layers"])
+@pytest.mark.parametrize("larger", [(5, 1), (2, 5)], ids=["steps", "layers"])
 def test_work_grows_no_faster_than_the_graph(larger):
     """Calls per node stay within a fifth; a pass that is quadratic in steps or layers would double them with the graph."""
-    per_node = [calls / nodes for calls, nodes in (work(2, 2), work(*larger))]
+    per_node = [calls / nodes for calls, nodes in (work(2, 1), work(*larger))]
     assert max(per_node) < 1.2 * per_node[0], per_node

@@ -209,7 +209,7 @@ def models():
 
 @pytest.mark.parametrize(
     ("config", "bs"),
-    [(SpeculationConfig(1), 1), (SpeculationConfig(2), 32), (SpeculationConfig(2, 2, 4), 2)],
+    [(SpeculationConfig(1), 32), (SpeculationConfig(2, 2, 4), 2)],
 )
 def test_plain_and_speculative_rounds_come_to_the_same(models, config, bs):
     """For the target's layers, the same replacements in the same order, and the same attention, whatever the rows are."""

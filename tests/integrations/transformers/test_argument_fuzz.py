@@ -126,7 +126,7 @@ def run(seed: int) -> str:
 
 @pytest.mark.filterwarnings("ignore:generate. `eos_token_id` holds:UserWarning", "ignore::UserWarning:transformers")
 def test_arguments_mean_what_they_mean_to_transformers(seeds: Callable[[int], range]):
-    tried = seeds(40)
+    tried = seeds(24)
     total = Counter(run(seed) for seed in tried)
     assert min(total["equal"], total["refused"]) > len(tried) // 4, f"the cases prove little: {dict(total)}"
 

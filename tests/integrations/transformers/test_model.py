@@ -284,21 +284,21 @@ def test_hooks_and_forwards_inside_the_model_run(where, kind):
     ids, mask = batch()
     tokens = []
     for late in (False, True):
-        for aux_layers in ((), (1, 2, 3)):
-            model = make_model("llama", "eager")
-            module = model.get_submodule(where)
+        aux_layers = (1, 2, 3) if late == (kind == "hook") else ()
+        model = make_model("llama", "eager")
+        module = model.get_submodule(where)
 
-            def install(module=module):
-                module.register_forward_hook(_roll_output) if kind == "hook" else _instance_forward(module)
+        def install(module=module):
+            module.register_forward_hook(_roll_output) if kind == "hook" else _instance_forward(module)
 
-            if not late:
-                install()
-            generator = TransformersGenerator(TransformersModel(model, aux_layers), **SIZES)
-            if late:
-                install()
-            tokens.append(generator.generate(ids, mask, **NEW).tokens)
-            generator.target.close()
-            tokens.append(own_tokens(model))
+        if not late:
+            install()
+        generator = TransformersGenerator(TransformersModel(model, aux_layers), **SIZES)
+        if late:
+            install()
+        tokens.append(generator.generate(ids, mask, **NEW).tokens)
+        generator.target.close()
+        tokens.append(own_tokens(model))
     assert all(each == tokens[0] for each in tokens)
     assert tokens[0] != eager_tokens("llama")
 
@@ -372,7 +372,7 @@ MOVING_ROPE = {
 
 def _moving(kind: str, attention: str):
     config_class, rope, sizes = MOVING_ROPE[kind]
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, **sizes}
     config = config_class(vocab_size=VOCAB, rope_parameters={"rope_theta": 1e4, **rope}, pad_token_id=0, **sizes)
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
@@ -415,7 +415,7 @@ def test_rope_by_the_longest_position_needs_no_look_at_it(kind):
     """The round is one graph: nothing is read on the host."""
     ids, mask = batch()
     model = _moving(kind, "eager")
-    generator = TransformersGenerator(model, model, SpeculationConfig(2), max_batch_size=3, max_seq_len=25, page_size=4)
+    generator = TransformersGenerator(model, model, SpeculationConfig(1), max_batch_size=3, max_seq_len=25, page_size=4)
     eager = generator.generate(ids, mask, max_new_tokens=14, eos_token_id=())
     inner, counter = generator.generator, CompileCounter()
     inner.buckets.rounds[3, False, None] = torch.compile(inner.round(3), backend=counter, fullgraph=True, dynamic=False)

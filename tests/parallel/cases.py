@@ -71,7 +71,7 @@ def case_invariant(ranks: TensorParallel) -> dict[str, Any]:
         options = {"max_batch_size": batch, "max_seq_len": 64, "page_size": 4, "prefill_chunk_size": 8}
         generator = Generator(target, *drafting, invariant=True, **options)
         with Watched():
-            found[name] = generator.generate(BATCH, max_new_tokens=24).tokens
+            found[name] = generator.generate(BATCH, max_new_tokens=12).tokens
     return {"tokens": found, "sums": len(sums)}
 
 
@@ -152,7 +152,7 @@ def case_shipped_pair(ranks: TensorParallel) -> dict[str, Any]:
     whole, _, _ = load_whole()
     prompt = [tokenizer.encode("class Matrix:\n    def __init__(self")]
     share = sum(p.numel() for p in target.parameters()) / sum(p.numel() for p in whole.parameters())
-    return {"tokens": generate(target, draft, prompt, max_new_tokens=24).tokens, "share": share}
+    return {"tokens": generate(target, draft, prompt, max_new_tokens=8).tokens, "share": share}
 
 
 def refused(action) -> str:

@@ -61,7 +61,7 @@ JOBS = {
     "whole experts": Job("mixture", "mtp", expert_parallel=True),
     "whole experts, tree": Job("sigmoid mixture", "standalone", expert_parallel=True, config=TREE),
 }
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 # What is compiled: a layer less than the others.
 COMPILED = Job("one layer", config=SpeculationConfig(1))
 # With four ranks, what is different there: shares of a head, of a short vocabulary, and of an expert.

@@ -243,7 +243,7 @@ def test_inductor_round_equals_eager(capsys):
         logit_bias={5: 0.5},
         bad_words_ids=[[1, 2], [7]],
     )
-    config = SpeculationConfig(2)
+    config = SpeculationConfig(1)
     expected = Generator(target, draft, config, **OPTIONS).generate(PROMPTS[:3], max_new_tokens=12, sampling=sampling).tokens
     generator = compiled_generator(target, draft, config, "inductor")
     with inductor_config.patch(post_grad_custom_post_pass=Uncached()):

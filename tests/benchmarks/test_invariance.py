@@ -18,7 +18,7 @@ from benchmarks.invariance.recorder import LogitsRecorder
 from tests.helpers.command_line import refusal
 from tests.helpers.command_line import run_benchmarks as run
 
-SMALL = ["--device", "cpu", "--prompts", "3", "--prompt-tokens", "24", "--new-tokens", "6", "--no-price"]
+SMALL = ["--device", "cpu", "--prompts", "2", "--prompt-tokens", "24", "--new-tokens", "6", "--no-price"]
 
 
 def rows_of(path: Path) -> list[dict]:

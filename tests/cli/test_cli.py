@@ -27,11 +27,11 @@ def test_help_names_the_commands():
 
 @pytest.mark.parametrize("shape", [[], ["--steps", "2", "--tree-width", "3"]], ids=["chain", "tree"])
 def test_compare_finds_equal_texts(shape):
-    result = run("generate", "--compare", "--max-new-tokens", "24", "--device", "cpu", *shape)
+    result = run("generate", "--compare", "--max-new-tokens", "12", "--device", "cpu", *shape)
     assert result.exit_code == 0, result.output
     assert "texts are equal" in result.output
     plain, speculative = (int(n) for n in re.search(r"\((\d+) to (\d+)\)", result.output).groups())
-    assert plain == 23
+    assert plain == 11
     assert speculative < 0.7 * plain
     length, rates = re.search(
         r"accept length ([\d.]+) tokens a round; drafts accepted by position: (.*)", result.output
@@ -46,7 +46,7 @@ def test_compare_finds_equal_texts(shape):
 @pytest.mark.parametrize("lengths", ["auto", "0,2"])
 def test_lengths_that_are_chosen(lengths):
     """Costs are given, so that no time decides."""
-    options = ["--lengths", lengths, "--draft-cost", "0.1", "--max-new-tokens", "24", "--device", "cpu"]
+    options = ["--lengths", lengths, "--draft-cost", "0.1", "--max-new-tokens", "12", "--device", "cpu"]
     result = run("generate", "--compare", *options)
     assert result.exit_code == 0, result.output
     assert "texts are equal" in result.output
@@ -56,7 +56,7 @@ def test_lengths_that_are_chosen(lengths):
     chosen = re.search(r"draft steps of rounds: ((?:\d+ x\d+(?:, )?)+)", " ".join(result.output.split())).group(1)
     counts = dict(part.split(" x") for part in chosen.strip(", ").split(", "))
     assert counts.keys() <= allowed
-    assert sum(map(int, counts.values())) == int(re.search(r"\(23 to (\d+)\)", result.output).group(1))
+    assert sum(map(int, counts.values())) == int(re.search(r"\(11 to (\d+)\)", result.output).group(1))
 
 
 def test_compare_fails_on_different_texts(monkeypatch):
@@ -79,7 +79,7 @@ def test_generate_streams_any_prompt(tmp_path):
     text = f"# Füße [bold] → x{' ' * 80}long line\nx[:end:] = ["
     prompt.write_text(text, encoding="utf-8")
     for options in (["--plain"], ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9", "--seed", "3"]):
-        result = run("generate", "--prompt-file", str(prompt), "--max-new-tokens", "16", "--device", "cpu", *options)
+        result = run("generate", "--prompt-file", str(prompt), "--max-new-tokens", "8", "--device", "cpu", *options)
         assert result.exit_code == 0, result.output
         assert text in result.output
 
@@ -186,7 +186,7 @@ def test_the_first_cpu_is_the_cpu():
 
 def test_a_drawn_seed_repeats_the_text():
     def sampled(*options: str) -> tuple[str, str]:
-        result = run("generate", "--temperature", "1", "--max-new-tokens", "24", "--device", "cpu", *options)
+        result = run("generate", "--temperature", "1", "--max-new-tokens", "12", "--device", "cpu", *options)
         assert result.exit_code == 0, result.output
         header, _, text = result.output.partition("speculative ")
         return re.search(r"seed (\d+)", header).group(1), text.partition("new tokens")[0]

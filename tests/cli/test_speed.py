@@ -98,7 +98,7 @@ def test_the_whole_path_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(speed, "Generator", Watched)
     result = CliRunner().invoke(
-        cli.app, ["generate", "--compare", "--max-new-tokens", "3", "--prompt", "x = ", "--device", "cpu"]
+        cli.app, ["generate", "--compare", "--max-new-tokens", "3", "--steps", "1", "--prompt", "x = ", "--device", "cpu"]
     )
     assert result.exit_code == 0, result.output
     assert dtypes == [(torch.bfloat16, False, False), (torch.bfloat16, True, False)] * 2  # timed; batch-invariant

@@ -231,12 +231,12 @@ def test_without_torchao(monkeypatch):
 @pytest.mark.parametrize("kind", ["int8", "int4", "nvfp4"])
 def test_text_of_a_quantized_target(torchao, kind):
     target, draft, tokenizer = load_pair()
-    prompts = held_out_prompts(tokenizer, 4, 64)
-    limits = {"max_batch_size": 4, "max_seq_len": 96}
+    prompts = held_out_prompts(tokenizer, 2, 32)
+    limits = {"max_batch_size": 2, "max_seq_len": 48}
     for model in (target, draft):
         quantize(model, kind)
-    plain = Generator(target, None, **limits).generate(prompts, max_new_tokens=24)
-    fast = Generator(target, draft, **limits).generate(prompts, max_new_tokens=24)
+    plain = Generator(target, None, **limits).generate(prompts, max_new_tokens=16)
+    fast = Generator(target, draft, **limits).generate(prompts, max_new_tokens=16)
     assert fast.tokens == plain.tokens
     assert fast.stats.accept_length > 2
 
@@ -244,13 +244,13 @@ def test_text_of_a_quantized_target(torchao, kind):
 def test_speculation_gives_the_text_of_the_quantized_target(torchao):
     """And gains as many tokens a round, within 2%."""
     target, draft, tokenizer = load_pair()
-    prompts = held_out_prompts(tokenizer, 16, 128)
-    limits = {"max_batch_size": 16, "max_seq_len": 160}
-    exact = Generator(target, draft, **limits).generate(prompts, max_new_tokens=32)
+    prompts = held_out_prompts(tokenizer, 16, 64)
+    limits = {"max_batch_size": 16, "max_seq_len": 80}
+    exact = Generator(target, draft, **limits).generate(prompts, max_new_tokens=16)
     for model in (target, draft):
         quantize(model)
-    plain = Generator(target, None, **limits).generate(prompts, max_new_tokens=32)
-    fast = Generator(target, draft, **limits).generate(prompts, max_new_tokens=32)
+    plain = Generator(target, None, **limits).generate(prompts, max_new_tokens=16)
+    fast = Generator(target, draft, **limits).generate(prompts, max_new_tokens=16)
     assert fast.tokens == plain.tokens
     assert fast.tokens != exact.tokens  # or nothing was quantized
     assert fast.stats.accept_length == pytest.approx(exact.stats.accept_length, rel=0.02)
@@ -292,7 +292,7 @@ def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao, kind, mo
 
 def test_command_line():
     """Of one kind: what texts the others give is asked above."""
-    result = run("generate", "--compare", "--quantize", "int4", "--max-new-tokens", "24", "--device", "cpu")
+    result = run("generate", "--compare", "--quantize", "int4", "--max-new-tokens", "8", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "float32, weights int4" in result.output
     assert "texts are equal" in result.output

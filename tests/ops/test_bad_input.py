@@ -469,10 +469,10 @@ def test_checks_are_not_skipped_while_tracing(op):
 
 @pytest.mark.parametrize("op", ["mha_draft_decode", "mla_target_verify", "append_kv", "append_mla_kv", "rope_append_kv"])
 def test_what_dynamo_leaves_out_the_fake_checks(op):
-    """Every wrong tensor is refused in a compiled function too, with the message of the uncompiled one."""
-    wrong = [c for c in CASES if c.op == op and isinstance(c.call().get(c.arg), torch.Tensor)]
+    """A wrong tensor is refused in a compiled function too, with the message of the uncompiled one: one for each argument."""
+    wrong = {c.arg: c for c in CASES if c.op == op and isinstance(c.call().get(c.arg), torch.Tensor)}
     assert len(wrong) > 3
-    for case in wrong:
+    for case in wrong.values():
         torch._dynamo.reset()
         expected = re.escape(str(case.raised(case.call())))
         with pytest.raises(Exception, match=expected):

@@ -25,7 +25,7 @@ def config_id(config: SpeculationConfig) -> str:
     return f"S{config.num_steps}K{config.topk}D{config.num_tokens}"
 
 
-def model_config(mla: bool, num_layers: int = 2, **sizes) -> ModelConfig:
+def model_config(mla: bool, num_layers: int = 3, **sizes) -> ModelConfig:
     common = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_layers": num_layers, "num_heads": 4}
     if mla:
         attention = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -36,10 +36,11 @@ def model_config(mla: bool, num_layers: int = 2, **sizes) -> ModelConfig:
 
 def make_target(mla: bool, device: str = "cpu", **sizes) -> CausalLM:
     torch.manual_seed(1)
-    return CausalLM(model_config(mla, aux_layers=(0, 1, 1), **sizes)).to(device)
+    return CausalLM(model_config(mla, 2, aux_layers=(0, 1, 1), **sizes)).to(device)
 
 
-def make_draft(kind: str, target: CausalLM, seed: int = 2):
+def make_draft(kind: str, target: CausalLM, seed: int = 2, layers: int = 1):
+    """`layers` of a standalone draft; the others have one."""
     torch.manual_seed(seed)
     mla, device = target.config.is_mla, target.embed.weight.device
     if kind == "eagle3":
@@ -48,7 +49,7 @@ def make_draft(kind: str, target: CausalLM, seed: int = 2):
     elif kind == "mtp":
         draft = MTPDraft(model_config(mla, 1), target)
     elif kind == "standalone":
-        draft = StandaloneDraft(CausalLM(model_config(mla, 1, hidden_size=48)))
+        draft = StandaloneDraft(CausalLM(model_config(mla, layers, hidden_size=48)))
     else:  # the target drafting for itself: every draft that reaches the target is accepted
         draft = StandaloneDraft(target)
     return draft.to(device)
@@ -260,7 +261,7 @@ class BrokenAfter(CausalLM):
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9}], ids=["plain", "filtered"])
 def test_logits_that_are_nan_end_in_an_error(config, filters):
     torch.manual_seed(1)
-    target = BrokenAfter(model_config(False))
+    target = BrokenAfter(model_config(False, 1))
     draft = StandaloneDraft(make_target(False)) if config else None
     generator = Generator(target, draft, config, max_batch_size=2, max_seq_len=64)
     seen: dict[int, list[int]] = {0: [], 1: []}

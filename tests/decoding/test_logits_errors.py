@@ -58,7 +58,7 @@ def test_all_tokens_suppressed(target, config):
 @pytest.mark.parametrize("config", SHAPES, ids=["plain", "chain", "tree"])
 def test_a_nan_is_not_called_masked(config):
     torch.manual_seed(1)
-    target = BrokenAfter(model_config(False))
+    target = BrokenAfter(model_config(False, 1))
     draft = StandaloneDraft(make_target(False)) if config else None
     with pytest.raises(RuntimeError, match=r"nothing can be sampled for `prompts\[0\]`.*NaN"):
         generate(target, draft, [[1, 2, 3]], config, sampling=P(1.0, seed=1, suppress_tokens=[4]), max_new_tokens=20)

@@ -132,7 +132,7 @@ DRAFTS = [
     [pytest.param(*draft.values, bs, id=f"{draft.id}-{bs}") for draft, bs in zip(DRAFTS, (1, 3, 3, 1), strict=True)],
 )
 def test_extend_computes_the_last_layers_queries_and_head_on_one_row(mla, kind, layers, products, bs):
-    module = Extend(make_draft(kind, make_target(mla)), rows_by_gather).eval()
+    module = Extend(make_draft(kind, make_target(mla), layers=layers), rows_by_gather).eval()
     run = run_compiled(module, *extend_inputs(module.draft.config.hidden_size, bs))
     before, after, result = run.before, run.after, run.result
     torch.testing.assert_close(run.got, run.want)

@@ -56,10 +56,10 @@ def test_little_room(few, which, monkeypatch):
     monkeypatch.setattr(reach, "AT_ONCE", tl.constexpr(1))
     rng = Rng(f"{which} {few}")
     searched = noted_searches(monkeypatch)
-    for kind in ("normal", "peaked", "ties"):
+    for kind in ("normal" if few == 1 else "peaked", "ties"):
         assert_same(rows_of(kind, rng, 4).float() + 1e-3 * rng.tensor(4, VOCAB), *hot_and_coins(rng, 4), *cuts(rng, 4, which))
-    # of 24: a list of 32 does not reach from top-p's boundary to that of a large top-k
-    assert len(searched) <= (16 if "kp" in which else 0)
+    # of 16: a list of 32 does not reach from top-p's boundary to that of a large top-k
+    assert len(searched) <= (12 if "kp" in which else 0)
 
 
 @pytest.mark.parametrize(("until", "factor"), [(4000, 0.0), (2000, 0.0), (1850, 0.0), (1850, 1e3)])

@@ -158,7 +158,7 @@ class Empty(ModularMatcher):
         return []
 
 
-@pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(3, 4, 10)], ids=config_id)
+@pytest.mark.parametrize("config", [SpeculationConfig(2), SpeculationConfig(2, 2, 5)], ids=config_id)
 def test_a_round_that_follows_grammars_is_one_graph(target, expected, config):
     """Traced as a whole, and once: neither masks nor refilled rows compile anything anew, and nothing is read inside."""
     generator = Generator(target, make_draft("eagle3", target), config, max_batch_size=3, max_seq_len=80, page_size=4)

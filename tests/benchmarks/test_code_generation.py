@@ -17,8 +17,8 @@ def test_a_case_is_timed(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(code_generation, "generate_round", generated)
     path = tmp_path / "times.json"
-    code_generation.main(["--case", "1", "1", "--json", str(path)])
+    code_generation.main(["--case", "2", "1", "--json", str(path)])
     (row,) = json.loads(path.read_text())["rows"]
-    assert (row["layers"], row["steps"]) == (1, 1)
+    assert (row["layers"], row["steps"]) == (2, 1)
     assert row["seconds"] > 0.5
-    assert f"1 layers, 1 steps: {row['seconds']} s" in capsys.readouterr().out
+    assert f"2 layers, 1 steps: {row['seconds']} s" in capsys.readouterr().out

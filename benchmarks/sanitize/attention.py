@@ -76,6 +76,10 @@ DETERMINISTIC_CASES = [
     (Shape("mla", 16, 0, 576, 512, 64, 4, tree=True), DETERMINISTIC),
     (Shape("mha", 8, 2, 64, 64, 16, 0), ("deterministic_extend_kernel",)),
 ]
+PIECES_CASES = [
+    (Shape("mla", 16, 0, 576, 512, 64, 4), HOPPER),
+    (Shape("mla", 16, 0, 576, 512, 64, 7, tree=True), ("gather_paths_kernel", *HOPPER)),
+]
 
 
 def arguments(shape: Shape) -> dict[str, Any]:
@@ -129,6 +133,7 @@ def check(shape: Shape, backend: str, device: str) -> None:
 
 def cases() -> Iterator[tuple[str, tuple[str, ...], Callable[[str], None]]]:
     """Name, kernels launched on Hopper, and what runs the case on a device."""
-    for backend, shapes in (("triton", CASES), ("triton-deterministic", DETERMINISTIC_CASES)):
+    named = ("triton", CASES), ("triton-deterministic", DETERMINISTIC_CASES), ("triton-mla-pieces", PIECES_CASES)
+    for backend, shapes in named:
         for shape, kernels in shapes:
             yield f"{backend} attention, {shape.label()}", kernels, functools.partial(check, shape, backend)

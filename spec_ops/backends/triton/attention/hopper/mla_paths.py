@@ -91,6 +91,7 @@ def gather_paths_kernel(
         p = plan + (b * tiles + tile) * (1 + 2 * QUERIES)
         tl.store(p, tl.sum(needed, 0) * 2 + reaches.to(tl.int32))
         tl.store(p + 1 + turn, b * q_len + first + j, mask=needed > 0)
+        tl.store(p + 1 + j, 0, mask=j >= tl.sum(needed, 0))  # which are asked for ahead, and not used
         served = tl.sum(tl.where(serves, turn[None, :], 0), 1)
         tl.store(p + 1 + QUERIES + j, served * 128 + depths)
 

@@ -116,10 +116,12 @@ def _requests_on_several_gpus(results: Path) -> Iterator[str]:
         if (row["tp"] > 1, row["steps"]) != (True, first["steps"]):
             continue
         told = f"On {row['tp']} H100s (`--tp`, `benchmarks/results/{file}.json`) {row['equal']} of {row['requests']} texts"
-        told += f" were those of one ({row['accept_length']:.2f} tokens a round, {first['accept_length']:.2f} on one). In the"
-        told += f" others the two tokens' logits differ by at most {row['largest_gap']:.2f}, where those of a text's two"
-        told += f" likeliest tokens usually differ by {row['typical_gap']:.1f}: GPUs add up their parts of a sum in another"
-        told += " order, which changes near ties."
+        told += (
+            f" were the same as on one, with {row['accept_length']:.2f} tokens a round ({first['accept_length']:.2f} on one)."
+        )
+        told += f" Where texts part, the logits of the two tokens differ by at most {row['largest_gap']:.2f}; those of a text's"
+        told += f" two likeliest tokens usually differ by {row['typical_gap']:.1f}. Several GPUs add up a sum in another order"
+        told += " than one does, which decides near ties."
         yield paragraph(told)
 
 

@@ -12,7 +12,8 @@ from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, gene
 from spec_ops.decoding.draft import Drafted
 from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures
 from spec_ops.decoding.state import RoundState
-from tests.decoding.test_generate import PROMPTS, VOCAB, full_prefill, make_draft, make_target
+from spec_ops.models.target import CausalLM
+from tests.decoding.test_generate import PROMPTS, VOCAB, full_prefill, make_draft, model_config
 
 NEW, OPTIONS = 14, {"max_batch_size": 4, "max_seq_len": 64, "page_size": 4}
 CHAIN, TREE, SMALL_TREE = SpeculationConfig(4), SpeculationConfig(3, 4, 14), SpeculationConfig(5, 2, 3)
@@ -21,7 +22,9 @@ ROWS = PROMPTS[:4]
 
 @pytest.fixture(scope="module")
 def target():
-    return make_target(False)
+    """Of three layers, whose drafts of several tokens are accepted more often."""
+    torch.manual_seed(1)
+    return CausalLM(model_config(False, aux_layers=(0, 1, 2)))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +119,7 @@ def test_text_is_that_of_a_loop(target, next_logits, name, kind, config):
     result = generate(target, draft, ROWS, config, max_new_tokens=NEW, sampling=CASES[name], **OPTIONS)
     assert result.tokens == [eager_loop(next_logits, p, s) for p, s in zip(ROWS, CASES[name], strict=True)]
     if kind == "self" and config is CHAIN:
-        assert result.stats.accept_length > 1.3  # paths of several tokens were judged
+        assert result.stats.accept_length > 1.5  # paths of several tokens were judged
 
 
 def test_the_cases_change_texts(next_logits):

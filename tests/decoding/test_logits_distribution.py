@@ -15,7 +15,7 @@ from tests.decoding.test_logits import changed
 from tests.decoding.test_round_distribution import CHAIN, FAIL, LENGTH, PASS, PROMPTS, TREE, VOCAB, make_pair
 from tests.helpers.exact import filtered_probs
 
-DRAWS, ROWS = 24_000, 4_000
+DRAWS, ROWS = 40_000, 5_000
 PARAMS = [  # one for each prompt: every group holds rows of both
     SamplingParams(1.0, seed=4, repetition_penalty=1.6, frequency_penalty=0.7, logit_bias={2: 0.8}, min_p=0.2),
     SamplingParams(0.8, seed=4, presence_penalty=1.0, top_k=3, bad_words_ids=[[3, 0], [1, 2]]),

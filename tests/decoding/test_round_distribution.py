@@ -1,7 +1,7 @@
 """The whole round keeps the target's distribution: generation with a tiny random model against the exact probability of every
 sequence, which shows what tests of the acceptance op alone cannot: which uniforms, distributions and cache rows the round uses.
 
-12,000 requests a case, with fixed seeds and the round's own hash as generator, so a run repeats exactly. Thresholds as in
+20,000 requests a case, with fixed seeds and the round's own hash as generator, so a run repeats exactly. Thresholds as in
 `test_accept_distribution`: 7 p-values of right rounds are looked at, so another hash or initialization would fail a right round
 with a chance of 0.7% (`PASS`); rounds broken on purpose must fall below `FAIL`, three orders lower.
 """
@@ -25,7 +25,7 @@ from spec_ops.decoding.lengths import LengthChooser, Planned
 from spec_ops.models import CausalLM, Eagle3Draft, ModelConfig, MTPDraft, PagedAttention, PagedKVCache, StandaloneDraft
 from tests.helpers.exact import filtered_probs
 
-DRAWS, CONTROL_DRAWS, ROWS = 12_000, 8_000, 4_000  # in groups: state that a group leaves would show too
+DRAWS, CONTROL_DRAWS, ROWS = 20_000, 10_000, 5_000  # in groups: state that a group leaves would show too
 PASS, FAIL = 1e-3, 1e-6
 VOCAB, LENGTH = 4, 4  # the prefill's token and three more: at least two rounds for a chain of two drafts with a rejection
 PROMPTS = [[1], [2, 0, 3]]

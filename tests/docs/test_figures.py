@@ -183,7 +183,7 @@ def test_requests_on_several_gpus(tmp_path):
     (tmp_path / "h100x2-sglang-requests.json").write_text(json.dumps({"rows": rows}))
     text = " ".join(peers.requests_of_sglang(tmp_path).split())
     assert text.count("On 2 H100s (`--tp`") == 1
-    assert "294 of 400 texts were those of one (3.31 tokens a round, 3.29 on one)" in text
+    assert "294 of 400 texts were the same as on one, with 3.31 tokens a round (3.29 on one)" in text
     assert "differ by at most 0.27" in text
 
 

@@ -244,13 +244,13 @@ def test_text_of_a_quantized_target(torchao, kind):
 def test_speculation_gives_the_text_of_the_quantized_target(torchao):
     """And gains as many tokens a round, within 2%."""
     target, draft, tokenizer = load_pair()
-    prompts = held_out_prompts(tokenizer, 16, 64)
-    limits = {"max_batch_size": 16, "max_seq_len": 80}
-    exact = Generator(target, draft, **limits).generate(prompts, max_new_tokens=16)
+    prompts = held_out_prompts(tokenizer, 16, 128)
+    limits = {"max_batch_size": 16, "max_seq_len": 160}
+    exact = Generator(target, draft, **limits).generate(prompts, max_new_tokens=32)
     for model in (target, draft):
         quantize(model)
-    plain = Generator(target, None, **limits).generate(prompts, max_new_tokens=16)
-    fast = Generator(target, draft, **limits).generate(prompts, max_new_tokens=16)
+    plain = Generator(target, None, **limits).generate(prompts, max_new_tokens=32)
+    fast = Generator(target, draft, **limits).generate(prompts, max_new_tokens=32)
     assert fast.tokens == plain.tokens
     assert fast.tokens != exact.tokens  # or nothing was quantized
     assert fast.stats.accept_length == pytest.approx(exact.stats.accept_length, rel=0.02)

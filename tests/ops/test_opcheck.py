@@ -588,7 +588,7 @@ def metadata(result: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_fake_agrees_with_real(name, data, device):
     """Inductor allocates and indexes by the fake's strides: a real result laid out otherwise would be read wrongly."""

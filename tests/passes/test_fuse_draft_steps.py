@@ -568,7 +568,7 @@ def lens_of(i: Inputs, call: dict[str, Any]) -> torch.Tensor:
     }[call["form"]]()
 
 
-@settings(max_examples=24, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=36, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(program=st.lists(CALL, min_size=2, max_size=7), seed=st.integers(0, 50))
 def test_random_programs(program, seed):
     def run(i: Inputs):

@@ -324,7 +324,7 @@ ARITHMETIC = {
 }
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=36, deadline=None)
 @given(
     steps=st.lists(st.integers(0, 5), min_size=2, max_size=4),
     links=st.lists(st.tuples(st.sampled_from(sorted(ARITHMETIC)), st.integers(0, 3), st.booleans()), max_size=6),

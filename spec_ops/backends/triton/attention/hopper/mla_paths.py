@@ -3,7 +3,7 @@ that its path is.
 
 A chain's bits are those of positions (`pieces.py`). A tree's node sees its ancestors in whatever slots they have, at positions
 by depth. So blocks before the one of the tree's first key, the *tail*, are the request's own, and from there on they are those
-of paths: a kernel before, `gather_paths_kernel`, copies a path's keys, in order, into two blocks of its own, which hold zeros
+of paths: `gather_paths_kernel`, which runs first, copies a path's keys, in order, into two blocks of its own, which hold zeros
 after its end. Each path of a tile takes its turn over its two blocks; rows of other paths see none of their keys, which changes
 nothing for them. One turn serves all rows whose own path is the beginning of its path. Any mask is served: what is called a
 path here is any set of slots, in ascending order.

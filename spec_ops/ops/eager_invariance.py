@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spec_ops.ops._library import NAMESPACE
 from spec_ops.ops._pieces import in_pieces
 from spec_ops.ops.invariance import NotInvariantError, always_stands, base_name, is_pointwise, judge, named_arguments
+from spec_ops.ops.invariant import rms_norm_op
 
 # Rounded once however they are computed, or not at all.
 _EXACT = frozenset({
@@ -65,11 +66,25 @@ class BatchInvariant(TorchDispatchMode):
         if verdict.replace is not None:
             return verdict.replace(_Now(), list(arguments.values()))
         if verdict.refused is not None:
+            if func is torch.ops.aten._fused_rms_norm.default and _in_one_launch(*arguments.values()):
+                return _rms_norm(*arguments.values())
             if func.namespace == "aten" and base_name(func) in _DECOMPOSED and func in decomposition_table:
                 with self:
                     return decomposition_table[func](*args, **kwargs)
             raise NotInvariantError(f"invariant=True: {verdict.refused}")
         return func(*args, **kwargs)
+
+
+def _in_one_launch(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None) -> bool:
+    """Whether an RMS norm is one that `rms_norm` computes, and nobody asks for what its gradient needs."""
+    differentiated = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
+    return len(shape) == 1 and x.dtype.itemsize <= 4 and not differentiated
+
+
+def _rms_norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None) -> Any:
+    """`aten._fused_rms_norm`; its second result, for gradients, is undefined."""
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    return rms_norm_op(x.reshape(-1, *shape), weight, eps, False).view(x.shape), None
 
 
 @functools.cache

@@ -94,6 +94,9 @@ def test_sums_and_norms(n, dtype):
     check(row_sum_op, x)
     for rounded in (False, True):
         check(lambda rows, rounded=rounded: rms_norm_op(rows, weight, 1e-5, rounded), x)
+    with BatchInvariant():
+        eager = F.rms_norm(x.view(3, 100, n), (n,), weight, 1e-5).view(x.shape)
+    assert torch.equal(bits(eager), bits(rms_norm_op(x, weight, 1e-5, False)))
     error = {torch.bfloat16: 2**-6, torch.float32: 2**-19}[dtype]
     torch.testing.assert_close(rms_norm_op(x, weight, 1e-5, False), F.rms_norm(x, (n,), weight, 1e-5), rtol=error, atol=error)
 

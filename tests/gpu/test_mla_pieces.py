@@ -60,9 +60,11 @@ def made(heads: int, q_len: int, **options: Any) -> dict[str, Any]:
 def test_accuracy(mode, heads, sinks, dtype, page_size):
     """Slots that no query sees hold NaN, and pages that hold none else are none of the pool's."""
     lens = [0, 1, 63, 64, 65, 127, 300, 2045, 2047, 2048, 2049, 4096, 5000, 17_000]
+    q_lens = [min(length, (0, 3, 130)[i % 3]) for i, length in enumerate(lens)] if mode == "extend" else None
     case = make_case(
-        "mla", mode, DEVICE, dtype=dtype, head_dim=576, v_dim=512, page_size=page_size, heads=heads, sinks=sinks, lens=lens
-    )
+        "mla", mode, DEVICE, dtype=dtype, head_dim=576, v_dim=512, page_size=page_size, heads=heads, sinks=sinks, lens=lens,
+        q_lens=q_lens,
+    )  # fmt: skip
     poison_unseen(case)
     check_accuracy(case, NAME)
 

@@ -64,6 +64,25 @@ def test_bits_of_rows(name, dtype):
     torch.testing.assert_close(whole, want, rtol=error, atol=8 * error)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_norms_on_cuda(dtype):
+    """What `F.rms_norm` calls there: one launch, with the bits of its parts; those where gradients need more, or in float64."""
+    norm, x, weight = torch.ops.aten._fused_rms_norm.default, torch.randn(5, 7, 96, generator=G), torch.randn(96, generator=G)
+
+    def run(x: torch.Tensor, weight: torch.Tensor | None, eps: float | None) -> Any:
+        return BatchInvariant().__torch_dispatch__(norm, (), (x, [96], weight, eps))
+
+    for eps, w in ((1e-5, weight), (None, weight.to(dtype)), (0.1, None)):
+        out, nothing = run(x.to(dtype), w, eps)
+        parts, rstd = run(x.to(dtype, copy=True).requires_grad_(), w, eps)
+        assert nothing is None
+        assert rstd.shape == (5, 7, 1)
+        assert torch.equal(bits(out), bits(parts))
+    assert run(x.double(), weight.double(), None)[1] is not None
+    over_two = BatchInvariant().__torch_dispatch__(norm, (), (x, [7, 96], None, None))
+    torch.testing.assert_close(over_two[0], F.rms_norm(x, (7, 96)))
+
+
 def test_without_it_rows_differ():
     """What all this is for: torch's own product of this row has other bits beside others."""
     g = torch.Generator().manual_seed(3)

@@ -100,7 +100,7 @@ def attend(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
 ) -> Attended:
-    """Attention of `q [q_len, heads, dim]` over `keys [length, kv_heads, dim]` and `values`, query by query, head by head.
+    """Attention of `q [q_len, heads, dim]` over `keys [length, kv_heads, dim]` and `values`, one KV head's queries at a time.
 
     The error estimate follows Higham and Mary (2019): rounding errors behave like a random walk, so a float32 sum of n terms
     is off by about `sqrt(n) * u * sum|terms|` (worst case `n * u`); four times that is exceeded with negligible probability.
@@ -117,17 +117,19 @@ def attend(
         if not seen[i]:
             continue
         rows = torch.tensor(seen[i])
-        for head in range(heads):
-            k, v = keys[rows, head // group], values[rows, head // group]
-            logits = (k @ q[i, head]) * scale
+        for kv_head in range(keys.shape[1]):
+            own = slice(kv_head * group, (kv_head + 1) * group)
+            k, v, queries = keys[rows, kv_head], values[rows, kv_head], q[i, own]
+            logits = (queries @ k.T) * scale
             if softcap > 0:
                 logits = softcap * torch.tanh(logits / softcap)
-            weights = torch.exp(logits - logits.max())
-            total = weights.sum()
+            largest = logits.amax(-1, keepdim=True)
+            weights = torch.exp(logits - largest)
+            total = weights.sum(-1, keepdim=True)
             if sinks is not None:
-                total = total + torch.exp(sinks[head].cpu().double() - logits.max())
-            out[i, head] = (weights / total) @ v
-            magnitude = (k.abs() @ q[i, head].abs()).max() * scale
+                total = total + torch.exp(sinks[own, None].cpu().double() - largest)
+            out[i, own] = (weights / total) @ v
+            magnitude = (queries.abs() @ k.abs().T).amax(-1, keepdim=True) * scale
             logit_error = 4 * dim**0.5 * unit * magnitude + 8 * unit * (1 + magnitude + softcap)
-            error[i, head] = (2 * logit_error + 4 * len(rows) ** 0.5 * unit) * v.abs().max()
+            error[i, own] = (2 * logit_error + 4 * len(rows) ** 0.5 * unit) * v.abs().max()
     return Attended(out, error)

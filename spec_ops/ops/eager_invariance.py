@@ -7,6 +7,7 @@ on where a value stands: there `_pieces.py` calls them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,10 @@ from spec_ops.ops.invariant import rms_norm_op
 # Rounded once however they are computed, or not at all.
 _EXACT = frozenset({
     "abs", "add", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor",
-    "ceil", "clamp", "clamp_max", "clamp_min", "convert_element_type", "copysign", "div", "eq", "equal", "fill", "floor",
-    "floor_divide", "fmax", "fmin", "ge", "gt", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "le", "logical_and",
-    "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul", "nan_to_num", "ne", "neg",
-    "relu", "remainder", "round", "rsub", "sgn", "sign", "signbit", "sqrt", "sub", "threshold", "trunc", "where",
+    "ceil", "clamp", "clamp_max", "clamp_min", "clone", "convert_element_type", "copysign", "div", "eq", "equal", "fill",
+    "floor", "floor_divide", "fmax", "fmin", "frexp", "ge", "gt", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "le",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul", "nan_to_num",
+    "ne", "neg", "relu", "remainder", "round", "rsub", "sgn", "sign", "signbit", "sqrt", "sub", "threshold", "trunc", "where",
 })  # fmt: skip
 
 
@@ -78,13 +79,13 @@ class BatchInvariant(TorchDispatchMode):
 def _in_one_launch(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None) -> bool:
     """Whether an RMS norm is one that `rms_norm` computes, and nobody asks for what its gradient needs."""
     differentiated = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
-    return len(shape) == 1 and x.dtype.itemsize <= 4 and not differentiated
+    return len(shape) == 1 and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and not differentiated
 
 
 def _rms_norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None) -> Any:
     """`aten._fused_rms_norm`; its second result, for gradients, is undefined."""
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    return rms_norm_op(x.reshape(-1, *shape), weight, eps, False).view(x.shape), None
+    return rms_norm_op(x.reshape(math.prod(x.shape[:-1]), *shape), weight, eps, False).view(x.shape), None
 
 
 @functools.cache

@@ -43,8 +43,8 @@ _MOVES = frozenset({
     "index_select", "inductor_force_stride_order", "iota", "isin", "item", "kthvalue", "lift_fresh", "lift_fresh_copy",
     "masked_fill", "masked_select", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "nonzero", "ones",
     "ones_like", "repeat", "repeat_interleave", "roll", "scalar_tensor", "scatter", "searchsorted", "select_scatter",
-    "slice_scatter", "sort", "stack", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride", "topk", "tril", "triu",
-    "where", "zero", "zeros", "zeros_like",
+    "slice_scatter", "sort", "squeeze", "stack", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride", "t", "topk",
+    "transpose", "tril", "triu", "unsqueeze", "where", "zero", "zeros", "zeros_like",
 })  # fmt: skip
 _EXTREMA = frozenset({
     "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "cummax", "cummin", "max", "median", "min", "mode",

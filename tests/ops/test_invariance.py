@@ -43,6 +43,8 @@ ROWWISE: dict[str, Any] = {
     "cos": lambda x: x.float().cos() * x.unsqueeze(1).sin().squeeze(1),
     "argmax": lambda x: x.argmax(-1),
     "top-k": lambda x: x.topk(3, -1).values,
+    "mantissas": lambda x: torch.frexp(x.float())[0],
+    "a linear layer of each row": lambda x: torch.vmap(lambda row: F.linear(row, WEIGHT.to(x.dtype)))(x),
 }
 
 
@@ -79,8 +81,31 @@ def test_norms_on_cuda(dtype):
         assert rstd.shape == (5, 7, 1)
         assert torch.equal(bits(out), bits(parts))
     assert run(x.double(), weight.double(), None)[1] is not None
+    for empty in ((0, 7, 96), (3, 0)):  # rows, and what is normalized
+        out, nothing = BatchInvariant().__torch_dispatch__(norm, (), (torch.empty(empty), empty[-1:], None, None))
+        assert out.shape == empty
+        assert nothing is None
+    with pytest.raises(RuntimeError, match="invalid"):  # not norms of parts of a row
+        BatchInvariant().__torch_dispatch__(norm, (), (x, [48], None, None))
+    with pytest.raises(RuntimeError, match="mean"):
+        run(x.int(), None, None)
     over_two = BatchInvariant().__torch_dispatch__(norm, (), (x, [7, 96], None, None))
     torch.testing.assert_close(over_two[0], F.rms_norm(x, (7, 96)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("n", "transposed"), [(1, False), (17, False), (17, True)])
+def test_products_of_which_each_has_its_own_matrix(n, transposed, dtype):
+    """A matrix's place in a batch decides where it begins, and of one row or column how a stride is written."""
+    a = torch.randn(9, 3, 97, generator=G).to(dtype)
+    b = torch.randn((9, n, 97) if transposed else (9, 97, n), generator=G).to(dtype)
+    b = b.transpose(1, 2) if transposed else b
+    with BatchInvariant():
+        whole, dots = torch.bmm(a, b), torch.einsum("bk,bk->b", a[:, 0], b[..., 0])
+        for i in range(9):
+            assert torch.equal(bits(torch.bmm(a[i : i + 1], b[i : i + 1].clone())), bits(whole[i : i + 1]))
+            assert torch.equal(bits(torch.einsum("bk,bk->b", a[i : i + 1, 0], b[i : i + 1, :, 0])), bits(dots[i : i + 1]))
+    torch.testing.assert_close(whole, torch.bmm(a, b), rtol=1e-2, atol=0.1 if dtype == torch.bfloat16 else 1e-4)
 
 
 def test_without_it_rows_differ():
@@ -128,6 +153,13 @@ def test_a_conversion_that_torch_does_not_decompose():
     """On CUDA with torch 2.11 an RMS norm ends in it."""
     op, x = torch.ops.aten.type_as.default, torch.zeros(2)
     assert judge(op, named_arguments(op, (x, x), {}), lambda operand: operand) == KEPT
+
+
+def test_a_copy_keeps_its_layout():
+    x = torch.randn(2, 3, 4, 5, generator=G)
+    with BatchInvariant():
+        assert x.transpose(1, 3).clone().stride() == x.transpose(1, 3).stride()
+        assert x.clone(memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
 
 
 def test_integers_may_be_added_in_any_order():

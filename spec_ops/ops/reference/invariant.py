@@ -2,7 +2,7 @@
 
 A product is computed one row at a time: the shape of each call, hence its order of addition, is that of one row. Each row is
 copied first. Where a row begins decides how a library's loops start, and the order of addition with it; memory of its own
-always begins at a multiple of 64 bytes.
+always begins at a multiple of 64 bytes. So must a matrix, which in a batch of products may be a row's own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ def _product(matrix: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return row.to(matrix.dtype) @ matrix
 
 
+def _placed(matrix: torch.Tensor) -> torch.Tensor:
+    """`matrix`, or a copy, as if it were alone: its batch decides where it begins, and the stride of a dimension of 1."""
+    if 1 in matrix.shape:
+        return matrix.clone(memory_format=torch.contiguous_format)
+    return matrix.clone() if matrix.data_ptr() % 64 else matrix
+
+
 def batched_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     exact = torch.promote_types(a.dtype, torch.float32)
     out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     for place, rows, matrix in zip(out, a, b.to(exact), strict=True):
-        for i, row in enumerate(each_row(functools.partial(_product, matrix), rows)):
+        for i, row in enumerate(each_row(functools.partial(_product, _placed(matrix)), rows)):
             place[i] = row[0] if bias is None else row[0] + bias.to(exact)
     return out
 

@@ -276,14 +276,16 @@ def test_the_cases_of_sampled_and_penalized_rounds():
     choices = [{}, {"temperature": 0.6, "top_p": 0.9}]
     choices += [choice | {"penalties": True} for choice in choices]
     shape = {"model": ["tiny"], "batch_size": [1], "context": [40], "layers": None, "steps": [3], "tree": (1, None)}
-    cases = plan(
-        **shape, backend=["auto"], passes=[True], extra=(True, True, False), accept_length=None, common={}, choices=choices
-    )
+    options = {"backend": ["auto"], "passes": [True], "accept_length": None, "common": {}, "choices": choices}
+    cases = plan(**shape, **options, extra=(True, True, False, False))
     found = [(case.round, case.sampled, case.penalties) for case in cases]
     every = [(False, False), (True, False), (False, True), (True, True)]
     speculative, plain = ([(kind, *choice) for choice in every] for kind in ("speculative", "plain"))
     assert found == [*speculative, ("naive", False, False), *plain]
     assert all(RoundCase.from_json(case.to_json()) == case for case in cases)
+    looking = plan(**shape, **options, extra=(False, False, False, True))
+    drafting, aside = ([(kind, *choice) for choice in every] for kind in ("lookup", "plain-lookup"))
+    assert [(case.round, case.sampled, case.penalties) for case in looking] == [*speculative, *drafting, *aside]
 
 
 @pytest.mark.parametrize(
@@ -300,6 +302,8 @@ def test_the_cases_of_sampled_and_penalized_rounds():
         (["--accept-length", "4.5"], "--accept-length"),
         (["--tree-width", "2", "--tree-tokens", "99"], "--tree-tokens"),
         (["--tree-width", "2", "--naive"], "--naive"),
+        (["--tree-width", "2", "--lookup"], "--lookup"),
+        (["--tp", "2", "--lookup"], "--tp"),
         (["--timeline", "x.png"], "--timeline"),
         (["--tp", "2", "--weights", "int4"], "--tp"),
         (["--tp", "2", "--alone", "--collective", "nccl"], "--alone"),

@@ -100,12 +100,17 @@ class Report:
         if self.path is None:
             return
         earlier, new = self.earlier, {_identity(row): row for row in rows}
-        rows = [*(new.pop(_identity(row), row) for row in earlier["rows"]), *new.values()]
+        rows = [*(_beside(new.pop(_identity(row), row), row) for row in earlier["rows"]), *new.values()]
         shapes = earlier["shapes"] | {case.shape.label: case.shape.about for case in cases}
         again = {str(case) for case in cases} | {note.case for note in notes}
         told = [*(note for note in earlier["notes"] if note["case"] not in again), *(vars(note) for note in notes)]
         more = {"earlier_runs": earlier["earlier_runs"], "shapes": shapes, "auto": judge_auto(rows), "notes": told}
         write_rows(self.path, rows, **self.settings, **more)
+
+
+def _beside(row: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """A row with what the file's row of the same case says of another engine, which no command here measures."""
+    return {name: earlier[name] for name in ("peer", "peer_ms") if name in earlier} | row
 
 
 def _identity(row: dict[str, Any]) -> tuple:

@@ -323,10 +323,11 @@ def test_a_row_measured_again_keeps_its_place(tmp_path):
     path, settings = tmp_path / "round.json", {"bandwidth": 1.0, "jobs": 1}
     cases = [replace(CASE, batch_size=size) for size in (1, 2, 4)]
     first, second, third = (case.row(40, 3.0, (0, 0)) for case in cases)
-    Report(path, False, settings).write(cases[:2], [first, second], [])
+    peer = {"peer": "an engine", "peer_ms": 4.0}  # written by hand
+    Report(path, False, settings).write(cases[:2], [first | peer, second], [])
     again = first | {"ms": 2.0}
     Report(path, True, settings).write(cases, [third, again], [])
-    assert json.loads(path.read_text())["rows"] == [again, second, third]
+    assert json.loads(path.read_text())["rows"] == [again | peer, second, third]
 
 
 def test_a_case_done_again_loses_its_old_note(tmp_path):

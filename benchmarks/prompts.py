@@ -2,6 +2,10 @@
 
 Rows take the next prompt when their own has ended. Beside it: the same prompts in groups, where a batch begins when the whole
 one before it has ended; and one prompt at a time. Prompts are held-out text of the standard library, for the shipped pair.
+
+Beside speed it says what memory the ways need: the KV pages that their requests share (`kv_pages`, `kv_mib`) and those of
+`max_batch_size` requests that are all as long as the longest (`unshared_kv_mib`), and on a GPU what a call allocates at most
+(`call_mib`), which is that of its prompts' forwards.
 """
 
 from __future__ import annotations
@@ -44,6 +48,12 @@ def heavy_tailed(count: int, median: int, seed: int) -> list[int]:
     return [int(length) for length in drawn.clip(SHORTEST, LONGEST)]
 
 
+def kv_mib(generator: Generator, pages: int) -> float:
+    """MiB of so many pages in the caches of target and draft."""
+    caches = [cache for cache in (generator.target_cache, generator.draft_cache) if cache is not None]
+    return sum(t.nbytes for cache in caches for t in cache.tensors()) / generator.num_pages * pages / 2**20
+
+
 def bench_prompts(
     prompts: Annotated[int, typer.Option(min=2, help="How many.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows.")] = 16,
@@ -60,8 +70,8 @@ def bench_prompts(
         Path | None, typer.Option(callback=writable_file, help="Also write the figures, with machine, versions and commit.")
     ] = None,
 ) -> None:
-    """Tokens a second over prompts of very unequal lengths: rows that are refilled, groups, and one prompt at a time. Texts are
-    compared in float32."""
+    """Tokens a second, and memory, over prompts of very unequal lengths: rows that are refilled, groups, and one prompt at a
+    time. Texts are compared in float32."""
     place, weights, config = parse_device(device), parse_dtype(dtype), parse_config(steps, 1, None)
     target, draft, _ = load_pair(device=place, dtype=weights)
     lengths, limits = heavy_tailed(prompts, median, seed), heavy_tailed(prompts, median, seed + 1)
@@ -82,10 +92,13 @@ def bench_prompts(
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     found: dict[str, list[list[int]]] = {}
     rounds: dict[str, int] = {}
+    call_mib: dict[str, float] = {}
     for turn in range(repeats + 1):  # the first one compiles and warms up
         for name, (generator, parts) in ways.items():
             if place.type == "cuda":
                 torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
             start, found[name], rounds[name] = time.perf_counter(), [], 0
             for part in parts:
                 result = generator.generate(
@@ -98,6 +111,8 @@ def bench_prompts(
                 rounds[name] += result.stats.rounds
             if turn:
                 seconds[name].append(time.perf_counter() - start)
+                if place.type == "cuda":
+                    call_mib[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
     same = dtype != "float32" or sampling.temperature > 0 or all(tokens == found["refilled"] for tokens in found.values())
     new_tokens = sum(map(len, found["refilled"]))
     rows = []
@@ -109,16 +124,20 @@ def bench_prompts(
                 "way": name, "prompts": prompts, "batch_size": generator.max_batch_size, "median": median,
                 "new_tokens": new_tokens, "rounds": rounds[name], "seconds": round(took, 3),
                 "tokens_per_second": round(new_tokens / took, 1),
-                "kv_pages": generator.num_pages, "page_size": generator.page_size, "steps": steps,
+                "kv_pages": generator.num_pages, "page_size": generator.page_size,
+                "kv_mib": round(kv_mib(generator, generator.num_pages), 1),
+                "unshared_kv_mib": round(kv_mib(generator, generator.max_pages * generator.max_batch_size), 1),
+                "call_mib": round(call_mib[name], 1) if name in call_mib else None, "steps": steps,
                 "temperature": sampling.temperature, "dtype": dtype, "device": str(place), "compile": compile,
             }
         )  # fmt: skip
-    table = Table(
-        "way", "rows", "rounds", "seconds", "tokens/s", "KV pages", title=f"{prompts} prompts, {new_tokens} new tokens"
-    )
+    columns = {
+        "way": "way", "rows": "batch_size", "rounds": "rounds", "seconds": "seconds", "tokens/s": "tokens_per_second",
+        "KV pages": "kv_pages", "MiB": "kv_mib", "MiB unshared": "unshared_kv_mib", "MiB of a call": "call_mib",
+    }  # fmt: skip
+    table = Table(*columns, title=f"{prompts} prompts, {new_tokens} new tokens")
     for row in rows:
-        cells = (row[key] for key in ("way", "batch_size", "rounds", "seconds", "tokens_per_second", "kv_pages"))
-        table.add_row(*map(str, cells))
+        table.add_row(*("" if row[key] is None else str(row[key]) for key in columns.values()))
     console.print(table)
     if json is not None:
         write_rows(json, rows)

@@ -45,6 +45,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "invariant": rounds.invariant,
     "texts": texts.texts,
     "models": rounds.models,
+    "mixtures": rounds.mixtures,
     "weights": rounds.weights,
     "ranks": rounds.ranks,
     "collectives": rounds.collectives,

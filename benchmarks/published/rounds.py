@@ -21,6 +21,7 @@ LABELS = {
     "deepseek-v3-mixtures-2-layers": "DeepSeek-V3, 2 mixture layers",
     "qwen3-8b-shape-36-layers": "Qwen3-8B",
     "mistral-7b-shape-32-layers": "Mistral 7B",
+    "deepseek-v3-mixtures-4-layers": "DeepSeek-V3, 4 mixture layers",
 }
 RANKS = (2, 4)  # GPUs of one host that rounds and sums were measured on
 PARTS_ABOVE = ("+ matmul", "+ attention", "+ other", "+ gaps")  # the floor
@@ -365,6 +366,29 @@ def models(results: Path) -> str:
     names = ("transformers", "own", "ratio", "floor", "its kernels", "own kernels", "first call, s")
     header = ("model", "batch, context", "kind", *names)
     return paragraph(intro) + "\n\n" + table(header, lines)
+
+
+def mixtures(results: Path) -> str:
+    """Rounds of mixtures of experts beside the floor of the experts that they touch, and beside another engine."""
+    file = "h200-models"
+    rows = sorted(load(file, results)["rows"], key=lambda row: (label(row["model"]), row["bs"], row["context"], row["round"]))
+    lines = [
+        [
+            label(row["model"]), f"{row['bs']}, {row['context']}", row["round"], f"{row['touched_experts']:.0f}",
+            f"{row['floor_ms']:.2f}", f"{row['ms']:.2f}", f"{row['ms'] / row['floor_ms']:.2f}",
+            f"{row['peer_ms']:.1f}" if "peer_ms" in row else "",
+        ]
+        for row in rows
+        if row["passes"] and "touched_experts" in row and "weights" not in row
+    ]  # fmt: skip
+    intro = "Mixtures of experts in our own class, milliseconds a round (`python -m benchmarks round --plain --model"
+    intro += (
+        f" qwen3-30b-a3b`, `benchmarks/results/{file}.json`), beside the floor of the experts of a layer that random routing"
+    )
+    intro += " touches. SGLang 0.5.14 with `fa3` was measured in another session, with an accept length that is simulated; with"
+    intro += " its dummy weights tokens route alike, so it may touch fewer experts:"
+    names = ("touched experts", "floor", "ms", "times the floor", "SGLang")
+    return paragraph(intro) + "\n\n" + table(("model", "batch, context", "kind", *names), lines)
 
 
 def planned(results: Path) -> str:

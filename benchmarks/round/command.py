@@ -33,6 +33,9 @@ def bench_round(
     naive: Annotated[bool, typer.Option("--naive", help="Also the round as one writes it at first.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Also plain compiled decoding by the same ops.")] = False,
     assisted: Annotated[bool, typer.Option("--assisted", help="Also transformers', batch 1, shortest context.")] = False,
+    lookup: Annotated[
+        bool, typer.Option("--lookup", help="Also drafts by prompt lookup: S steps, and plain steps that look up too.")
+    ] = False,
     sampled: Annotated[
         bool, typer.Option("--sampled", help="Also rounds that sample, by default at temperature 0.6 with top-p 0.9.")
     ] = False,
@@ -103,7 +106,7 @@ def bench_round(
     choices = _choices(sampled, penalties, temperature, top_k, top_p, min_p)
     choices += [choice | {"weights": kind} for kind in weights or [] for choice in choices]
     choices += [choice | {"invariant": True} for choice in choices if invariant]
-    others = {"--weights": weights, "--naive": naive, "--assisted": assisted, "--invariant": invariant}
+    others = {"--weights": weights, "--naive": naive, "--assisted": assisted, "--invariant": invariant, "--lookup": lookup}
     _check_ranks(tp, collective, alone, device, others)
     if alone and "transformers" in path:
         raise typer.BadParameter("divides models of spec_ops alone: leave out --path transformers", param_hint="--alone")
@@ -120,8 +123,9 @@ def bench_round(
     shared += [ranks | {"whole_draft": True} for ranks in shared if whole_draft]
     whole: list[dict[str, Any]] = [{}] if 1 in tp else []
     choices = [choice | ranks for ranks in whole + shared for choice in choices]
-    if naive and tree_width > 1:
-        raise typer.BadParameter("drafts chains: leave out --tree-width", param_hint="--naive")
+    for option, given in (("--naive", naive), ("--lookup", lookup)):
+        if given and tree_width > 1:
+            raise typer.BadParameter("drafts chains: leave out --tree-width", param_hint=option)
     from benchmarks.round import runner as round_runner  # imports the compiler, which would slow down every command
 
     place = torch.device(device)
@@ -129,7 +133,7 @@ def bench_round(
     try:
         cases = round_runner.plan(
             model=model, batch_size=batch_size, context=context, layers=layers, steps=steps, tree=(tree_width, tree_tokens),
-            backend=backend, passes=PASSES[passes], extra=(naive, plain, assisted), choices=choices,
+            backend=backend, passes=PASSES[passes], extra=(naive, plain, assisted, lookup), choices=choices,
             accept_length=accept_length, paths=path,
             common={"repeats": repeats, "bandwidth": copy_rate, "device": device, "compiled": device == "cuda",
                     "check_rounds": check_rounds},

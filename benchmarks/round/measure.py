@@ -25,7 +25,7 @@ from benchmarks.round.shapes import SHAPES, Shape, touched_experts
 from benchmarks.round.stored import parameter_bytes, store
 from benchmarks.round.through_transformers import build_model, taken_over
 from benchmarks.timing import median_ms
-from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig
+from spec_ops.decoding import Generator, PromptLookup, SamplingParams, SpeculationConfig
 from spec_ops.decoding.drafter import draft_model
 from spec_ops.decoding.logits import LogitsChanges, LogitsFeatures
 from spec_ops.models import Draft, Target
@@ -34,7 +34,8 @@ from spec_ops.models.layers import Mixture
 from spec_ops.parallel import TensorParallel, shard_config
 from spec_ops.passes import compile as compile_with_passes
 
-ROUNDS = ("speculative", "naive", "plain", "assisted")
+ROUNDS = ("speculative", "naive", "plain", "assisted", "lookup", "plain-lookup")
+PLAIN = ("plain", "plain-lookup")  # of one token
 PAGE_SIZE = 64
 PROFILED = 5  # rounds under the profiler
 PENALIZED = LogitsFeatures(bias=True, repetition=True, counts=True, bitmask=True)
@@ -50,7 +51,8 @@ class RoundCase:
         steps, topk, tree_tokens: the draft, as in `SpeculationConfig`.
         contexts: committed tokens per request, one row each.
         path: `"own"`: our class of the target; `"transformers"`: transformers', through `TransformersModel`.
-        round: `"speculative"`; `"naive"` (`naive.py`); `"plain"`: one token by the same ops; `"assisted"`: transformers.
+        round: `"speculative"`; `"naive"` (`naive.py`); `"plain"`: one token by the same ops; `"assisted"`: transformers;
+            `"lookup"`: drafts by prompt lookup; `"plain-lookup"`: a plain step that looks up too, a round of length 0.
         backend: of every attention call. passes: the graph passes on or off.
         repeats: rounds to take the median of. bandwidth: bytes a second, for the floor.
         accept_length: tokens a request gains per round, stated and not measured: random weights accept nothing.
@@ -120,6 +122,16 @@ class RoundCase:
         return ({"sampled": True, **settings} if self.sampled else {}) | flags | shared
 
     @property
+    def has_model(self) -> bool:
+        """Whether a model drafts."""
+        return self.round not in (*PLAIN, "lookup")
+
+    @property
+    def tokens(self) -> int:
+        """Of a request, that the target reads in a round."""
+        return 1 if self.round in PLAIN else self.config.num_tokens
+
+    @property
     def processes(self) -> int:
         return 1 if self.alone else self.tp
 
@@ -139,8 +151,8 @@ class RoundCase:
     def memory_bytes(self) -> int:
         """Estimate of what the process takes on the device; weights of fewer bits have 16 at first."""
         target, draft = self.build("meta", TensorParallel.fake(self.tp))
-        models = [target] if self.round == "plain" else [target, draft]
-        configs: list[CacheSizes] = [target.config] if self.round == "plain" else [target.config, draft.config]
+        models = [target, draft] if self.has_model else [target]
+        configs: list[CacheSizes] = [target.config, draft.config] if self.has_model else [target.config]
         weights = {id(p): p.numel() * p.element_size() for model in models for p in model.parameters()}
         rows = [row for config in configs for layer in config.kv_rows for row in layer]
         tokens = self.batch_size * (max(self.contexts) + self.slack + self.config.reserve + PAGE_SIZE)
@@ -169,15 +181,15 @@ class RoundCase:
         mixture = self.shape.target.mixture
         if mixture is None:
             return {}
-        tokens = self.batch_size * (1 if self.round == "plain" else self.config.num_tokens)
-        return {"touched_experts": round(touched_experts(mixture, tokens), 2)}
+        return {"touched_experts": round(touched_experts(mixture, self.batch_size * self.tokens), 2)}
 
     def row(self, context: int, milliseconds: float, floors: tuple[int, int]) -> dict[str, Any]:
         """What every row has. `floors`: bytes of weights and of KV that a round must read."""
         weights, kv = (number / self.bandwidth * 1e3 for number in floors)
-        accepted = 1.0 if self.round == "plain" else self.accept_length
-        steps, topk = (0, 0) if self.round == "plain" else (self.steps, self.topk)
-        draft = {"plain": "", "assisted": "+one-layer"}.get(self.round, f"+{self.shape.draft}")
+        accepted = 1.0 if self.round in PLAIN else self.accept_length
+        steps, topk = (0, 0) if self.round in PLAIN else (self.steps, self.topk)
+        named = {"plain": "", "assisted": "+one-layer", "lookup": "+lookup", "plain-lookup": "+lookup"}
+        draft = named.get(self.round, f"+{self.shape.draft}")
         tree = {"num_tokens": self.config.num_tokens} if topk > 1 else {}
         return {
             "model": f"{self.shape.label}-{self.shape.target.num_layers}-layers{draft}",
@@ -204,10 +216,13 @@ class RoundCase:
         }
 
 
-def floor_bytes(generator: Generator, batch_size: int, context: int, sizes: ModelConfig | None = None) -> tuple[int, int]:
+def floor_bytes(
+    generator: Generator, batch_size: int, context: int, sizes: ModelConfig | None = None, tokens: int | None = None
+) -> tuple[int, int]:
     """Bytes of weights and of KV that a round must read: the target's once, the draft's (its LM head too) once per draft
     forward. A layer with a window reads the window, a mixture the experts that its tokens go to if routing is uniform.
-    `sizes`: of the target; default those of its class."""
+    `sizes`: of the target; default those of its class. `tokens`: of a request that the target reads; default those of a draft
+    model's rounds, or one."""
     target, draft = generator.target, draft_model(generator.draft)
 
     def size(module: Any, tokens: int) -> int:
@@ -223,7 +238,7 @@ def floor_bytes(generator: Generator, batch_size: int, context: int, sizes: Mode
         return sum(n * math.prod(row) for n, rows in zip(seen, config.kv_rows, strict=True) for row in rows)
 
     forwards = 0 if draft is None else generator.config.num_steps
-    verified = batch_size * (1 if draft is None else generator.config.num_tokens)
+    verified = batch_size * (tokens or (1 if draft is None else generator.config.num_tokens))
     weights, rows = size(target, verified), kv(sizes or target.config)  # type: ignore[arg-type]
     if draft is not None:
         weights += forwards * size(draft, batch_size * generator.config.topk)
@@ -260,7 +275,7 @@ class CompiledRound:
         target, draft = self._models()
         self.generator = Generator(
             target,
-            None if case.round == "plain" else draft,
+            draft if case.has_model else None if case.round == "plain" else PromptLookup(),
             case.config,
             max_batch_size=case.batch_size,
             max_seq_len=max(case.contexts) + case.slack,
@@ -312,7 +327,9 @@ class CompiledRound:
 
     def _round(self) -> torch.nn.Module:
         case = self.case
-        module = self.generator.round(case.batch_size, sampled=case.sampled, features=PENALIZED if case.penalties else None)
+        options: dict[str, Any] = {"length": 0} if case.round == "plain-lookup" else {}
+        options |= {"sampled": case.sampled, "features": PENALIZED if case.penalties else None}
+        module = self.generator.round(case.batch_size, **options)
         self.changes = module.changes
         return module
 
@@ -334,6 +351,9 @@ class CompiledRound:
     def reset(self, context: int) -> None:
         case = self.case
         reset(self.generator, case.batch_size, context)
+        if isinstance(self.generator.draft, PromptLookup):
+            random = torch.Generator(case.device).manual_seed(0)
+            self.generator.buckets.state(case.batch_size).tokens.random_(case.shape.target.vocab_size, generator=random)
         if case.sampled:
             state = self.generator.buckets.state(case.batch_size)
             state.seeds.copy_(torch.arange(case.batch_size))
@@ -365,7 +385,7 @@ class CompiledRound:
             self.reset(context)
             milliseconds = sharing.slowest(self.ranks, self._milliseconds())
             sizes = shard_config(case.shape.target, case.tp) if case.path == "transformers" else None
-            row = case.row(context, milliseconds, floor_bytes(self.generator, case.batch_size, context, sizes))
+            row = case.row(context, milliseconds, floor_bytes(self.generator, case.batch_size, context, sizes, case.tokens))
             row["first_call_s"] = round(self.first_call_s, 3)
             if case.device == "cuda":
                 self.reset(context)

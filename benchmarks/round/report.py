@@ -92,7 +92,7 @@ def _signed(value: float) -> str:
 
 def rounds_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A line per row, with the milliseconds above the floor by kind."""
-    lengths = sorted({row["accept_length"] for row in rows if row["round"] != "plain"})
+    lengths = sorted({row["accept_length"] for row in rows if row["steps"]})
     stated = ", ".join(f"{length:g}" for length in lengths)
     table = Table(title=f"rounds; tokens/s at a stated accept length of {stated}" if stated else "rounds")
     for name in ("model", "round", "backend", "passes", "batch, context"):

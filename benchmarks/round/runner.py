@@ -40,7 +40,7 @@ def plan(
     tree: tuple[int, int | None],
     backend: Sequence[str],
     passes: Sequence[bool],
-    extra: tuple[bool, bool, bool],
+    extra: tuple[bool, bool, bool, bool],
     accept_length: float | None,
     common: dict[str, Any],
     choices: Sequence[dict[str, Any]] = ({},),
@@ -49,7 +49,8 @@ def plan(
     """A case for every combination; plain and assisted rounds once for all settings that they do not depend on.
 
     Args:
-        tree: width and tokens of the draft, as in `SpeculationConfig`. extra: whether naive, plain and assisted rounds too.
+        tree: width and tokens of the draft, as in `SpeculationConfig`. extra: whether naive, plain and assisted rounds, and
+            those of prompt lookup too.
         choices: how tokens are chosen, attributes of speculative and plain rounds; one round for each. Default greedily.
         accept_length: default three quarters of the longest path. common: further attributes of all cases.
         paths: of the target of speculative and plain rounds: `"own"`, `"transformers"`.
@@ -57,7 +58,7 @@ def plan(
     Raises:
         ValueError: an impossible draft or accept length.
     """
-    naive, plain, assisted = extra
+    naive, plain, assisted, lookup = extra
     cases: list[RoundCase] = []
     for name, count, size in itertools.product(model, layers or [None], batch_size):  # type: ignore[list-item]
         shared = common | {"model": name, "layers": count, "batch_size": size, "contexts": tuple(dict.fromkeys(context))}
@@ -68,16 +69,19 @@ def plan(
                 raise ValueError(f"--accept-length must be at most {path_len} tokens with {number} steps, got {gained:g}")
             drafted = shared | {"steps": number, "topk": tree[0], "tree_tokens": tree[1], "accept_length": gained}
             for kernel, on in itertools.product(backend, passes):
-                every = itertools.product(paths, choices)
-                cases += [RoundCase(path=path, backend=kernel, passes=on, **drafted, **choice) for path, choice in every]
-                cases += [RoundCase(round="naive", backend=kernel, passes=on, **drafted)] * naive
+                options = drafted | {"backend": kernel, "passes": on}
+                every = list(itertools.product(paths, choices))
+                cases += [RoundCase(path=path, **options, **choice) for path, choice in every]
+                cases += [RoundCase(round="naive", **options)] * naive
+                cases += [RoundCase(round="lookup", path=path, **options, **choice) for path, choice in every * lookup]
             if assisted and size == 1:
                 shortest = drafted | {"contexts": (min(context),)}
                 cases.append(RoundCase(round="assisted", backend="transformers", passes=False, **shortest))
-        if plain:
+        if plain or lookup:
             for path, kernel, on, choice in itertools.product(paths, backend, passes, choices):
                 drafts_aside = {name: value for name, value in choice.items() if name != "whole_draft"}
-                cases.append(RoundCase(round="plain", path=path, backend=kernel, passes=on, **shared, **drafts_aside))
+                options = shared | drafts_aside | {"path": path, "backend": kernel, "passes": on}
+                cases += [RoundCase(round="plain", **options)] * plain + [RoundCase(round="plain-lookup", **options)] * lookup
     return list(dict.fromkeys(cases))
 
 
@@ -96,12 +100,17 @@ class Report:
         if self.path is None:
             return
         earlier, new = self.earlier, {_identity(row): row for row in rows}
-        rows = [*(new.pop(_identity(row), row) for row in earlier["rows"]), *new.values()]
+        rows = [*(_beside(new.pop(_identity(row), row), row) for row in earlier["rows"]), *new.values()]
         shapes = earlier["shapes"] | {case.shape.label: case.shape.about for case in cases}
         again = {str(case) for case in cases} | {note.case for note in notes}
         told = [*(note for note in earlier["notes"] if note["case"] not in again), *(vars(note) for note in notes)]
         more = {"earlier_runs": earlier["earlier_runs"], "shapes": shapes, "auto": judge_auto(rows), "notes": told}
         write_rows(self.path, rows, **self.settings, **more)
+
+
+def _beside(row: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    """A row with what the file's row of the same case says of another engine, which no command here measures."""
+    return {name: earlier[name] for name in ("peer", "peer_ms") if name in earlier} | row
 
 
 def _identity(row: dict[str, Any]) -> tuple:

@@ -98,11 +98,23 @@ def check_lookup(lookup: PromptLookup, config: SpeculationConfig, max_seq_len: i
 
 
 def check_draft(draft: Draft, target: Target, config: SpeculationConfig) -> None:
-    """A draft knows the target's tokens, lies where it does, and is of its dtype."""
+    """A draft knows the target's tokens and reads what it gives, lies where it does, and is of its dtype."""
     device, dtype = target.embed.weight.device, target.embed.weight.dtype
     vocab = target.config.vocab_size
     if draft.config.vocab_size != vocab:
         raise ValueError(f"Generator: `draft` must know the target's {vocab} tokens, got {draft.config.vocab_size}")
+    if draft.reads is not None:
+        width, layers = draft.reads
+        if width != target.config.hidden_size:
+            raise ValueError(
+                f"Generator: `draft` must be a head for the target's hidden size of {target.config.hidden_size}, got one for "
+                f"{width}"
+            )
+        if layers not in (0, given := len(target.config.aux_layers)):
+            raise ValueError(
+                f"Generator: `draft` must read as many layers as the target's `aux_layers` name, {given}, got one that reads "
+                f"{layers}"
+            )
     if config.topk > draft.draft_vocab_size:
         raise ValueError(
             f"Generator: `config.topk` must be at most the draft's vocabulary of {draft.draft_vocab_size}, got {config.topk}"

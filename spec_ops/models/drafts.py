@@ -25,10 +25,13 @@ class Draft(nn.Module):
         token_offset: see the module docstring.
         draft_to_target: `[draft_vocab]` int64 map of a reduced vocabulary to target ids, or None.
         ranks: the processes that share the draft; None where each runs a whole one.
+        reads: what `encode` takes of the target: the width of a hidden state, and of how many `aux_layers` it has them side by
+            side, 0 for the last hidden state alone. None if that does not matter.
     """
 
     config: ModelSizes
     token_offset = 0
+    reads: tuple[int, int] | None = None
     ranks: Ranks | None = None
     draft_to_target: torch.Tensor | None
 
@@ -155,6 +158,7 @@ class Eagle3Draft(Draft):
         self.config, self.norm_before_residual, self.norm_output = config, norm_before_residual, norm_output
         self.embed = target.embed
         count = len(target.config.aux_layers)
+        self.reads = hidden, count
         self.input_norm = nn.RMSNorm(hidden * count, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, eps=eps) for _ in range(count)) if fc_norm else None
         self.fc = nn.Linear(hidden * count, hidden, bias=False)
@@ -222,7 +226,7 @@ class MTPDraft(Draft):
         ):
             raise ValueError("MTPDraft: `config` must be one layer of the target's hidden size and vocabulary")
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.config = config
+        self.config, self.reads = config, (hidden, 0)
         self.embed, self.lm_head = target.embed, target.lm_head
         self.enorm = nn.RMSNorm(hidden, eps=eps)
         self.hnorm = nn.RMSNorm(hidden, eps=eps)

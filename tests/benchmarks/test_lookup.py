@@ -29,3 +29,9 @@ def test_rows_of_every_draft(tmp_path, monkeypatch, capsys):
     assert rows[0]["accept_length"] == 1
     assert {row["new_tokens"] for row in rows} == {12}
     assert len(capsys.readouterr().out.splitlines()) == len(rows) == 7
+    steps = [(row["draft"], row["steps"]) for row in rows]
+    assert steps[2:6] == [("lookup, 2 compared", 5), ("lookup", 3), ("lookup", 5), ("lookup", 8)]
+    lookup.main(["--draft", "lookup: 5 steps", "--json", str(tmp_path / "some.json")])
+    some = json.loads((tmp_path / "some.json").read_text())["rows"]
+    assert [(row["draft"], row["steps"]) for row in some] == [("plain", 0), ("lookup", 5)]
+    assert some[1]["accept_length"] == rows[4]["accept_length"] > 1

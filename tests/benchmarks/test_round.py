@@ -99,6 +99,37 @@ def test_plain_rounds_gain_one_token_and_speculative_ones_stay_within_their_slac
     assert ours.generator.max_seq_len >= max(TINY.contexts) + 4 * (TINY.repeats + 4)
 
 
+def test_rounds_of_prompt_lookup():
+    """No draft model: neither its memory nor its bytes count. A round verifies drafts of the text; one of length 0 does not."""
+    cases = {
+        kind: replace(TINY, model="tiny-experts", round=kind, bandwidth=1e9) for kind in ("plain", "plain-lookup", "lookup")
+    }
+    made = {kind: CompiledRound(case) for kind, case in cases.items()}
+    rows = {kind: next(one.rows()) for kind, one in made.items()}
+    assert [(row["kind"], row["steps"], row["accept_length"]) for row in rows.values()] == [
+        ("plain", 0, 1.0),
+        ("plain-lookup", 0, 1.0),
+        ("lookup", 3, 3.0),
+    ]
+    assert rows["lookup"]["model"] == rows["plain-lookup"]["model"] == "tiny-experts-2-layers+lookup"
+    assert rows["plain"]["weights_floor_ms"] == rows["plain-lookup"]["weights_floor_ms"] < rows["lookup"]["weights_floor_ms"]
+    experts = {kind: row["touched_experts"] for kind, row in rows.items()}
+    assert experts == {kind: round(16 * (1 - 0.75**n), 2) for kind, n in (("plain", 3), ("plain-lookup", 3), ("lookup", 12))}
+    assert cases["lookup"].memory_bytes() < replace(cases["lookup"], round="speculative").memory_bytes()
+    assert cases["plain-lookup"].memory_bytes() == cases["plain"].memory_bytes()
+    for name, read in (("plain-lookup", 1), ("lookup", 4)):
+        generator, seen = made[name].generator, []
+        made[name].reset(40)
+        state = generator.buckets.state(3)
+        assert state.tokens.unique().numel() > 50  # in a text of equal tokens every place would be found
+        state.tokens[:] = torch.arange(7).repeat(state.tokens.shape[1])[: state.tokens.shape[1]]
+        state.last_token[:] = state.tokens[:, 40]
+        generator.target.embed.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].view(3, -1).clone()))
+        made[name].step()
+        assert seen[0].tolist() == [[(40 + i) % 7 for i in range(read)]] * 3
+        assert made[name].step.drafter is not None
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral"])
 def test_rounds_of_a_model_of_transformers(family, monkeypatch):
     sizes = replace(TINY.shape.target, attention_sinks=False, sliding_window=None, sliding_window_pattern=None)

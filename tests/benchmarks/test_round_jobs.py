@@ -276,14 +276,16 @@ def test_the_cases_of_sampled_and_penalized_rounds():
     choices = [{}, {"temperature": 0.6, "top_p": 0.9}]
     choices += [choice | {"penalties": True} for choice in choices]
     shape = {"model": ["tiny"], "batch_size": [1], "context": [40], "layers": None, "steps": [3], "tree": (1, None)}
-    cases = plan(
-        **shape, backend=["auto"], passes=[True], extra=(True, True, False), accept_length=None, common={}, choices=choices
-    )
+    options = {"backend": ["auto"], "passes": [True], "accept_length": None, "common": {}, "choices": choices}
+    cases = plan(**shape, **options, extra=(True, True, False, False))
     found = [(case.round, case.sampled, case.penalties) for case in cases]
     every = [(False, False), (True, False), (False, True), (True, True)]
     speculative, plain = ([(kind, *choice) for choice in every] for kind in ("speculative", "plain"))
     assert found == [*speculative, ("naive", False, False), *plain]
     assert all(RoundCase.from_json(case.to_json()) == case for case in cases)
+    looking = plan(**shape, **options, extra=(False, False, False, True))
+    drafting, aside = ([(kind, *choice) for choice in every] for kind in ("lookup", "plain-lookup"))
+    assert [(case.round, case.sampled, case.penalties) for case in looking] == [*speculative, *drafting, *aside]
 
 
 @pytest.mark.parametrize(
@@ -300,6 +302,8 @@ def test_the_cases_of_sampled_and_penalized_rounds():
         (["--accept-length", "4.5"], "--accept-length"),
         (["--tree-width", "2", "--tree-tokens", "99"], "--tree-tokens"),
         (["--tree-width", "2", "--naive"], "--naive"),
+        (["--tree-width", "2", "--lookup"], "--lookup"),
+        (["--tp", "2", "--lookup"], "--tp"),
         (["--timeline", "x.png"], "--timeline"),
         (["--tp", "2", "--weights", "int4"], "--tp"),
         (["--tp", "2", "--alone", "--collective", "nccl"], "--alone"),
@@ -319,10 +323,11 @@ def test_a_row_measured_again_keeps_its_place(tmp_path):
     path, settings = tmp_path / "round.json", {"bandwidth": 1.0, "jobs": 1}
     cases = [replace(CASE, batch_size=size) for size in (1, 2, 4)]
     first, second, third = (case.row(40, 3.0, (0, 0)) for case in cases)
-    Report(path, False, settings).write(cases[:2], [first, second], [])
+    peer = {"peer": "an engine", "peer_ms": 4.0}  # written by hand
+    Report(path, False, settings).write(cases[:2], [first | peer, second], [])
     again = first | {"ms": 2.0}
     Report(path, True, settings).write(cases, [third, again], [])
-    assert json.loads(path.read_text())["rows"] == [again, second, third]
+    assert json.loads(path.read_text())["rows"] == [again | peer, second, third]
 
 
 def test_a_case_done_again_loses_its_old_note(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -491,6 +492,22 @@ def test_a_draft_that_does_not_fit_is_named(target):
         Generator(target, make_draft("standalone", target).bfloat16())
     with pytest.raises(ValueError, match=r"`cache_dtype` must be .*, got torch.bfloat16"):
         Generator(target, cache_dtype=torch.bfloat16)
+
+
+def test_a_head_of_another_target_is_named_before_anything_runs(target):
+    wider, fewer, none = (
+        CausalLM(replace(target.config, **change))
+        for change in ({"hidden_size": 128}, {"aux_layers": target.config.aux_layers[:2]}, {"aux_layers": ()})
+    )
+    for kind in ("eagle3", "mtp"):
+        with pytest.raises(ValueError, match="`draft` must be a head for the target's hidden size of 128, got one for 64"):
+            Generator(wider, make_draft(kind, target))
+    for other, count in ((fewer, 2), (none, 0)):
+        message = f"`draft` must read as many layers as the target's `aux_layers` name, {count}, got one that reads 3"
+        with pytest.raises(ValueError, match=message):
+            Generator(other, make_draft("eagle3", target))
+        Generator(other, make_draft("mtp", target))  # the last hidden state, whatever the layers
+    Generator(wider, make_draft("standalone", target))  # it reads tokens alone
 
 
 @pytest.mark.parametrize(

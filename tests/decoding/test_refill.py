@@ -152,16 +152,17 @@ def test_hooks_see_every_token_once_and_in_order(target, late):
     assert [seen[i] for i in range(len(PROMPTS))] == result.tokens
 
 
-def test_a_callback_that_raises_leaves_the_generator_usable(target, late):
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt], ids=["an error", "Ctrl-C"])
+def test_a_callback_that_raises_leaves_the_generator_usable(target, late, error):
     generator = Generator(target, make_draft("mtp", target), max_batch_size=3, num_pages=60, **SIZES)
     expected = generator.generate(PROMPTS, max_new_tokens=LIMITS).tokens
 
     def fail(request, new):
         if request == 6:
-            raise KeyError(request)
+            raise error(request)
 
     for _ in range(4):  # pages that were held are free again
-        with pytest.raises(KeyError):
+        with pytest.raises(error):
             generator.generate(PROMPTS, max_new_tokens=LIMITS, on_tokens=fail, sampling=SamplingParams(1.0))
     assert generator.generate(PROMPTS, max_new_tokens=LIMITS).tokens == expected
 

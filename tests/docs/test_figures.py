@@ -280,6 +280,19 @@ def test_sglangs_fastest_measurement_counts(tmp_path):
     assert min(peers.sglang(RESULTS, 1, 1024)) == chart.data()["ms a round"]["batch 1"][chart.SGLANG]
 
 
+def test_mixtures_stand_beside_their_floor_and_another_engine(tmp_path):
+    case = {"context": 8, "round": "plain", "passes": True, "ms": 3.0, "floor_ms": 2.0}
+    dense = case | {"model": "dense", "bs": 1}
+    big, small = (case | {"model": "m+eagle3", "bs": bs, "touched_experts": 7.6} for bs in (16, 2))
+    stored = small | {"weights": "float8_block"}
+    slow = small | {"passes": False, "ms": 9.0}
+    write(tmp_path, "h200-models", [dense, big, stored, slow, small | {"peer": "an engine", "peer_ms": 4.04}])
+    assert lines(rounds.mixtures(tmp_path)) == [
+        ["m", "2, 8", "plain", "8", "2.00", "3.00", "1.50", "4.0"],
+        ["m", "16, 8", "plain", "8", "2.00", "3.00", "1.50", ""],
+    ]
+
+
 def test_claims_link_to_their_files():
     text = summary.claims(RESULTS)
     assert len(re.findall(r"^\d\. ", text, re.MULTILINE)) == 5

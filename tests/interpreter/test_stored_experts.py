@@ -120,13 +120,13 @@ def test_tokens_without_experts():
 
 
 def test_which_kernels_take_a_call():
-    for tokens, kernel in ((3, "few_gate_up_kernel"), (65, "grouped_gate_up_kernel")):
+    for tokens, at, kernel in ((3, 0, "few_gate_up_kernel"), (65, 1, "grouped_gate_up_kernel")):
         args = stored_call(PUBLISHED, "MXFP4", tokens, 2, 4, 64, 64, FP16)
         with recorded() as launches:
             experts.moe_experts(*args)
-        assert launches[0].kernel.__name__ == kernel
+        assert launches[at].kernel.__name__ == kernel
         assert (
-            launches[0].arguments["weight" if tokens == 65 else "scale"] is args[3 if tokens == 65 else 14]
+            launches[at].arguments["weight" if tokens == 65 else "scale"] is args[3 if tokens == 65 else 14]
         )  # nothing is copied
     args = stored_call(FORMS["Qwen3-MoE"], "block", 3, 2, 4, 72, 72, FP16)
     assert not few.supports(args[0], args[1], args[3], args[4], 72)  # rows of 72 bytes

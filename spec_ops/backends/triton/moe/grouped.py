@@ -24,6 +24,7 @@ from spec_ops.backends.triton.linear.invariant import UNFUSED
 from spec_ops.backends.triton.linear.quantized import numbers
 from spec_ops.backends.triton.moe.activation import activated, gated
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
+from spec_ops.backends.triton.moe.sort import sorted_pairs
 from spec_ops.backends.triton.moe.stored import block_scales, formats, scale_arguments, scale_constants, scaled_4_bits
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, recorded
@@ -241,24 +242,6 @@ def invariant_blocks(pairs: int, experts: int, dtype: torch.dtype, arch: int) ->
     return Blocks(128, 64, 64, 8, 3) if one_instruction and pairs // experts >= 128 else Blocks(64, 64, 64, 4, 3)
 
 
-class Sorted(NamedTuple):
-    """Pairs sorted by expert.
-
-    Attributes:
-        order: `[pairs]`, the pair `token * k + slot` at each place.
-        offsets: `[E + 1]`, where each expert's pairs begin: before them are those of negative experts, after them others.
-    """
-
-    order: torch.Tensor
-    offsets: torch.Tensor
-
-
-def sorted_pairs(ids: torch.Tensor, experts: int) -> Sorted:
-    by_expert, order = ids.flatten().sort(stable=True)
-    bounds = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
-    return Sorted(order, torch.searchsorted(by_expert, bounds, out_int32=True))
-
-
 def chunk_tokens(k: int, hidden: int, inner: int, dtype: torch.dtype) -> int:
     """Tokens at a time, so that what the products leave takes `TEMPORARY` bytes at most; at least 64."""
     a_token = k * (4 * hidden + dtype.itemsize * inner)
@@ -358,7 +341,7 @@ def ahead() -> Iterator[Variant]:
     ):
         with recorded() as launches:
             grouped_experts(*meta_call(tokens, *sizes, **form))
-        for made in launches:
+        for made in launches[1:]:  # the first one sorts
             archs = tuple(arch for arch in ARCHS if arch >= (89 if form is FLOAT8 else 80))
             yield variant_of(f"{made.kernel.__name__}, {name}", made, archs=archs, hot=False)
     for name, sizes, form in (
@@ -370,7 +353,7 @@ def ahead() -> Iterator[Variant]:
             with recorded() as launches:
                 grouped_experts(*meta_call(tokens, *sizes, **form), invariant=True)  # type: ignore[misc]
             # The last kernel is the same for any number of tokens.
-            for made in launches if tokens == 4 else launches[:-1]:
+            for made in launches[1:] if tokens == 4 else launches[1:-1]:
                 archs = tuple(arch for arch in ARCHS if arch >= (89 if form is FLOAT8 else 80))
                 archs = tuple(arch for arch in archs if made.options["num_warps"] == 4 or not 100 <= arch < 120)
                 yield variant_of(

@@ -44,12 +44,12 @@ def sort_pairs_kernel(ids, order, offsets, pairs, BLOCK: tl.constexpr, PDL: tl.c
     below = tl.zeros([BLOCK], tl.int32)
     for start in range(0, pairs, BLOCK):
         pair = start + place
-        below += ((tl.load(ids + pair, mask=pair < pairs, other=expert) < expert) & (pair < pairs)).to(tl.int32)
+        below += (tl.load(ids + pair, mask=pair < pairs, other=expert) < expert).to(tl.int32)
     first = tl.sum(below, 0)
     tl.store(offsets + expert, first)
     for start in range(0, pairs, BLOCK):
         pair = start + place
-        mine = (tl.load(ids + pair, mask=pair < pairs, other=-1) == expert) & (pair < pairs)
+        mine = tl.load(ids + pair, mask=pair < pairs, other=-1) == expert
         rank = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(order + first + rank - 1, pair.to(tl.int64), mask=mine)
         first += tl.max(rank, 0)

@@ -2,8 +2,8 @@
 
 A program has an expert. It reads all ids twice, from L2: once to count those below its own, which is where its pairs begin, and
 once to write them there in their order. Programs share nothing, so the result is the same in any order that they run in. They
-read experts x pairs ids in all, 2 MB for 128 experts and 1024 pairs, and 64 times as many for the most pairs that the products
-work on at once: even there it is little beside sorting them in several launches.
+read experts x pairs ids, twice: 2 MB for 128 experts and 1024 pairs. What the products leave between them bounds the pairs of a
+launch (`grouped.TEMPORARY`), so that this stays below what a sort of several launches takes.
 """
 
 from __future__ import annotations

@@ -305,7 +305,8 @@ def choose(pairs: int, experts: int, dtype: torch.dtype, scales: bool = False) -
     if scales and wide < 128:
         # A tile makes all numbers of its columns, so an expert's rows are best one tile, also if they are half as many again.
         rows = min(max(16, triton.next_power_of_2(wide * 3 // 2)), 64)
-        return Blocks(rows, 64, 128 if rows < 64 else 64, 4, 3, scaled=True)
+        # Rows of more than 32 bytes, without swizzle, would have threads wait for one another's banks of shared memory.
+        return Blocks(rows, 64, 64, 4, 4 if rows < 64 else 3, scaled=True)
     return Blocks(16, 64, 64, 4, 4) if wide < 32 else Blocks(64, 64, 64, 4, 3) if wide < 128 else Blocks(128, 64, 64, 8, 3)
 
 

@@ -92,7 +92,7 @@ def test_error_with_stored_weights_is_that_of_dequantized_ones(form, kind, dtype
         assert ours <= 1.05 * theirs + 1e-7, (tokens, ours, theirs)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 9, 20, 64])
+@pytest.mark.parametrize("tokens", [1, 4, 9, 20, 64, 65, 100, 300])
 def test_scales_of_all_magnitudes(tokens):
     """Numbers of MXFP4 are scaled in bfloat16: exactly, so that powers of 2 may go from the rows to the weights."""
     args = on_gpu(stored_call(PUBLISHED, "MXFP4", tokens, 4, 24, 576, 320, BF16))

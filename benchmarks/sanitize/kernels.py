@@ -267,7 +267,7 @@ def cases() -> list[Case]:
     for op in ("batched_mm", "row_sum", "rms_norm", "add_rms_norm"):
         found.append(Case(op, (f"{op.removeprefix('add_')}_kernel",), functools.partial(_invariant, op)))
     found.append(Case("route_experts", ("route_experts_kernel",), _route_experts))
-    grouped = ("grouped_gate_up_kernel", "grouped_down_kernel", "weighted_sum_kernel")
+    grouped = ("sort_pairs_kernel", "grouped_gate_up_kernel", "grouped_down_kernel", "weighted_sum_kernel")
     found.append(Case("moe_experts, 70 tokens", grouped, functools.partial(_moe, 70)))
     for tokens in (5, 20):
         few = ("few_gate_up_kernel", "few_down_kernel")

@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
 ]
 
+from spec_ops.backends.triton.moe.sort import sorted_pairs  # noqa: E402
 from spec_ops.ops.moe import (  # noqa: E402
     add_moe_experts_op,
     moe_experts_op,
@@ -21,7 +22,17 @@ from spec_ops.ops.moe import (  # noqa: E402
     scaled_moe_experts_op,
 )
 from spec_ops.ops.reference import moe as reference  # noqa: E402
-from tests.helpers.mixtures import FORMS, PUBLISHED, STORED, call, dequantized_call, exact, stored_call  # noqa: E402
+from tests.helpers.mixtures import (  # noqa: E402
+    FORMS,
+    PUBLISHED,
+    STORED,
+    call,
+    check_sorted,
+    dequantized_call,
+    exact,
+    routing_ids,
+    stored_call,
+)
 from tests.ops.test_opcheck import Source, route_experts_sample  # noqa: E402
 
 TOKENS = (1, 3, 8, 9, 16, 17, 40, 64, 65, 300)
@@ -81,7 +92,7 @@ def test_error_with_stored_weights_is_that_of_dequantized_ones(form, kind, dtype
         assert ours <= 1.05 * theirs + 1e-7, (tokens, ours, theirs)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 9, 20, 64])
+@pytest.mark.parametrize("tokens", [1, 4, 9, 20, 64, 65, 100, 300])
 def test_scales_of_all_magnitudes(tokens):
     """Numbers of MXFP4 are scaled in bfloat16: exactly, so that powers of 2 may go from the rows to the weights."""
     args = on_gpu(stored_call(PUBLISHED, "MXFP4", tokens, 4, 24, 576, 320, BF16))
@@ -90,6 +101,26 @@ def test_scales_of_all_magnitudes(tokens):
         shifted = (args[14].int() + power).to(torch.uint8)
         got = moe_experts_op(args[0] * 2.0**-power, *args[1:14], shifted, args[15])
         assert torch.equal(got, wanted), power
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "identical"])
+def test_pairs_are_sorted_by_expert(routing, dtype):
+    """Also in a graph whose ids are others."""
+    for tokens, k, experts in ((1, 1, 1), (65, 4, 32), (128, 8, 128), (129, 8, 128), (512, 8, 384), (7000, 8, 256)):
+        ids = routing_ids(routing, tokens, experts, k, torch.Generator().manual_seed(tokens))
+        draw = torch.rand(ids.shape, generator=torch.Generator().manual_seed(tokens))
+        ids = torch.where(draw < 0.05, -1, torch.where(draw > 0.95, experts + 2, ids)).to(dtype).cuda()
+        given = torch.zeros_like(ids)
+        check_sorted(sorted_pairs(given, experts), given, experts)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = sorted_pairs(given, experts)
+        given.copy_(ids)
+        for _ in range(20):
+            got.order.fill_(-1)
+            graph.replay()
+            check_sorted(got, ids, experts)
 
 
 def assert_same_bits_in_a_graph(given: tuple) -> None:

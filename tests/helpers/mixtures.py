@@ -126,3 +126,14 @@ def exact(args: tuple[Any, ...]) -> torch.Tensor:
     ids = torch.where(ids < gate_up.shape[0], ids, -1)
     wide = [t.double() if isinstance(t, torch.Tensor) else t for t in (x, weights, gate_up, down, *rest)]
     return reference.moe_experts(wide[0], ids, *wide[1:])
+
+
+def check_sorted(got: tuple[torch.Tensor, torch.Tensor], ids: torch.Tensor, experts: int) -> None:
+    """That `sorted_pairs` has the order of a stable sort, where experts are."""
+    by_expert, wanted = ids.flatten().sort(stable=True)
+    bounds = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
+    order, offsets = got
+    assert (order.dtype, offsets.dtype, order.shape) == (torch.int64, torch.int32, wanted.shape)
+    assert torch.equal(offsets, torch.searchsorted(by_expert, bounds, out_int32=True))
+    there = slice(int(offsets[0]), int(offsets[-1]))
+    assert torch.equal(order[there], wanted[there])

@@ -93,7 +93,7 @@ def test_tokens_at_a_time(products_by_rows, monkeypatch):
     monkeypatch.setattr(grouped, "TEMPORARY", 1)
     with recorded() as launches:
         invariant(args)
-    assert len(launches) == 6
+    assert len(launches) == 8
     assert torch.equal(bits(invariant(args)), whole)
 
 
@@ -112,7 +112,7 @@ def test_a_tile_follows_the_tokens_only_where_the_instruction_is_one():
         for tokens in (1, 8, 65, 1000, 10_000):
             with recorded(Target(arch, 132)) as launches:
                 invariant(meta_call(tokens, 8, 2, 128, 64, dtype=dtype))
-            for made in launches[:2]:
+            for made in launches[1:3]:
                 assert made.options["enable_fp_fusion"] is False
                 tile = [made.arguments[name] for name in ("BLOCK_N", "BLOCK_K", "BLOCK_M")]
                 tiles.add((*tile[:2], tile[2] // made.options["num_warps"], tile[2]))

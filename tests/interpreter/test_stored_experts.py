@@ -17,7 +17,7 @@ import triton.language as tl
 
 from spec_ops.backends.triton.moe import experts, few, grouped
 from spec_ops.backends.triton.moe.stored import e8m0, int4_numbers, scaled_4_bits
-from spec_ops.backends.triton.runtime.launch import recorded
+from spec_ops.backends.triton.runtime.launch import Target, recorded
 from spec_ops.backends.weight_format import unpacked
 from tests.helpers.mixtures import FORMS, PUBLISHED, STORED, Form, exact, stored_call
 from tests.helpers.pairs import pairwise
@@ -74,9 +74,13 @@ def test_when_numbers_are_scaled_in_pairs():
     """With bfloat16 alone; where scales lie so that two of a row are one number, and groups are even."""
 
     def scales_as(args: tuple, change) -> bool:
+        call = (*args[:14], *(change(scale) for scale in args[14:]))
         with recorded() as launches:
-            few.few_experts(*args[:14], *(change(scale) for scale in args[14:]))
-        assert launches[0].arguments["SCALED"] == launches[1].arguments["SCALED"]
+            few.few_experts(*call)
+        with recorded() as grouped_launches:
+            grouped.grouped_experts(*call)
+        launches += grouped_launches[1:3]
+        assert len({launch.arguments["SCALED"] for launch in launches}) == 1
         return launches[0].arguments["SCALED"]
 
     def shifted(scale: torch.Tensor) -> torch.Tensor:
@@ -96,6 +100,39 @@ def test_when_numbers_are_scaled_in_pairs():
         assert not scales_as(stored_call(PUBLISHED, "MXFP4", 3, 2, 4, hidden, inner, torch.bfloat16), change)
     for kind, dtype in (("MXFP4", FP16), ("int4-32", torch.bfloat16), ("block", torch.bfloat16)):
         assert not scales_as(stored_call(PUBLISHED, kind, 3, 2, 4, 128, 128, dtype), lambda scale: scale), kind
+    for target, invariant in ((89, False), (90, True)):
+        with recorded(Target(target, 132)) as launches:
+            grouped.grouped_experts(*args, invariant=invariant)
+        assert not any(launch.arguments["SCALED"] for launch in launches[1:3])
+
+
+@pairwise(layout=LAYOUTS, tokens=[5, 70, 200], sizes=[(320, 128), (192, 448), (64, 64)])
+def test_numbers_scaled_in_pairs_for_many_tokens(layout, tokens, sizes, monkeypatch):
+    """As with bfloat16 on a GPU: tiles of 16, 32 and 64 rows, full and not; blocks of k that sizes are no multiple of."""
+    blocks = grouped.choose(3 * tokens, 12, torch.bfloat16, True)
+    assert (blocks.block_m, blocks.scaled) == ({5: 16, 70: 32, 200: 64}[tokens], True)
+    monkeypatch.setattr(grouped, "choose", lambda *_: blocks._replace(block_k=128) if tokens == 70 else blocks)
+    args = stored_call(LAYOUTS[layout], "MXFP4", tokens, 3, 6, *sizes, FP16, routing="zipf", dropped=0.2)
+    check_close(grouped.grouped_experts(*args), args, 2e-3)
+
+
+def test_scaled_numbers_of_strided_weights(monkeypatch):
+    """Experts and rows further apart than their sizes; bytes with others between them."""
+    monkeypatch.setattr(grouped, "choose", lambda *_: grouped.Blocks(16, 64, 64, 4, 3, scaled=True))
+    args = list(stored_call(PUBLISHED, "MXFP4", 9, 2, 3, 128, 64, FP16))
+    for at, step in ((3, 1), (4, 2), (14, 1), (15, 1)):
+        e, n, k = args[at].shape
+        wider = torch.full((e, n + 1, step * k + 2), 0x77, dtype=torch.uint8)[:, :n, : step * k : step]
+        args[at] = wider.copy_(args[at])
+    check_close(grouped.grouped_experts(*args), tuple(args), 2e-3)
+
+
+def test_tiles_of_scaled_numbers():
+    """An expert's rows are one tile, also if they are half as many again. Other kinds have the tiles they had."""
+    for rows, tile in ((1, 16), (11, 16), (12, 32), (16, 32), (21, 32), (22, 64), (43, 64), (127, 64)):
+        assert grouped.choose(32 * rows, 32, torch.bfloat16, True).block_m == tile, rows
+    assert not grouped.choose(32 * 128, 32, torch.bfloat16, True).scaled
+    assert grouped.choose(32 * 16, 32, torch.bfloat16) == grouped.Blocks(16, 64, 64, 4, 4)
 
 
 def test_scales_that_float16_has_no_room_for():
@@ -120,13 +157,13 @@ def test_tokens_without_experts():
 
 
 def test_which_kernels_take_a_call():
-    for tokens, kernel in ((3, "few_gate_up_kernel"), (65, "grouped_gate_up_kernel")):
+    for tokens, at, kernel in ((3, 0, "few_gate_up_kernel"), (65, 1, "grouped_gate_up_kernel")):
         args = stored_call(PUBLISHED, "MXFP4", tokens, 2, 4, 64, 64, FP16)
         with recorded() as launches:
             experts.moe_experts(*args)
-        assert launches[0].kernel.__name__ == kernel
+        assert launches[at].kernel.__name__ == kernel
         assert (
-            launches[0].arguments["weight" if tokens == 65 else "scale"] is args[3 if tokens == 65 else 14]
+            launches[at].arguments["weight" if tokens == 65 else "scale"] is args[3 if tokens == 65 else 14]
         )  # nothing is copied
     args = stored_call(FORMS["Qwen3-MoE"], "block", 3, 2, 4, 72, 72, FP16)
     assert not few.supports(args[0], args[1], args[3], args[4], 72)  # rows of 72 bytes

@@ -3,7 +3,7 @@
 Pairs of a token and one of its experts are sorted by expert on the device. An expert's pairs are cut into tiles of rows; how
 many tiles there are is known to the device alone, so the grid has as many as there may be, and the rest returns at once. No
 weight is copied, those of 8 and 4 bits are dequantized in registers, and what the products leave between them is bounded
-(`TEMPORARY`).
+(`TEMPORARY`). Numbers of MXFP4 are most of the work up to some 128 rows an expert, so they have tiles of their own there.
 
 A pair's row depends on its token and its expert alone: the program that has some columns of it adds up all of k, and a token's
 rows are added in the order of its slots. So the kernels are batch-invariant if the tile does not follow the number of pairs, or
@@ -24,7 +24,16 @@ from spec_ops.backends.triton.linear.invariant import UNFUSED
 from spec_ops.backends.triton.linear.quantized import numbers
 from spec_ops.backends.triton.moe.activation import activated, gated
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
-from spec_ops.backends.triton.moe.stored import block_scales, formats, scale_arguments, scale_constants, scaled_4_bits
+from spec_ops.backends.triton.moe.sort import sorted_pairs
+from spec_ops.backends.triton.moe.stored import (
+    added,
+    block_scales,
+    formats,
+    scale_arguments,
+    scale_constants,
+    scaled_4_bits,
+    scales_numbers,
+)
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, recorded
 
@@ -52,6 +61,15 @@ def _tile_rows(offsets, tile, experts, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.co
 
 
 @triton.jit
+def _four_bits(weight, n, N, n_stride, k_stride, block, inner, BLOCK_K: tl.constexpr):
+    """The bytes `[n, BLOCK_K / 2]` of a block of the weight's rows `n` below `N`."""
+    k = block * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+    at = weight + (n * n_stride)[:, None] + (k * k_stride)[None, :]
+    # `inner` is a multiple of 32. A mask of single bytes has each loaded by itself, and at once, not some iterations ahead.
+    return tl.load(at, mask=(n < N)[:, None] & (k // 16 < inner // 32)[None, :], other=0)
+
+
+@triton.jit
 def _added(
     acc, a, weight, expert, n, N, n_stride, k_stride, scale, scale_expert, scale_row, scale_column, row, rows, block, inner,
     BLOCK_K: tl.constexpr, BITS: tl.constexpr, INT4: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -59,9 +77,7 @@ def _added(
     """`acc [m, n]` and the product of `a [m, BLOCK_K]`, a block of k, with that of the weight's rows `n` below `N`, which have
     the scales of the rows `row` below `rows`."""
     if BITS == 4:
-        k = block * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-        at = weight + (n * n_stride)[:, None] + (k * k_stride)[None, :]
-        stored = tl.load(at, mask=(n < N)[:, None] & (2 * k < inner)[None, :], other=0)
+        stored = _four_bits(weight, n, N, n_stride, k_stride, block, inner, BLOCK_K)
         s = block_scales(
             scale,
             expert,
@@ -128,13 +144,50 @@ def _products(
     return acc, other
 
 
+@triton.jit
+def _scaled_products(
+    rows, row_mask, weight, expert, scale, scale_expert, scale_row, scale_up, first, second, wide, n, N, inner, n_stride,
+    k_stride, PAIR: tl.constexpr, SPREAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `_products`, of numbers of MXFP4 that are scaled. The weight is on the left, whose numbers `wgmma` and `mma.sync` take
+    from the registers that they are made in."""
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    other = acc
+    first = tl.where(n < N, first, wide)
+    second = tl.where(n < N, second, wide)
+    row, row_up = (first, second) if SPREAD else (n, n)
+    count = wide if SPREAD else N
+    ups = scale if SPREAD else scale + scale_up // 2 * 2  # as strides in `block_scales`
+    # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
+    s = _scales_of_pairs(scale, expert, scale_expert, scale_row, row, count, 0, inner, BLOCK_K)
+    t = _scales_of_pairs(ups, expert, scale_expert, scale_row, row_up, count, 0, inner, BLOCK_K) if PAIR else s
+    for block in range(0, tl.cdiv(inner, BLOCK_K)):
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        a = tl.load(rows[None, :] + k[:, None], mask=row_mask[None, :] & (k < inner)[:, None], other=0.0)
+        stored = _four_bits(weight, first, wide, n_stride, k_stride, block, inner, BLOCK_K)
+        acc = added(acc, stored, a, s, 4, False, True)
+        s = _scales_of_pairs(scale, expert, scale_expert, scale_row, row, count, block + 1, inner, BLOCK_K)
+        if PAIR:
+            stored = _four_bits(weight, second, wide, n_stride, k_stride, block, inner, BLOCK_K)
+            other = added(other, stored, a, t, 4, False, True)
+            t = _scales_of_pairs(ups, expert, scale_expert, scale_row, row_up, count, block + 1, inner, BLOCK_K)
+    return tl.trans(acc), tl.trans(other)
+
+
+@triton.jit
+def _scales_of_pairs(scale, expert, expert_stride, row_stride, n, N, block, inner, BLOCK_K: tl.constexpr):
+    return block_scales(
+        scale, expert, expert_stride, row_stride, 1, n, N, block, inner, True, 1, BLOCK_K, 4, False, 1, 32, True
+    )
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def grouped_gate_up_kernel(
     x, weight, scale, scale_expert, scale_row, scale_column, scale_up, bias, order, offsets, out, pairs, experts, hidden, inner,
     x_stride, expert_stride, n_stride, k_stride, bias_expert, bias_stride, limit, alpha, beta,
     TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
-    INT4: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(block of columns, tile)`: `out [pairs, inner]` in sorted order. `order [pairs]`: which pair comes where;
     `scale` to `scale_up`: of `scale_arguments`."""
@@ -151,11 +204,18 @@ def grouped_gate_up_kernel(
         first, second = n, n
         if GATED:
             first, second = (2 * n, 2 * n + 1) if INTERLEAVED else (n, n + inner)
-        values, ups = _products(
-            rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, scale_up, first, second,
-            2 * inner if GATED else inner, n, inner, hidden, n_stride, k_stride, GATED, GATED and INTERLEAVED,
-            BLOCK_M, BLOCK_N, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
-        )  # fmt: skip
+        wide = 2 * inner if GATED else inner
+        if SCALED:
+            values, ups = _scaled_products(
+                rows, live, weight, expert, scale, scale_expert, scale_row, scale_up, first, second, wide, n, inner, hidden,
+                n_stride, k_stride, GATED, GATED and INTERLEAVED, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            values, ups = _products(
+                rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, scale_up, first, second, wide, n,
+                inner, hidden, n_stride, k_stride, GATED, GATED and INTERLEAVED, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INT4,
+                SCALE_ROWS, SCALE_COLUMNS,
+            )  # fmt: skip
         if bias is not None:
             bias += expert.to(tl.int64) * bias_expert
             values += tl.load(bias + first * bias_stride, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -174,7 +234,7 @@ def grouped_down_kernel(
     h, weight, scale, scale_expert, scale_row, scale_column, bias, order, offsets, out, pairs, experts, hidden, inner,
     expert_stride, n_stride, k_stride, bias_expert, bias_stride,
     EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
-    INT4: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(block of columns, tile)`: `out [pairs, hidden]` in the order of the pairs."""
     await_predecessors(PDL)
@@ -187,10 +247,16 @@ def grouped_down_kernel(
         wanted = n < hidden
         rows = h + place.to(tl.int64) * inner
         weight += expert.to(tl.int64) * expert_stride
-        values, _ = _products(
-            rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, 0, n, n, hidden, n, hidden, inner,
-            n_stride, k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
-        )  # fmt: skip
+        if SCALED:
+            values, _ = _scaled_products(
+                rows, live, weight, expert, scale, scale_expert, scale_row, 0, n, n, hidden, n, hidden, inner, n_stride,
+                k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            values, _ = _products(
+                rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, 0, n, n, hidden, n, hidden, inner,
+                n_stride, k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS,
+            )  # fmt: skip
         if bias is not None:
             bias += expert.to(tl.int64) * bias_expert
             values += tl.load(bias + n * bias_stride, mask=wanted, other=0.0).to(tl.float32)[None, :]
@@ -217,18 +283,30 @@ def weighted_sum_kernel(
 
 
 class Blocks(NamedTuple):
+    """Of a program: rows, columns and k. `scaled`: numbers of MXFP4 are, two at a time (`stored.py`)."""
+
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    scaled: bool = False
 
 
-def choose(pairs: int, experts: int, dtype: torch.dtype) -> Blocks:
-    """By how many rows an expert has if all have as many. Not tuned."""
+def choose(pairs: int, experts: int, dtype: torch.dtype, scales: bool = False) -> Blocks:
+    """By how many rows an expert has if all have as many. Not tuned.
+
+    Args:
+        scales: numbers may be scaled.
+    """
     wide = pairs // experts
     if dtype == torch.float32:
         return Blocks(16, 32, 32, 4, 2) if wide < 32 else Blocks(32, 64, 32, 4, 2)
+    if scales and wide < 128:
+        # A tile makes all numbers of its columns, so an expert's rows are best one tile, also if they are half as many again.
+        rows = min(max(16, triton.next_power_of_2(wide * 3 // 2)), 64)
+        # Rows of more than 32 bytes, without swizzle, would have threads wait for one another's banks of shared memory.
+        return Blocks(rows, 64, 64, 4, 4 if rows < 64 else 3, scaled=True)
     return Blocks(16, 64, 64, 4, 4) if wide < 32 else Blocks(64, 64, 64, 4, 3) if wide < 128 else Blocks(128, 64, 64, 8, 3)
 
 
@@ -239,24 +317,6 @@ def invariant_blocks(pairs: int, experts: int, dtype: torch.dtype, arch: int) ->
         return Blocks(32, 64, 32, 4, 2)
     one_instruction = not 100 <= arch < 120  # there `tcgen05.mma` of 64 rows and of 128 are two
     return Blocks(128, 64, 64, 8, 3) if one_instruction and pairs // experts >= 128 else Blocks(64, 64, 64, 4, 3)
-
-
-class Sorted(NamedTuple):
-    """Pairs sorted by expert.
-
-    Attributes:
-        order: `[pairs]`, the pair `token * k + slot` at each place.
-        offsets: `[E + 1]`, where each expert's pairs begin: before them are those of negative experts, after them others.
-    """
-
-    order: torch.Tensor
-    offsets: torch.Tensor
-
-
-def sorted_pairs(ids: torch.Tensor, experts: int) -> Sorted:
-    by_expert, order = ids.flatten().sort(stable=True)
-    bounds = torch.arange(experts + 1, dtype=ids.dtype, device=ids.device)
-    return Sorted(order, torch.searchsorted(by_expert, bounds, out_int32=True))
 
 
 def chunk_tokens(k: int, hidden: int, inner: int, dtype: torch.dtype) -> int:
@@ -302,8 +362,14 @@ def _run(
     (tokens, k), experts, hidden = ids.shape, gate_up.shape[0], x.shape[1]
     inner, pairs = down.shape[1] if transposed else inner_of(down), tokens * k
     options: dict[str, Any] = UNFUSED if invariant else {}
-    blocks = invariant_blocks(pairs, experts, x.dtype, arch_of(x.device)) if invariant else choose(pairs, experts, x.dtype)
+    arch = arch_of(x.device)
     first, second = formats(gate_up, gate_up_scale, down, down_scale, form["GATED"], form["INTERLEAVED"])
+    if invariant:
+        blocks = invariant_blocks(pairs, experts, x.dtype, arch)
+    else:
+        scales = scales_numbers((first, second), (hidden, inner), (gate_up_scale, down_scale))
+        # Before sm_90 two numbers of bfloat16 are not multiplied at a time.
+        blocks = choose(pairs, experts, x.dtype, scales and x.dtype == torch.bfloat16 and arch >= 90)
     order, offsets = sorted_pairs(ids, experts)
     h = x.new_empty(pairs, inner)
     made = x.new_empty(pairs, hidden, dtype=torch.float32)
@@ -344,6 +410,7 @@ def _constants(experts: int, blocks: Blocks) -> dict[str, Any]:
     return {
         "EXPERTS_PAD": triton.next_power_of_2(experts), "BLOCK_M": blocks.block_m, "BLOCK_N": blocks.block_n,
         "BLOCK_K": blocks.block_k, "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
+        "SCALED": blocks.scaled,
     }  # fmt: skip
 
 
@@ -353,13 +420,17 @@ def ahead() -> Iterator[Variant]:
         ("gpt-oss, 1024 tokens", 1024, (32, 4, 2880, 2880), GPT_OSS),
         ("Qwen3-MoE, 8 tokens in float32", 8, (128, 8, 2048, 768), {"dtype": torch.float32}),
         ("Qwen3-MoE in float8, 4096 tokens", 4096, (128, 8, 2048, 768), FLOAT8),
+        ("gpt-oss in MXFP4, 66 tokens", 66, (32, 4, 2880, 2880), MXFP4),
+        ("gpt-oss in MXFP4, 128 tokens", 128, (32, 4, 2880, 2880), MXFP4),
+        ("gpt-oss in MXFP4, 512 tokens", 512, (32, 4, 2880, 2880), MXFP4),
         ("gpt-oss in MXFP4, 1024 tokens", 1024, (32, 4, 2880, 2880), MXFP4),
         ("Kimi-K2 in int4, 1024 tokens", 1024, (384, 8, 7168, 2048), INT4),
     ):
         with recorded() as launches:
             grouped_experts(*meta_call(tokens, *sizes, **form))
-        for made in launches:
-            archs = tuple(arch for arch in ARCHS if arch >= (89 if form is FLOAT8 else 80))
+        for made in launches[1:]:  # the first one sorts
+            oldest = 90 if made.arguments.get("SCALED") else 89 if form is FLOAT8 else 80
+            archs = tuple(arch for arch in ARCHS if arch >= oldest)
             yield variant_of(f"{made.kernel.__name__}, {name}", made, archs=archs, hot=False)
     for name, sizes, form in (
         ("Qwen3-MoE", (128, 8, 2048, 768), {}),
@@ -370,7 +441,7 @@ def ahead() -> Iterator[Variant]:
             with recorded() as launches:
                 grouped_experts(*meta_call(tokens, *sizes, **form), invariant=True)  # type: ignore[misc]
             # The last kernel is the same for any number of tokens.
-            for made in launches if tokens == 4 else launches[:-1]:
+            for made in launches[1:] if tokens == 4 else launches[1:-1]:
                 archs = tuple(arch for arch in ARCHS if arch >= (89 if form is FLOAT8 else 80))
                 archs = tuple(arch for arch in archs if made.options["num_warps"] == 4 or not 100 <= arch < 120)
                 yield variant_of(

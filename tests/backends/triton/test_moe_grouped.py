@@ -1,0 +1,34 @@
+"""How the grouped kernels of MXFP4 get their numbers, read from Triton's intermediate code; no GPU is needed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+
+from spec_ops.backends.triton.moe import grouped
+from spec_ops.backends.triton.runtime import ahead
+
+VARIANTS = {v.name: v for v in grouped.ahead() if "MXFP4" in v.name and "sum" not in v.name}
+
+
+@pytest.mark.parametrize("name", [n for n in VARIANTS if "down" in n and ("66" in n or "invariant" in n)] + [
+    "grouped_gate_up_kernel, gpt-oss in MXFP4, 128 tokens", "grouped_gate_up_kernel, gpt-oss in MXFP4, 1024 tokens",
+])  # fmt: skip
+def test_bytes_come_some_iterations_ahead(name):
+    """Several at a time, since no single byte is copied asynchronously."""
+    made = ahead.lowered(VARIANTS[name], 90, "ttgir").ttgir
+    sizes = re.findall(r"async_copy_global_to_local .*contiguity = (\d+) .*ptr<i8>", made)
+    assert sizes
+    assert min(map(int, sizes)) >= 8
+
+
+@pytest.mark.parametrize("tokens", [66, 512])
+def test_scaled_numbers_stay_in_registers(tokens):
+    """The weight is on the left, and the products are those of a warpgroup."""
+    made = ahead.lowered(VARIANTS[f"grouped_down_kernel, gpt-oss in MXFP4, {tokens} tokens"], 90, "ttgir").ttgir
+    products = re.findall(r"(?:warp_group_dot|tt\.dot) .*: (.*?) \*", made)
+    assert products
+    assert all(re.match(r"tensor<64x64xbf16, #ttg.dot_op<\{opIdx = 0", left) for left in products)

@@ -9,13 +9,17 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(P
 # As many workers as cores; one that runs out of tests takes some from another.
 PYTEST := $(BIN)/python -m pytest -n $(or $(WORKERS),auto) --dist worksteal
 
-.PHONY: demo test test-sglang test-vllm docs lint wheel clean
+.PHONY: demo test test-all test-sglang test-vllm docs lint wheel clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m spec_ops generate --compare
 
 test: lint
-	$(PYTEST) --ignore tests/interpreter
+	$(PYTEST) --ignore tests/interpreter -m "not slow"
+
+# What CI runs: also tests that take seconds each, and kernels in Triton's interpreter.
+test-all: test
+	$(PYTEST) --ignore tests/interpreter -m slow
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 
 # Real SGLang engines on a CPU, in an environment of their own: its own requirements pin another torch. Ten minutes; not in CI.

@@ -48,9 +48,9 @@ def test_the_oldest_pinned_and_newest_torch_are_tested():
 
 
 def test_the_workflow_runs_targets_that_exist():
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     run = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if step.get("run", "").startswith("make")]
-    assert sorted(run) == ["make lint", "make test", "make wheel"]
+    assert sorted(run) == ["make lint", "make test-all", "make wheel"]
     assert {command.split()[1] for command in run} <= set(targets)
 
 

@@ -377,6 +377,7 @@ for name in spec_ops.__all__:
 """
 
 
+@pytest.mark.slow
 def test_import_needs_torch_alone():
     """In a fresh interpreter with every optional package blocked: import, the whole public surface, one append and one step."""
     blocked = ("triton", "flashinfer", "tokenspeed_mla", "transformers", "matplotlib")

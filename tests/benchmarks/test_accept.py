@@ -65,6 +65,7 @@ def test_a_head_on_held_out_text_in_trees(folders):
     assert "2 prompts from held-out files" in shown
 
 
+@pytest.mark.slow
 def test_sampling_is_what_the_options_say(folders):
     """And nothing of the model's, nor transformers' own top-k of 50."""
     options = [*lines(folders), "--temperature", "0.7", "--top-p", "0.8", "--seed", "5"]

@@ -34,6 +34,7 @@ def test_expectations_are_those_of_the_exact_chances():
         assert blocks.expected_by_tokens(*own).item() == pytest.approx(by_tokens, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_rounds_of_the_shipped_pair():
     row = blocks.measure(steps=3, temperature=1.0, prompts=4, seed=1, max_new_tokens=24)
     assert row["request_rounds"] > 20

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks import code_generation
 
 
+@pytest.mark.slow
 def test_a_case_is_timed(tmp_path, capsys, monkeypatch):
     generate, rounds = code_generation.generate_round, []
 

@@ -15,6 +15,7 @@ from tests.helpers.command_line import refusal
 from tests.helpers.command_line import run_benchmarks as run
 
 
+@pytest.mark.slow
 def test_held_out_accept_length(tmp_path):
     """A small sample of what `python -m benchmarks accept` prints for more prompts; the promise is 2.5."""
     small = ["--prompts", "8", "--prompt-tokens", "128", "--max-new-tokens", "64", "--device", "cpu"]

@@ -101,6 +101,7 @@ def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 SHORT = ("--rounds", "2", "12", "--repeats", "1", "--case", "2x16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 3])
 def test_rounds_of_two_backends(sglang, tmp_path, steps):
     path = tmp_path / "rows.json"
@@ -164,6 +165,7 @@ def test_an_engine_that_takes_too_long(sglang):
     assert "took longer than 3 s (--seconds, --total-seconds) after 0 of 1 cases" in result.output
 
 
+@pytest.mark.slow
 def test_engines_share_the_time_that_there_is(sglang):
     """What one leaves, the next have."""
     slow = ("--backend", "fa3", "--backend", "slow", "--backend", "slow")

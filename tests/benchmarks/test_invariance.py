@@ -25,6 +25,7 @@ def rows_of(path: Path) -> list[dict]:
     return json.loads(path.read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_every_way(tmp_path, monkeypatch):
     """Of fewer layers, of which the small draft has two here as well."""
     pytest.importorskip("transformers")
@@ -42,6 +43,7 @@ def test_every_way(tmp_path, monkeypatch):
     assert any(row["accept_length"] > 1.5 for row in rows if row["way"].startswith("standalone, chain"))
 
 
+@pytest.mark.slow
 def test_the_price(tmp_path):
     path = tmp_path / "rows.json"
     small = ["--device", "cpu", "--no-texts", "--layers", "1", "--json", str(path)]
@@ -61,6 +63,7 @@ def test_the_ways_are_those_of_the_promise():
     assert any(way.more for way in ways.OTHERS)
 
 
+@pytest.mark.slow
 def test_what_differs_is_noticed(monkeypatch, tmp_path):
     """A text of its own; and the sums of torch, whose order follows the rows: logits differ where the tokens do not."""
     path = tmp_path / "rows.json"

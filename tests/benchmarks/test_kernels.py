@@ -291,6 +291,7 @@ def test_one_long_request_and_pages_of_several_sizes(tmp_path):
     assert "pages of 1" in shown
 
 
+@pytest.mark.slow
 def test_whole_path_on_cpu(tmp_path):
     picture = tmp_path / "plots" / "roofline.png"
     shapes = ["--heads", "4/2:16", "--heads", "2", "--case", "1x64", "--case", "3x20-70", "--q-len", "1", "--q-len", "4"]

@@ -71,6 +71,7 @@ def test_the_naive_round_does_the_same(mla, tiny_mla):
     assert int(states[0].committed_lens.min()) >= case.contexts[-1] + 5
 
 
+@pytest.mark.slow
 def test_the_passes_clean_the_naive_round():
     naive = CompiledRound(replace(TINY, round="naive"))
     torch._dynamo.reset()
@@ -275,6 +276,7 @@ def test_rounds_with_weights_of_fewer_bits(path, monkeypatch):
         assert kind(row) == f"speculative, {weights}" + (", transformers" if path == "transformers" else "")
 
 
+@pytest.mark.slow
 def test_floors_of_weights_of_fewer_bits():
     """Of Llama-3.1-8B in GB, by hand: 0.2181e9 weights a layer, here of two, its head of 0.5253e9, and a draft of 0.425e9 three
     times; scales of 4 bytes for a row, for 128 x 128 and, with a zero point, for 128; of one byte for 16 and for 32."""
@@ -291,6 +293,7 @@ def test_floors_of_weights_of_fewer_bits():
         assert floor_bytes(Meta, 1, 1024)[0] / 1e9 == pytest.approx(numbers * each, rel=0.002)
 
 
+@pytest.mark.slow
 def test_floors_of_stored_experts():
     """By hand, in GB, for the 4 and 32 tokens that a round verifies of 1 and 8 requests. gpt-oss as published, a layer of two:
     53.1e6 bytes of attention in 16 bits, and of experts with 24.88e6 weights each those that are touched; a head of 1.158 and a

@@ -118,6 +118,7 @@ def test_a_process_that_lives_on_costs_no_result(tmp_path, monkeypatch):
     assert row["bs"] == 1
 
 
+@pytest.mark.slow
 def test_a_case_that_does_not_compile_in_time_says_where_it_was():
     told: list[str] = []
     command = (sys.executable, "-c", SLOW)
@@ -250,6 +251,7 @@ def test_sampled_rounds_stand_beside_greedy_ones(tmp_path):
     assert [row["ms"] for row in json.loads(path.read_text())["rows"]] == [greedy["ms"], 1.0]
 
 
+@pytest.mark.slow
 def test_rounds_of_ranks_stand_beside_those_of_one_process(tmp_path, monkeypatch):
     """The ranks have a process each: real workers, which the other tests do without."""
 

@@ -41,6 +41,7 @@ def test_weights_are_of_a_format_and_near_what_they_store(kind, expected):
     assert 0 < lost < (0.12 if "4" in kind else 0.03)
 
 
+@pytest.mark.slow
 def test_weights_of_a_share_are_those_of_its_rounds():
     """Each product of two ranks' round, and no other."""
     ranks = TensorParallel.fake(2)

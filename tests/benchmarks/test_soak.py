@@ -33,6 +33,7 @@ def run(generator, rounds=20, loads=LOADS):
     return soak.soak(generator, loads, rounds, 10.0, lambda sample: None)
 
 
+@pytest.mark.slow
 def test_requests_come_and_go(generator):
     samples, wrong = run(generator)
     assert not wrong

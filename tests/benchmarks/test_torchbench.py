@@ -75,6 +75,7 @@ def test_every_op_is_timed():
     assert all(0 < us < 60e6 for us in found.values())
 
 
+@pytest.mark.slow
 def test_generation():
     options = metrics.Options("cpu", (2,), context=40, steps=1, prompts=2, new_tokens=8, compile=False, heads=())
     with torch.no_grad():

@@ -16,6 +16,7 @@ from tests.helpers.forked import run_ranks
 SMALL = ("generate", "--device", "cpu", "--max-new-tokens", "8")
 
 
+@pytest.mark.slow
 def test_two_processes_print_the_text_of_one(monkeypatch, capfd):
     """Once, and in the colours of nobody: the second one is silent. Of torchrun's processes."""
     options = (*SMALL, "--tp", "2")

@@ -84,6 +84,7 @@ def test_when_it_goes_on(place, compiled, goes_on):
     assert generate.shows_speed(torch.device(place), compiled) == goes_on
 
 
+@pytest.mark.slow
 def test_the_whole_path_on_the_cpu(monkeypatch):
     """As on a GPU, but for the compiler and the profiler: equal texts in float32, then rounds in bfloat16."""
     monkeypatch.setattr(generate, "shows_speed", lambda place, compiled: True)
@@ -144,6 +145,7 @@ def test_different_texts_end_it(monkeypatch):
     assert (result.exit_code, "texts differ" in result.output) == (1, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
 def test_different_texts_in_bfloat16_end_it(monkeypatch, wrong):
     """Those of timed rounds may differ, those of batch-invariant ones may not."""

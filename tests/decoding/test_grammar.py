@@ -84,6 +84,7 @@ def expected(target) -> list[list[int]]:
         return [eager(target, prompt, matcher, 20) for prompt, matcher in zip(PROMPTS, matchers(len(PROMPTS)), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "config", "rows"),
     [
@@ -158,6 +159,7 @@ class Empty(ModularMatcher):
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SpeculationConfig(2), SpeculationConfig(2, 2, 5)], ids=config_id)
 def test_a_round_that_follows_grammars_is_one_graph(target, expected, config):
     """Traced as a whole, and once: neither masks nor refilled rows compile anything anew, and nothing is read inside."""

@@ -77,6 +77,7 @@ def test_any_draft_and_length(target):
         assert same(history(Generator(target, draft, config, **options())), want), (type(draft), config)
 
 
+@pytest.mark.slow
 def test_neighbours_pieces_and_pages(target):
     """Alone, beside others, as rows become free, in pieces of a prompt, on other pages."""
     want = history(Generator(target, **options()))

@@ -136,6 +136,7 @@ def test_without_the_flag_nothing_is_chosen():
     assert chosen(made(model(**MLA), invariant=False)) == ("auto",)
 
 
+@pytest.mark.slow
 def test_named_it_serves_all():
     target = model(**MLA)
     for config in (CHAIN, TREE):

@@ -95,6 +95,7 @@ def test_changed_logits_and_sampling(any_length, target, kind):
     assert sampled[0] == generate(target, None, REPEATED[:1], **options).tokens[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [None, "eagle3"], ids=["lookup", "head"])
 def test_each_length_is_compiled_once(any_length, kind):
     torch._dynamo.reset()

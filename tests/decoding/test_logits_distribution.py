@@ -57,6 +57,7 @@ def p_value(kind: str, mla: bool, config: SpeculationConfig, draws: int = DRAWS)
     return float(scipy.stats.chi2.sf(statistic, freedom))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mla", "config"), [("eagle3", False, CHAIN), ("mtp", True, TREE)], ids=["chain", "tree"])
 def test_sampled_rounds_keep_the_changed_distribution(kind, mla, config):
     assert p_value(kind, mla, config) > PASS

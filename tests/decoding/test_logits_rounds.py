@@ -138,6 +138,7 @@ def captured(step: torch.nn.Module) -> str:
     return code
 
 
+@pytest.mark.slow
 def test_a_call_that_changes_nothing_traces_what_it_always_did(target):
     """Whatever calls there were before; and the traced round knows none of the buffers of features."""
     draft = make_draft("eagle3", target)
@@ -199,6 +200,7 @@ class Tail(torch.nn.Module):
         return generate_code(run, *distinct.values())[0]
 
 
+@pytest.mark.slow
 def test_penalties_are_one_dense_pass_on_cuda():
     """Generated for a GPU: one float32 tensor of logits, which the corrections change in place."""
     bs, nodes, vocab = 4, 4, 1024

@@ -102,6 +102,7 @@ def test_sampling_follows_the_seed_whatever_the_batch(target, otherwise):
     assert greedy.tokens == generate(target, None, REPEATED, max_new_tokens=16).tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [None, "eagle3"], ids=["lookup", "with a model"])
 def test_the_round_is_one_graph(kind):
     torch._dynamo.reset()

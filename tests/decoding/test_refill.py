@@ -98,6 +98,7 @@ def test_rows_do_not_wait_for_one_another(target):
     assert result.stats.request_rounds == 32 + 8 * 2
 
 
+@pytest.mark.slow
 def test_requests_wait_for_pages(target, late):
     """A pool that holds hardly more than the longest request: fewer run at a time, with the same tokens."""
     draft = make_draft("eagle3", target)
@@ -114,6 +115,7 @@ def test_requests_wait_for_pages(target, late):
         Generator(target, draft, num_pages=most - 1, **SIZES).generate(PROMPTS, max_new_tokens=LIMITS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [(None, 7), ("eagle3", 1), ("eagle3", 40), ("standalone", 7)])
 def test_long_prompts_run_in_pieces(target, kind, size, monkeypatch):
     draft = None if kind is None else make_draft(kind, target)
@@ -152,6 +154,7 @@ def test_hooks_see_every_token_once_and_in_order(target, late):
     assert [seen[i] for i in range(len(PROMPTS))] == result.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt], ids=["an error", "Ctrl-C"])
 def test_a_callback_that_raises_leaves_the_generator_usable(target, late, error):
     generator = Generator(target, make_draft("mtp", target), max_batch_size=3, num_pages=60, **SIZES)

@@ -121,6 +121,7 @@ def p_value(kind: str, mla: bool, config: SpeculationConfig, sampling: dict, dra
     return float(scipy.stats.chi2.sf(statistic, freedom))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mla", "config", "sampling"),
     [
@@ -152,12 +153,14 @@ def test_draft_coins_as_accept_coins_are_caught(monkeypatch):
     assert broken_p_value(CHAIN) < FAIL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
 def test_accept_coin_as_final_coin_is_caught(monkeypatch, config):
     monkeypatch.setattr(spec_ops.decoding.round, "FINAL_COUNTER", spec_ops.decoding.round.ACCEPT_COUNTER)
     assert broken_p_value(config) < FAIL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CHAIN, TREE, MIXED], ids=["chain", "tree", "mixed lengths"])
 def test_the_same_coins_every_round_are_caught(monkeypatch, config):
     for module in (spec_ops.decoding.round, spec_ops.decoding.draft):

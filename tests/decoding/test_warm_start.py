@@ -74,6 +74,7 @@ def process(folder: Path, seed: int, *passes: dict[str, bool], device: str = "cp
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_second_process_hits_both_caches_and_other_passes_none(tmp_path):
     """The hash seeds differ: nothing of the key may depend on the order of a set. The first process is forked."""
     settings = f"import os, sys; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path)!r}; sys.argv[1:] = ['cpu', '{{}}']\n"

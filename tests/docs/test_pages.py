@@ -41,6 +41,7 @@ print(json.dumps(failed))
 """
 
 
+@pytest.mark.slow
 def test_blocks_run(tmp_path):
     """The blocks of a page are one program, beside the modules that the page has as files. All programs run in one process,
     since most of the time is the import of torch; what they compile is not lowered."""
@@ -152,6 +153,7 @@ def test_pictures_hold_no_links_to_the_net():
         assert set(re.findall(r"https?://[^\"<]+", text)) == {"http://www.w3.org/2000/svg"}
 
 
+@pytest.mark.slow
 def test_the_drawing_of_the_passes_has_the_counts_of_explain():
     import torch
 

@@ -60,6 +60,7 @@ REVEALED = (
 )
 
 
+@pytest.mark.slow
 def test_mypy_sees_types(tmp_path):
     file = tmp_path / "snippet.py"
     file.write_text(SNIPPET)

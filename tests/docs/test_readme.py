@@ -40,6 +40,7 @@ def test_the_page_is_short_and_holds_no_run_logistics():
     assert not re.findall(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7,10}\b", README), "commit ids belong into docs/performance"
 
 
+@pytest.mark.slow
 def test_hugging_face_block_runs(tmp_path):
     """With tiny checkpoints in place of the reader's, and on the CPU."""
     pytest.importorskip("transformers")

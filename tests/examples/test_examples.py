@@ -38,6 +38,7 @@ def test_the_grammar_example_says_what_to_install(tmp_path):
     assert run.stderr.strip() == "this example needs xgrammar: pip install xgrammar"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_example(name):
     if name == "json_grammar.py":

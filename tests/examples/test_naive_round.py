@@ -82,6 +82,7 @@ def expected(width: int, **changes: tuple[int, int]) -> dict[str, tuple[int, int
     return found | {getattr(counts, name): pair for name, pair in changes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mla", "width"), [(0, 1), (1, 4)], ids=["gqa-chain", "mla-tree"])
 def test_block_table_kernel_leaves_nothing_redundant(mla, width):
     plan = plan_of(mla, width)
@@ -98,6 +99,7 @@ def test_block_table_kernel_leaves_nothing_redundant(mla, width):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mla", "width"), [(0, 4), (1, 1)], ids=["gqa-tree", "mla-chain"])
 def test_nothing_is_read_back_from_a_gpu(mla, width):
     """The same round on CUDA tensors. Its graph is not functional, so the extend's attention keeps its rows and length."""
@@ -115,6 +117,7 @@ def test_nothing_is_read_back_from_a_gpu(mla, width):
     assert not any(map(is_sync, graph.nodes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mla", "width"), [(0, 4), (1, 1)], ids=["gqa-tree", "mla-chain"])
 def test_csr_kernel_gets_one_multi_step_generation(mla, width):
     """Verify and extend are of one length, hence of one list."""
@@ -128,6 +131,7 @@ def test_csr_kernel_gets_one_multi_step_generation(mla, width):
     assert plan.after["kv_indices"] == (1 if width == 1 else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2])
 def test_what_a_host_planned_kernel_costs(layers, monkeypatch):
     """Two draft steps, the target's layers, and the extend, each outside the graph; work before, between and after them."""
@@ -165,6 +169,7 @@ def test_numbers_stay_the_same(mla, width, csr):
         torch.testing.assert_close(passed.buffers[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks which C++ compiler there is")
 def test_generated_code_copies_no_cache():
     """The whole way through Inductor, but for building its code: the rewritten round still updates its caches in place."""
@@ -179,6 +184,7 @@ def test_generated_code_copies_no_cache():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # sums of fewer rows, in another order
 
 
+@pytest.mark.slow
 def test_example_prints_the_plan():
     """In bfloat16, and with the copies to the host, which a trace on the CPU lacks."""
     run = run_script(EXAMPLE, "--width", "2", "--arch", "sm100")
@@ -190,6 +196,7 @@ def test_example_prints_the_plan():
     assert "warning" not in run.stdout
 
 
+@pytest.mark.slow
 def test_example_warns_of_calls_without_a_kernel():
     run = run_script(EXAMPLE, "--width", "2", "--arch", "sm100", "--dtype", "float32")
     assert "warning: mha_target_verify runs on `reference`" in run.stdout

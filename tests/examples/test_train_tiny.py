@@ -160,6 +160,7 @@ def test_learning_rate_decays_to_zero_within_either_budget(example, monkeypatch,
         assert example.time.perf_counter() - start < seconds + 5
 
 
+@pytest.mark.slow
 def test_tiny_run(example, tmp_path):
     """As a script, then once more in this process, from the target that the first left."""
     out, plot = tmp_path / "pair", tmp_path / "plots" / "losses.png"

@@ -1,5 +1,5 @@
 """These tests run Triton's interpreter, which is chosen when kernels are decorated: a process of its own, started with
-`TRITON_INTERPRET=1 python -m pytest tests/interpreter` (`make test` does). Elsewhere they skip.
+`TRITON_INTERPRET=1 python -m pytest tests/interpreter` (`make test-all` does). Elsewhere they skip.
 
 What the interpreter does without any effect, most of its time, is left out here.
 """

@@ -427,6 +427,7 @@ def test_another_vocabulary_needs_a_map():
 ODD = [None, True, False, 0, 1, -1, 2.5, float("nan"), float("inf"), "", "false", [], [1], {}, {"a": 1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", ["pair", "pickled head", "model"])
 def test_random_damage_gives_no_other_error(copied, loader, seeds):
     """A value swapped for another, or some bytes of a weights file: it loads, or CheckpointError comes."""

@@ -228,6 +228,7 @@ def test_without_torchao(monkeypatch):
         quantize(nn.Linear(64, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4", "nvfp4"])
 def test_text_of_a_quantized_target(torchao, kind):
     target, draft, tokenizer = load_pair()
@@ -241,6 +242,7 @@ def test_text_of_a_quantized_target(torchao, kind):
     assert fast.stats.accept_length > 2
 
 
+@pytest.mark.slow
 def test_speculation_gives_the_text_of_the_quantized_target(torchao):
     """And gains as many tokens a round, within 2%."""
     target, draft, tokenizer = load_pair()

@@ -160,6 +160,7 @@ def test_target_only_chain_is_lossless(target, chain):
     _assert_accept_rate(accepted, chain["target_probs"][:, 0].gather(1, chain["candidates"][:, 1:2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_tree_is_lossless(target, draft, device, tree):
     args = _sample_tree(target, draft, device, seed=4, **tree)

@@ -150,6 +150,7 @@ def test_trees_are_lossless(pairs, device, name):
     assert (accepted.lens == DEPTH).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_requests_of_mixed_settings_in_one_batch(pairs, device, rule):
     target, draft = pairs["plain"]

@@ -470,6 +470,7 @@ def test_nothing_to_attend(kind, mode, device):
         assert torch.equal(out, torch.zeros_like(out))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_cases(data, device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ def drafts(text: list[int], steps: int, max_ngram: int, min_ngram: int) -> list[
     return text[-steps:]
 
 
+@pytest.mark.slow
 @FUZZ
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), max_size=24), min_size=1, max_size=4),

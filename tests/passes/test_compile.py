@@ -46,6 +46,7 @@ def one_layer(mla: bool) -> CausalLM:
 
 
 # Each case costs seconds: every attention kind, draft, shape and acceptance appears, not every product of them.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mla", "kind", "config", "sampled"),
     [
@@ -228,6 +229,7 @@ def test_what_was_compiled_dies_with_its_function(whole):
     assert alive() == before
 
 
+@pytest.mark.slow
 @needs_cpp_compiler
 def test_inductor_round_equals_eager(capsys):
     """The real thing, once (tens of seconds): sampled, so that the hash of the uniforms runs through the C++ code generator,

@@ -127,6 +127,7 @@ def test_a_backend_for_few_queries_needs_a_bound(bounded):
     assert ("provider supports at most 32 queries per request, not any number of them" in kernel) != bounded
 
 
+@pytest.mark.slow
 def test_a_round_of_any_batch_size(guards):
     """The naive round, its state given as arguments: one graph, and what eager gives."""
     module = make_round(width=2, steps=2, layers=1)
@@ -208,6 +209,7 @@ def test_export_of_a_dynamic_batch(strict):
     check(exported(strict).module())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="AOTInductor needs a C++ compiler, which a fresh machine may lack")
 def test_an_aotinductor_package(tmp_path):
     """With the passes: the kernel is chosen when the package is made, for every batch size."""

@@ -292,6 +292,7 @@ def test_it_runs_before_appends_are_lowered():
     assert names.index("merge_linears") < names.index("fuse_rope_append") < names.index("lower_kv_append")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normed", [False, True], ids=["llama", "qwen3"])
 def test_generated_code_rotates_in_the_launch_that_appends(normed):
     def both(q, k, q_norm, k_norm):

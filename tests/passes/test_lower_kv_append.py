@@ -211,6 +211,7 @@ LAUNCHES = ["kernel_0", "append_kv", "kernel_1"], ["kernel_0", "kernel_1"]
 MLA_LAUNCHES = ["kernel_0", "kernel_1", "append_mla_kv"], ["kernel_0", "kernel_1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fn", "args", "before", "after"),
     [

@@ -36,6 +36,7 @@ class Rounds(torch.nn.Module):
         return [part for _ in range(self.count) for part in self.round()]
 
 
+@pytest.mark.slow
 def test_several_rounds_in_one_graph():
     """Nothing of one round serves the other, whose lengths have another base: twice what one round leaves."""
     traced = Traced(Rounds(2, width=4, layers=1))
@@ -146,6 +147,7 @@ def work(steps: int, layers: int) -> tuple[int, int]:
     return calls, nodes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("larger", [(6, 1), (2, 6)], ids=["steps", "layers"])
 def test_work_grows_no_faster_than_the_graph(larger):
     """Calls per node stay within a fifth; a pass that is quadratic in steps or layers would double them with the graph."""

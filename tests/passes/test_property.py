@@ -148,6 +148,7 @@ class Program(torch.nn.Module):
         return op(q, k_cache, v_cache, table, lens, **options).flatten(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("csr", [False, True], ids=["table", "csr"])
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(STEPS, min_size=1, max_size=4), seed=st.integers(0, 1000), layout=st.sampled_from(sorted(LAYOUTS)))

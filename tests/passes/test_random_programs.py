@@ -97,6 +97,7 @@ def test_programs_that_went_wrong(case):
     assert check(CASES[case]) == {}
 
 
+@pytest.mark.slow
 def test_random_programs(seeds: Callable[[int], range]):
     found = []
     for seed in seeds(8):

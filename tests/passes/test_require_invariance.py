@@ -207,6 +207,7 @@ def models():
     return target, Eagle3Draft(ModelConfig(num_layers=1, **SIZES), target, torch.arange(0, 200, 2)).bfloat16()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "bs"),
     [(SpeculationConfig(1), 32), (SpeculationConfig(2, 2, 4), 2)],

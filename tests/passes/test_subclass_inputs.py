@@ -197,6 +197,7 @@ torch.testing.assert_close(*found)
 """
 
 
+@pytest.mark.slow
 def test_shared_layers_and_their_gradients(tmp_path):
     """DTensors, which hold a mesh since torch 2.13. In another process: a group that ends takes all others along."""
     done = run_code(SHARED_LAYERS, tmp_path)

@@ -285,6 +285,7 @@ def plan(module, mla: bool, width: int, arch: str):
     return explain(made, arch=arch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "mla", "width"),
     [
@@ -316,6 +317,7 @@ def test_plans_hold_what_the_kernels_read_and_nothing_else(mla, width, arch, nai
         assert report.after.get(ITEMS, 0) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("example", "width"), [("blackwell_eagle3.py", "1"), ("blackwell_mtp_mla.py", "4")])
 def test_blackwell_examples(example, width):
     """Each asserts its plan for sm_100 itself."""

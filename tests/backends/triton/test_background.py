@@ -156,6 +156,7 @@ with pretended_gpu(90):
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_without_what_nobody_waits_for(tmp_path):
     """What has begun is finished, since a thread cannot be stopped inside of LLVM; the rest is left."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "other")}

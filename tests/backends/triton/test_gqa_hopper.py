@@ -91,6 +91,7 @@ def test_layouts_of_caches():
     assert not gqa_hopper.supports(90, call_of(q, odd, odd))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
 @pytest.mark.parametrize(("head_dim", "numbers"), [(64, 64), (128, 32)])
 def test_the_softmax_overlaps_with_products(head_dim: int, numbers: int, tmp_path: Path):

@@ -85,6 +85,7 @@ def _heads(target: TransformersModel) -> dict[str, torch.nn.Module]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 @SHAPES
 def test_our_heads_on_transformers_targets(name, config):
@@ -121,6 +122,7 @@ def test_logits_are_the_models_own(name):
     torch.testing.assert_close(got, want.logits[0], rtol=1e-4, atol=1e-4)  # fp32, another order of sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "mistral"])
 def test_the_round_is_one_graph_and_never_recompiles(name):
     """Traced by Dynamo with `fullgraph=True`; also when another model is made in between: transformers keeps count of them.
@@ -139,6 +141,7 @@ def test_the_round_is_one_graph_and_never_recompiles(name):
     assert counter.frame_count == 1, other
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks which C++ compiler there is")
 def test_the_round_compiles_with_our_passes(capsys):
     """Inductor's passes too, with a step of each kind, and the message that says what takes so long."""

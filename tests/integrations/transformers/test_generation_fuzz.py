@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from spec_ops.decoding import SpeculationConfig
@@ -143,6 +144,7 @@ def _compare(case: Case, index: int, got: list[int], want: list[int]) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_generate_and_sampling_repeats(seeds: Callable[[int], range]):
     total: Counter[str] = Counter()
     for seed in sorted({*FOUND, *seeds(len(FAMILIES))}):

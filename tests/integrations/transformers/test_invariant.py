@@ -20,6 +20,7 @@ SIZES = {
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe"])
 def test_drafts_do_not_change_the_text(family):
     config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM")

@@ -72,10 +72,12 @@ def own() -> list[str]:
     return round_launches("llama-8b", "own", 0)
 
 
+@pytest.mark.slow
 def test_our_own_class(own):
     assert layers(own, "mha_draft_decode")[1:-1] == [layer("mha_draft_decode")] * (LAYERS - 2)
 
 
+@pytest.mark.slow
 def test_plain_decoding_through_transformers(own):
     """Qwen3, whose heads have norms; the next test is of Llama."""
     found = round_launches("qwen3-8b", "transformers", 0)
@@ -83,12 +85,14 @@ def test_plain_decoding_through_transformers(own):
     assert len(found) <= len(own)
 
 
+@pytest.mark.slow
 def test_a_round_with_a_draft():
     """Through transformers; drafts are a head of ours in either case."""
     found = round_launches("llama-8b", "transformers", 1, batch_size=2)
     assert layers(found, "mha_target_verify")[1:-1] == [layer("mha_target_verify")] * (LAYERS - 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", {**FUSED, **ROUTERS})
 def test_tokens_stay_those_of_generate(monkeypatch, name):
     """In float32 by the graph that the passes make, run node by node, and how often passes found something. As on a GPU, where

@@ -45,6 +45,7 @@ def family(request) -> tuple[str, dict[str, list[list[int]]]]:
     return request.param, decoded(make_model(request.param, "eager"), make_model(request.param, "eager", 2))
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_process(ranks, family):
     name, alone = family
     for results in ranks:
@@ -157,6 +158,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_round_is_one_graph(tmp_path):
     """DTensors are gone from it, and sums of ranks are our kernel's."""
     run = run_code(PROGRAM, tmp_path)
@@ -210,6 +212,7 @@ with first_of(2), torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_a_round_costs_what_it_costs_of_our_own_model(tmp_path):
     """As many products, sums of ranks, norms in them and exchanges, by the same ops."""
     run = run_code(BOTH, tmp_path)

@@ -88,6 +88,7 @@ def test_logits_are_those_of_compressed_tensors(tmp_path, kind):
             assert torch.equal(generator.generate(IDS, **GREEDY), text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 def test_compressed_tensors_loads_the_same_4_bit_floats(tmp_path, kind):
     """It makes the weights bfloat16."""
@@ -107,6 +108,7 @@ def test_a_damaged_weight_of_4_bit_floats_is_named(tmp_path):
         load_checkpoints(tmp_path, None, device="cpu", dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gptq in the order of activations", "awq", "packed", "float8", "int8", "nvfp4"])
 def test_speculation_gives_the_models_own_text(tmp_path, kind):
     draft = saved(tmp_path, kind)

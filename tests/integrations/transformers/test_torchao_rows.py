@@ -49,6 +49,7 @@ def behind(model: PreTrainedModel, text: torch.Tensor) -> float:
     return float(((logits.amax(-1) - chosen) / logits.std(-1)).max())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(("made", "bound"), [(of_int8, 0.02), (of_float8, 0.2)])
 def test_text_is_the_models_own(made, bound):

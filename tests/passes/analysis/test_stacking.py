@@ -324,6 +324,7 @@ ARITHMETIC = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=36, deadline=None)
 @given(
     steps=st.lists(st.integers(0, 5), min_size=2, max_size=4),
@@ -354,6 +355,7 @@ def launches(code: str) -> int:
     return sum(all("int" in p for p in outputs[name]) for name in re.findall(r"^ +(cpp_fused\w+)\(", body, re.M))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="Inductor asks which C++ compiler there is")
 def test_how_many_kernels_inductor_makes():
     """With a model between the steps it fuses their slots no further than to one kernel each; the pass makes them one."""

@@ -146,18 +146,18 @@ def _products(
 
 @triton.jit
 def _columns(
-    rows, row_mask, weight, start, step, N, inner, k_stride, PAIR: tl.constexpr, SPREAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    rows, row_mask, weight, step, N, inner, k_stride, PAIR: tl.constexpr, SPREAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As `_products`, of a 16-bit or float32 weight whose rows are columns that lie side by side in memory: those from `start`
-    on, and if `PAIR` those `step` after them; with `SPREAD` the two alternate.
+    """As `_products`, of a 16-bit or float32 weight whose rows lie side by side in memory: those of the program's block of the
+    `N`, and if `PAIR` those `step` after them; with `SPREAD` the two alternate.
 
-    No column is replaced by one that is masked: the compiler would no longer know that they are neighbours, and load each by
+    None is replaced by one that is masked: the compiler would no longer know that they are neighbours, and load each number by
     itself, synchronously. Alternating ones are one tile, for the same reason.
     """
     JOINED: tl.constexpr = PAIR and SPREAD
     WIDTH: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
-    n = start * (WIDTH // BLOCK_N) + tl.arange(0, WIDTH)
+    n = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     wanted = n < N * (WIDTH // BLOCK_N)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     other = acc
@@ -243,9 +243,8 @@ def grouped_gate_up_kernel(
             )  # fmt: skip
         elif ADJACENT:
             values, ups = _columns(
-                rows, live, weight, tl.program_id(0) * BLOCK_N, inner, inner, hidden, k_stride, GATED, INTERLEAVED, BLOCK_M,
-                BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+                rows, live, weight, inner, inner, hidden, k_stride, GATED, INTERLEAVED, BLOCK_M, BLOCK_N, BLOCK_K
+            )
         else:
             values, ups = _products(
                 rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, scale_up, first, second, wide, n,
@@ -291,9 +290,8 @@ def grouped_down_kernel(
             )  # fmt: skip
         elif ADJACENT:
             values, _ = _columns(
-                rows, live, weight, tl.program_id(0) * BLOCK_N, 0, hidden, inner, k_stride, False, False, BLOCK_M, BLOCK_N,
-                BLOCK_K,
-            )  # fmt: skip
+                rows, live, weight, 0, hidden, inner, k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K
+            )
         else:
             values, _ = _products(
                 rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, 0, n, n, hidden, n, hidden, inner,

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 from spec_ops.backends.triton.moe import experts, few, grouped, route
 from spec_ops.backends.triton.runtime.launch import recorded
 from spec_ops.ops.reference import moe as reference
-from tests.helpers.mixtures import FORMS, call, exact
+from tests.helpers.mixtures import FORMS, call, exact, stored_call
 from tests.helpers.op_cases import sampled
 
 
@@ -110,6 +110,16 @@ def test_alternating_gates_and_ups(bias, limit):
 def test_rows_side_by_side_are_told_by_strides():
     """Not by whether the call has its weights transposed."""
     args = list(call(FORMS["gpt-oss"], 20, 2, 5, 40, 32, torch.float16))
+    for at in (3, 4):
+        args[at] = args[at].transpose(1, 2).contiguous().transpose(1, 2)
+    with recorded() as launches:
+        grouped.grouped_experts(*args)
+    assert [made.arguments["ADJACENT"] for made in launches[1:3]] == [False, False]
+    check_close(grouped.grouped_experts(*args), tuple(args), 3e-3)
+
+
+def test_stored_rows_side_by_side_have_their_scales():
+    args = list(stored_call(FORMS["Qwen3-MoE"], "row", 20, 2, 3, 64, 32, dtype=torch.float16))
     for at in (3, 4):
         args[at] = args[at].transpose(1, 2).contiguous().transpose(1, 2)
     with recorded() as launches:

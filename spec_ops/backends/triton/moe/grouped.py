@@ -289,9 +289,7 @@ def grouped_down_kernel(
                 k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         elif ADJACENT:
-            values, _ = _columns(
-                rows, live, weight, 0, hidden, inner, k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K
-            )
+            values, _ = _columns(rows, live, weight, 0, hidden, inner, k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K)
         else:
             values, _ = _products(
                 rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, 0, n, n, hidden, n, hidden, inner,

@@ -86,6 +86,16 @@ def test_tiles_of_128_rows():
     check_rows(args)
 
 
+@pytest.mark.parametrize("dtype", [FP16, torch.float32])
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.transposed])
+def test_rows_side_by_side(products_by_rows, name, dtype):
+    """Tiles of 64 rows and of 128, and several blocks of columns, the last of them odd."""
+    args = call(FORMS[name], 260, 2, 2, 72, 67, dtype, routing="identical", dropped=0.1)
+    whole = bits(invariant(args))
+    for rows in (slice(0, 1), slice(3, 74), torch.arange(100, 170).flip(0)):
+        assert torch.equal(bits(invariant(of_rows(args, rows))), whole[rows]), rows
+
+
 def test_tokens_at_a_time(products_by_rows, monkeypatch):
     """So many that what lies between the products would not fit: 64 of them, then the others."""
     args = call(FORMS["gpt-oss"], TOKENS, 2, 4, 24, 16, FP16)

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 from spec_ops.backends.triton.moe import experts, few, grouped, route
 from spec_ops.backends.triton.runtime.launch import recorded
 from spec_ops.ops.reference import moe as reference
-from tests.helpers.mixtures import FORMS, call, exact
+from tests.helpers.mixtures import FORMS, call, exact, stored_call
 from tests.helpers.op_cases import sampled
 
 
@@ -75,6 +75,57 @@ def test_grouped_products_of_many_rows():
         args = call(FORMS["Qwen3-MoE"], tokens, 2, 2, 24, 16, torch.float16, routing="identical")
         assert grouped.choose(2 * tokens, 2, torch.float16).block_m == (64 if tokens == 70 else 128)
         check_close(grouped.grouped_experts(*args), args, 2e-3)
+
+
+SIDE_BY_SIDE = [name for name, form in FORMS.items() if form.transposed]  # rows of the weights
+
+
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_rows_side_by_side(name):
+    """Several blocks of columns, the last of them odd; tiles of 16 to 128 rows; ids that are not owned."""
+    for tokens, inner, dtype in (
+        (5, 75, torch.float16),
+        (9, 75, torch.float32),
+        (70, 101, torch.float16),
+        (270, 65, torch.float16),
+    ):
+        args = call(FORMS[name], tokens, 2, 3, 72, inner, dtype, routing="identical" if tokens > 9 else "zipf", dropped=0.2)
+        with recorded() as launches:
+            grouped.grouped_experts(*args)
+        assert [made.arguments["ADJACENT"] for made in launches[1:3]] == [True, True]
+        check_close(grouped.grouped_experts(*args), args, 3e-3 if dtype == torch.float16 else 4e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("limit", [None, 0.3])
+def test_alternating_gates_and_ups(bias, limit):
+    """They differ in what is clamped and in the activation, so that one in the other's place is noticed; a strided weight."""
+    args = list(call(FORMS["gpt-oss"]._replace(limit=limit, biases=bias), 20, 2, 5, 40, 37, torch.float16, dropped=0.3))
+    check_close(grouped.grouped_experts(*args), tuple(args), 3e-3)
+    args[3] = torch.cat([args[3], torch.full_like(args[3], float("nan"))], 2)[..., : args[3].shape[2]]
+    assert not args[3].is_contiguous()
+    check_close(grouped.grouped_experts(*args), tuple(args), 3e-3)
+
+
+def test_rows_side_by_side_are_told_by_strides():
+    """Not by whether the call has its weights transposed."""
+    args = list(call(FORMS["gpt-oss"], 20, 2, 5, 40, 32, torch.float16))
+    for at in (3, 4):
+        args[at] = args[at].transpose(1, 2).contiguous().transpose(1, 2)
+    with recorded() as launches:
+        grouped.grouped_experts(*args)
+    assert [made.arguments["ADJACENT"] for made in launches[1:3]] == [False, False]
+    check_close(grouped.grouped_experts(*args), tuple(args), 3e-3)
+
+
+def test_stored_rows_side_by_side_have_their_scales():
+    args = list(stored_call(FORMS["Qwen3-MoE"], "row", 20, 2, 3, 64, 32, dtype=torch.float16))
+    for at in (3, 4):
+        args[at] = args[at].transpose(1, 2).contiguous().transpose(1, 2)
+    with recorded() as launches:
+        grouped.grouped_experts(*args)
+    assert [made.arguments["ADJACENT"] for made in launches[1:3]] == [False, False]
+    check_close(grouped.grouped_experts(*args), tuple(args), 3e-3)
 
 
 def test_grouped_products_in_chunks(monkeypatch):

@@ -1,4 +1,4 @@
-"""How the grouped kernels of MXFP4 get their numbers, read from Triton's intermediate code; no GPU is needed."""
+"""How the grouped kernels get their numbers, read from Triton's intermediate code; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 from spec_ops.backends.triton.moe import grouped
 from spec_ops.backends.triton.runtime import ahead
 
-VARIANTS = {v.name: v for v in grouped.ahead() if "MXFP4" in v.name and "sum" not in v.name}
+PRODUCTS = {v.name: v for v in grouped.ahead() if "sum" not in v.name}
+VARIANTS = {name: v for name, v in PRODUCTS.items() if "MXFP4" in name}
+ADJACENT = {name: v for name, v in PRODUCTS.items() if v.constexprs["ADJACENT"]}
 
 
 @pytest.mark.parametrize("name", [n for n in VARIANTS if "down" in n and ("66" in n or "invariant" in n)] + [
@@ -32,3 +34,19 @@ def test_scaled_numbers_stay_in_registers(tokens):
     products = re.findall(r"(?:warp_group_dot|tt\.dot) .*: (.*?) \*", made)
     assert products
     assert all(re.match(r"tensor<64x64xbf16, #ttg.dot_op<\{opIdx = 0", left) for left in products)
+
+
+def test_models_whose_rows_lie_side_by_side():
+    assert {name for name in ADJACENT if "kernel, gpt-oss," in name} == set(ADJACENT) != set()
+    assert len(ADJACENT) == len([name for name in PRODUCTS if "gpt-oss" in name and "MXFP4" not in name])
+
+
+@pytest.mark.parametrize("name", [n for n in ADJACENT if "1024" not in n])
+def test_rows_that_lie_side_by_side_come_16_bytes_at_a_time(name):
+    """Those of both operands, and no tile of numbers comes any other way; gates and up projections are one product."""
+    made = ahead.lowered(ADJACENT[name], 90, "ttgir").ttgir
+    copies = re.findall(r"async_copy_global_to_local .*contiguity = (\d+) .*tensor<(\d+x\d+)x!tt\.ptr<(\w+)>", made)
+    assert len({shape for _, shape, _ in copies}) >= (1 if "down" in name else 2)
+    assert all(int(count) * int(dtype.strip("bf")) == 128 for count, _, dtype in copies)
+    assert not re.search(r"tt\.load .*tensor<\d+x\d+x!tt\.ptr", made)
+    assert len(re.findall(r"(?:warp_group_dot|tt\.dot) ", made)) == 1

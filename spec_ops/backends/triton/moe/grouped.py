@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from spec_ops.backends.expert_format import inner_of
+from spec_ops.backends.expert_format import ExpertFormat, inner_of
 from spec_ops.backends.triton.linear.invariant import UNFUSED
 from spec_ops.backends.triton.linear.quantized import numbers
 from spec_ops.backends.triton.moe.activation import activated, gated
@@ -145,6 +145,36 @@ def _products(
 
 
 @triton.jit
+def _columns(
+    rows, row_mask, weight, step, N, inner, k_stride, PAIR: tl.constexpr, SPREAD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As `_products`, of a 16-bit or float32 weight whose rows lie side by side in memory: those of the program's block of the
+    `N`, and if `PAIR` those `step` after them; with `SPREAD` the two alternate.
+
+    None is replaced by one that is masked: the compiler would no longer know that they are neighbours, and load each number by
+    itself, synchronously. Alternating ones are one tile, for the same reason.
+    """
+    JOINED: tl.constexpr = PAIR and SPREAD
+    WIDTH: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
+    n = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    wanted = n < N * (WIDTH // BLOCK_N)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    other = acc
+    for block in range(0, tl.cdiv(inner, BLOCK_K)):
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        a = tl.load(rows[:, None] + k[None, :], mask=row_mask[:, None] & (k < inner)[None, :], other=0.0)
+        at = weight + (k * k_stride)[:, None] + n[None, :]
+        mask = (k < inner)[:, None] & wanted[None, :]
+        acc = tl.dot(a, tl.load(at, mask=mask, other=0.0), acc, input_precision="ieee")
+        if PAIR and not SPREAD:
+            other = tl.dot(a, tl.load(at + step, mask=mask, other=0.0), other, input_precision="ieee")
+    if JOINED:
+        acc, other = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
+    return acc, other
+
+
+@triton.jit
 def _scaled_products(
     rows, row_mask, weight, expert, scale, scale_expert, scale_row, scale_up, first, second, wide, n, N, inner, n_stride,
     k_stride, PAIR: tl.constexpr, SPREAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -187,10 +217,11 @@ def grouped_gate_up_kernel(
     x_stride, expert_stride, n_stride, k_stride, bias_expert, bias_stride, limit, alpha, beta,
     TOP_K: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
     EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
-    INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, ADJACENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(block of columns, tile)`: `out [pairs, inner]` in sorted order. `order [pairs]`: which pair comes where;
-    `scale` to `scale_up`: of `scale_arguments`."""
+    `scale` to `scale_up`: of `scale_arguments`; `ADJACENT`: of `_adjacent`."""
     await_predecessors(PDL)
     expert, begin, end = _tile_rows(offsets, tl.program_id(1), experts, EXPERTS_PAD, BLOCK_M)
     if expert >= 0:
@@ -210,6 +241,10 @@ def grouped_gate_up_kernel(
                 rows, live, weight, expert, scale, scale_expert, scale_row, scale_up, first, second, wide, n, inner, hidden,
                 n_stride, k_stride, GATED, GATED and INTERLEAVED, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+        elif ADJACENT:
+            values, ups = _columns(
+                rows, live, weight, inner, inner, hidden, k_stride, GATED, INTERLEAVED, BLOCK_M, BLOCK_N, BLOCK_K
+            )
         else:
             values, ups = _products(
                 rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, scale_up, first, second, wide, n,
@@ -234,7 +269,8 @@ def grouped_down_kernel(
     h, weight, scale, scale_expert, scale_row, scale_column, bias, order, offsets, out, pairs, experts, hidden, inner,
     expert_stride, n_stride, k_stride, bias_expert, bias_stride,
     EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BITS: tl.constexpr,
-    INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, ADJACENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `(block of columns, tile)`: `out [pairs, hidden]` in the order of the pairs."""
     await_predecessors(PDL)
@@ -252,6 +288,8 @@ def grouped_down_kernel(
                 rows, live, weight, expert, scale, scale_expert, scale_row, 0, n, n, hidden, n, hidden, inner, n_stride,
                 k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+        elif ADJACENT:
+            values, _ = _columns(rows, live, weight, 0, hidden, inner, k_stride, False, False, BLOCK_M, BLOCK_N, BLOCK_K)
         else:
             values, _ = _products(
                 rows, live, weight, expert, scale, scale_expert, scale_row, scale_column, 0, n, n, hidden, n, hidden, inner,
@@ -380,14 +418,15 @@ def _run(
                 grouped_gate_up_kernel, (triton.cdiv(inner, blocks.block_n), tiles),
                 x, gate_up, *scale_arguments(gate_up_scale, first), gate_up_bias, order, offsets, h, pairs, experts, hidden,
                 inner, x.stride(0), *_strides(gate_up, transposed), *_bias_strides(gate_up_bias), *numbers, TOP_K=k, **form,
-                **_constants(experts, blocks), **scale_constants(first), **options,
+                **_constants(experts, blocks), **scale_constants(first), ADJACENT=_adjacent(gate_up, transposed, first),
+                **options,
             )  # fmt: skip
         if pairs:
             launch(
                 grouped_down_kernel, (triton.cdiv(hidden, blocks.block_n), tiles),
                 h, down, *scale_arguments(down_scale, second)[:4], down_bias, order, offsets, made, pairs, experts, hidden,
                 inner, *_strides(down, transposed), *_bias_strides(down_bias), **_constants(experts, blocks),
-                **scale_constants(second), **options,
+                **scale_constants(second), ADJACENT=_adjacent(down, transposed, second), **options,
             )  # fmt: skip
         launch(
             weighted_sum_kernel, (tokens, triton.cdiv(hidden, SUM_BLOCK)),
@@ -400,6 +439,12 @@ def _strides(weight: torch.Tensor, transposed: bool) -> tuple[int, int, int]:
     """Of experts, rows (outputs) and columns (inputs)."""
     expert, first, second = weight.stride()
     return (expert, second, first) if transposed else (expert, first, second)
+
+
+def _adjacent(weight: torch.Tensor, transposed: bool, stored: ExpertFormat) -> bool:
+    """Whether rows (outputs) of a weight that is not quantized lie side by side, and not its columns."""
+    _, row, column = _strides(weight, transposed)
+    return stored.bits == 16 and row == 1 and column != 1
 
 
 def _bias_strides(bias: torch.Tensor | None) -> tuple[int, int]:
@@ -417,7 +462,10 @@ def _constants(experts: int, blocks: Blocks) -> dict[str, Any]:
 def ahead() -> Iterator[Variant]:
     for name, tokens, sizes, form in (
         ("Qwen3-MoE, 4096 tokens", 4096, (128, 8, 2048, 768), {}),
+        ("gpt-oss, 128 tokens", 128, (32, 4, 2880, 2880), GPT_OSS),
+        ("gpt-oss, 512 tokens", 512, (32, 4, 2880, 2880), GPT_OSS),
         ("gpt-oss, 1024 tokens", 1024, (32, 4, 2880, 2880), GPT_OSS),
+        ("gpt-oss, 128 tokens in float32", 128, (32, 4, 2880, 2880), {**GPT_OSS, "dtype": torch.float32}),
         ("Qwen3-MoE, 8 tokens in float32", 8, (128, 8, 2048, 768), {"dtype": torch.float32}),
         ("Qwen3-MoE in float8, 4096 tokens", 4096, (128, 8, 2048, 768), FLOAT8),
         ("gpt-oss in MXFP4, 66 tokens", 66, (32, 4, 2880, 2880), MXFP4),
@@ -434,6 +482,7 @@ def ahead() -> Iterator[Variant]:
             yield variant_of(f"{made.kernel.__name__}, {name}", made, archs=archs, hot=False)
     for name, sizes, form in (
         ("Qwen3-MoE", (128, 8, 2048, 768), {}),
+        ("gpt-oss", (32, 4, 2880, 2880), GPT_OSS),
         ("gpt-oss in MXFP4", (32, 4, 2880, 2880), MXFP4),
         ("Qwen3-MoE in float8", (128, 8, 2048, 768), FLOAT8),
     ):

@@ -475,7 +475,7 @@ def test_our_products_are_known(package):
         for name, value in vars(importlib.import_module(module.name)).items()
         if name.endswith("_kernel") and hasattr(value, "arg_names")
     }
-    beside = {"scaled_silu_mul_kernel", "row_sum_kernel", "rms_norm_kernel", "route_experts_kernel"}
+    beside = {"scaled_silu_mul_kernel", "row_sum_kernel", "rms_norm_kernel", "route_experts_kernel", "sort_pairs_kernel"}
     assert {name for name in found if kind_of(name) == "other"} == found & beside
     assert {name for name in found if kind_of(name) == "matmul"} == found - beside
 

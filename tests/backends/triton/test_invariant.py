@@ -102,7 +102,7 @@ def test_tiles_of_experts_share_their_instruction(arch, request):
         (v, EXPERTS[n.replace(" 4 tokens", " 4096 tokens")]) for n, v in EXPERTS.items() if " 4 tokens" in n and "sum" not in n
     ]
     pairs = [pair for pair in pairs if arch in pair[0].archs]
-    assert len(pairs) == (6 if arch >= 89 else 4)
+    assert len(pairs) == (8 if arch >= 89 else 6)
     if arch != 90 and not request.config.getoption("--all-variants"):
         pairs = [pair for i, pair in enumerate(pairs) if i % 2 != i // 2 % 2]  # by turns
     for few, many in pairs:

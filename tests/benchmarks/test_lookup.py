@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks import lookup
 from spec_ops.models.corpus import ByteTokenizer
 
 
+@pytest.mark.slow
 def test_prompts_quote_what_is_to_be_continued():
     for kind in lookup.KINDS:
         texts = [ByteTokenizer().decode(prompt) for prompt in lookup.prompts(kind)]

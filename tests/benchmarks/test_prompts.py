@@ -14,6 +14,7 @@ from spec_ops.decoding import Generator
 from spec_ops.models.pretrained import load_pair
 
 
+@pytest.mark.slow
 def test_the_three_ways(tmp_path):
     path = tmp_path / "prompts.json"
     small = [

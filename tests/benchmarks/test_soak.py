@@ -48,6 +48,7 @@ def test_requests_come_and_go(generator):
     assert "num_pages=12 pages of 4" in given["too long"]
 
 
+@pytest.mark.slow
 def test_what_a_call_keeps_is_found(generator, monkeypatch):
     kept = []
     original = Generator.generate
@@ -113,6 +114,7 @@ def test_growth(change, found):
     assert soak.grown([SAMPLE, replace(SAMPLE, **change)], calls=18) == found
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, monkeypatch):
     target = make_target(False)
     monkeypatch.setattr(soak, "load_pair", lambda **_: (target, make_draft("eagle3", target), None))

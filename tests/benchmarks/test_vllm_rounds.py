@@ -65,6 +65,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 3])
 def test_rounds_of_two_backends(vllm, tmp_path, steps):
     path = tmp_path / "rows.json"

@@ -115,6 +115,7 @@ def test_greedy_text_is_that_of_plain_decoding(target, expected, kind, config, r
     assert bool(plain.stats.lengths) == (generator.config.lengths is not None)
 
 
+@pytest.mark.slow
 def test_sampled_text_follows_the_grammar(target):
     given = [ModularMatcher(5, 12) for _ in range(64)]
     generator = Generator(target, make_draft("eagle3", target), max_batch_size=16, max_seq_len=80)

@@ -25,6 +25,7 @@ def histories(generator: Generator, count: int) -> list[list[int]]:
     return histories[:count]
 
 
+@pytest.mark.slow
 @pairwise(kind=["eagle3", "mtp", "standalone", "self"], config=CONFIGS, temperature=[0.0, 1.0])
 def test_history_is_prompt_and_output(target, kind, config, temperature):
     generator = Generator(target, make_draft(kind, target), config, max_batch_size=4, max_seq_len=60, page_size=4)

@@ -61,6 +61,7 @@ def eagle(target: CausalLM) -> Eagle3Draft:
     return Eagle3Draft(config, target, torch.arange(0, 60, 2)).bfloat16()
 
 
+@pytest.mark.slow
 def test_any_draft_and_length(target):
     want = history(Generator(target, **options()))
     torch.manual_seed(2)

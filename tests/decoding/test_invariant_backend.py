@@ -64,6 +64,7 @@ def in_round(generator: Generator) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "config", "backends"),
     [
@@ -93,6 +94,7 @@ def test_a_cache_has_one_kernel(draft, config, backends):
         assert piece.extend(cache)[1].backend == backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

@@ -48,6 +48,7 @@ def target_and_text(mla: bool):
     return target, generate(target, None, PROMPTS + REPEATED, max_new_tokens=20, page_size=4).tokens
 
 
+@pytest.mark.slow
 @pairwise(kind=["eagle3", "mtp", "standalone", "self", "lookup", "lookup+eagle3"], late=[False, True], mla=[False, True])
 def test_rounds_of_any_length_may_follow_each_other(any_length, monkeypatch, kind, late, mla):
     """Greedy text, and rows that are refilled between rounds of different lengths."""
@@ -83,6 +84,7 @@ def test_caches_after_rounds_of_any_length_equal_a_fresh_prefill(any_length, tar
             torch.testing.assert_close(rows, want.flatten(0, 1)[:length], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "lookup"])
 def test_changed_logits_and_sampling(any_length, target, kind):
     """Penalties count what rounds of any length emitted. Rows of top_k 1 are greedy in sampled rounds."""

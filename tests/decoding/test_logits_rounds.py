@@ -101,6 +101,7 @@ def test_a_masked_round_emits_what_its_nodes_allow(target, config, sampled):
             assert config is not CHAIN or [token % nodes for token in tokens[:count]] == list(range(count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "sampled"), [(CHAIN, True), (TREE, False)], ids=["chain-sampled", "tree-greedy"])
 def test_one_graph_whatever_the_values(target, config, sampled):
     torch._dynamo.reset()

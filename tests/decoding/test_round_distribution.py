@@ -168,6 +168,7 @@ def test_the_same_coins_every_round_are_caught(monkeypatch, config):
     assert broken_p_value(config) < FAIL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CHAIN, BY_TOKENS], ids=["block", "tokens"])
 def test_rejecting_with_another_distribution_is_caught(monkeypatch, config):
     """Drafts are drawn at the round's temperature, but judged as if they had been drawn at another."""

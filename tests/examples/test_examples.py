@@ -28,6 +28,7 @@ def test_every_example_is_tested():
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(ARGUMENTS) | TESTED_ELSEWHERE
 
 
+@pytest.mark.slow
 def test_the_grammar_example_says_what_to_install(tmp_path):
     (tmp_path / "xgrammar.py").write_text("raise ImportError('hidden')")
     path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

@@ -146,6 +146,7 @@ def test_what_a_host_planned_kernel_costs(layers, monkeypatch):
 
 
 # With one CSR segment per branch a tree's kv-indices are a layout that the mask-based test kernel does not read.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mla", "width", "csr"),
     [

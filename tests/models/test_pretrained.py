@@ -235,6 +235,7 @@ def test_shipped_files_are_small():
     assert sum(sizes.values()) <= 16e6
 
 
+@pytest.mark.slow
 def test_shipped_target_predicts_held_out_text():
     target, _, tokenizer = load_pair()
     file = next(file for file in stdlib_files() if file.name == "traceback.py")

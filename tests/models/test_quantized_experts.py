@@ -71,6 +71,7 @@ def test_gate_and_up_projection_are_stored_apart():
     assert (scale[:, 2:] > 20 * scale[:, :2]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float8_block", "mxfp4", "int4"])
 def test_text_of_a_quantized_mixture(kind):
     """Needs no torchao; plain and speculative."""

@@ -245,6 +245,7 @@ def test_unfiltered_draft_probs_are_caught(filtered):
     assert max(p_values(target, accepted.tokens, accepted.lens, seed=13)) < FAIL
 
 
+@pytest.mark.slow
 def test_residual_with_rejected_siblings_is_caught(target, random_tree):
     accepted = spec_ops.accept_sampled(**random_tree)
     last = accepted.lens.long()[:, None] - 1

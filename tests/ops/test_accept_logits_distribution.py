@@ -142,6 +142,7 @@ def trees(target: Model, setting: dict, device: str, seed: int) -> dict:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "min_p", "all"])
 def test_trees_are_lossless(pairs, device, name):
     target = pairs[name][0]

@@ -467,6 +467,7 @@ def test_checks_are_not_skipped_while_tracing(op):
             torch.compile(function, backend="eager", fullgraph=fullgraph)(**call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["mha_draft_decode", "mla_target_verify", "append_kv", "append_mla_kv", "rope_append_kv"])
 def test_what_dynamo_leaves_out_the_fake_checks(op):
     """A wrong tensor is refused in a compiled function too, with the message of the uncompiled one: one for each argument."""

@@ -299,6 +299,7 @@ VIEW_WRITES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", VIEW_WRITES)
 def test_views_of_symbolic_place_are_refused(op):
     """Inductor would write at the storage's beginning. With a static pool and a dynamic number of rows, views are right.

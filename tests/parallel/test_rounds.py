@@ -32,6 +32,7 @@ def alone(name: str) -> list[list[int]]:
     return generate(target, make_draft(job, target), BATCH, job.config, **options).tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_tokens_are_those_of_one_process(ranks, job):
     for found in of(ranks, "case_tokens"):

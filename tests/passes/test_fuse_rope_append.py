@@ -46,6 +46,7 @@ def check(fn: Callable, args: list[torch.Tensor], matches: int, refused: str = "
 ROTATIONS = [models.transformers_rope, models.partial, models.chunks, models.in_float32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ROTATIONS, ids=lambda fn: fn.__name__)
 def test_rotations(rope):
     check(layers(rope), inputs(), 2, dynamo=True)
@@ -64,6 +65,7 @@ def test_fp8_caches():
     check(layers(scale=0.5), inputs(torch.bfloat16, FP8), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [models.rms_norm, models.builtin_norm], ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("rope", [models.transformers_rope, models.partial], ids=lambda fn: fn.__name__)
 def test_norms_of_heads(rope, norm):

@@ -127,6 +127,7 @@ DRAFTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mla", "kind", "layers", "products", "bs"),
     [pytest.param(*draft.values, bs, id=f"{draft.id}-{bs}") for draft, bs in zip(DRAFTS, (1, 3, 3, 1), strict=True)],

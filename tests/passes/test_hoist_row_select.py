@@ -287,6 +287,7 @@ LINKS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=70, deadline=None, derandomize=True)
 @given(
     links=st.lists(st.sampled_from(list(LINKS)), min_size=1, max_size=7),

@@ -57,6 +57,7 @@ def normed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return rotary(torch.nn.functional.rms_norm(x, (DIM,)), cos, sin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", [rotary, rotate_half, partial, normed])
 def test_keys_that_are_computed(rope):
     module = cuda_graph(gqa(rope), *inputs(layers=3))

@@ -61,6 +61,7 @@ def _places(*weights: tuple[torch.Tensor | None, ...]) -> Iterator[list[int | No
         yield places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "m", "columns"),
     [

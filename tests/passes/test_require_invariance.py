@@ -138,6 +138,7 @@ def test_sums_over_ranks(size, ranks, arch, sums):
     assert arch is None or max(parts) <= push.MOST_BYTES[ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bs", [1, 32])
 def test_rounds_of_a_share(models, bs, monkeypatch):
     """Nothing is refused, and no sum is left to NCCL, however many rows there are."""

@@ -304,6 +304,7 @@ def test_cli_compares_hashes(tmp_path, monkeypatch):
     assert run("--compare", str(tmp_path / "absent.json")).exit_code == 2
 
 
+@pytest.mark.slow
 def test_cli_prints_the_table(monkeypatch):
     named = dataclasses.replace(WASTEFUL, name="wasteful, with a name that 80 columns leave no room for")
     monkeypatch.setattr(ahead, "variants", lambda: [named])

@@ -110,6 +110,7 @@ def test_launches_are_early_where_programs_fill_a_multiprocessor():
     assert all(v.early != ("float32" in v.name) for v in of_chunks if 90 in v.archs)  # float32 reads through no descriptors
 
 
+@pytest.mark.slow
 def test_wgmma_run_side_by_side(variant, arch):
     """On Hopper; what `opaque_zeros` is for."""
     kernel = ahead.compiled(variant, arch)

@@ -161,6 +161,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", [(c,) for cases in together for c in cases] if everything else together, ids=", ".join)
 
 
+@pytest.mark.slow
 def test_other_arguments_compile(case):
     kind = "nvfp4" if "no scale of the whole weight" in case else "int4"
     n, k = 1 if "a column" in case else 4096, 128 if "a group of all of k" in case else 4096
@@ -173,6 +174,7 @@ def test_other_arguments_compile(case):
     assert used.spill_bytes == 0
 
 
+@pytest.mark.slow
 def test_compiles_without_spills_for_one_program_on_a_multiprocessor(variant, arch):
     used = ahead.compile_ahead(variant, arch)
     assert (used.spill_bytes, used.loop_spills, used.serialized) == (0, 0, False)

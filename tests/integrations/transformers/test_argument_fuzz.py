@@ -124,6 +124,7 @@ def run(seed: int) -> str:
     return "equal"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:generate. `eos_token_id` holds:UserWarning", "ignore::UserWarning:transformers")
 def test_arguments_mean_what_they_mean_to_transformers(seeds: Callable[[int], range]):
     tried = seeds(24)

@@ -153,6 +153,7 @@ def scaled(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores.mul_(0.5)
 
 
+@pytest.mark.slow
 def test_other_numbers_need_no_other_round(monkeypatch):
     """One graph for greedy steps, one for steps with filters, whatever their numbers, with a caller's processor among them."""
     counter = CompileCounter()

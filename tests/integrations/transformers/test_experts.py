@@ -33,6 +33,7 @@ class Calls(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
 def test_text_is_that_of_generate(name):
     """Plain and speculative, on our op."""

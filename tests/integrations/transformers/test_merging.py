@@ -30,6 +30,7 @@ def side_by_side(parameters: list[nn.Parameter]) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SpeculationConfig(3), SpeculationConfig(2, 2, 4)], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "deepseek_v3"])
 def test_tokens_are_those_of_generate(name, config):

@@ -277,6 +277,7 @@ def _instance_forward(module) -> None:
     module.forward = lambda *args, **kwargs: _roll_output(module, args, forward(*args, **kwargs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["model.layers.1", "model.layers.2.mlp", "lm_head", "model.embed_tokens"])
 @pytest.mark.parametrize("kind", ["hook", "forward"])
 def test_hooks_and_forwards_inside_the_model_run(where, kind):

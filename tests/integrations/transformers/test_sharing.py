@@ -223,6 +223,7 @@ def test_a_round_costs_what_it_costs_of_our_own_model(tmp_path):
     assert not any("c10d" in name for name in ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "head"), MTP)
 def test_mtp_layers_are_divided_as_their_target_is(ranks, tmp_path, kind, head):
     write_mtp(tmp_path, kind, head=head)

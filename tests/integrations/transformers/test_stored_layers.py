@@ -71,6 +71,7 @@ def test_a_checkpoint_is_the_dequantized_model(tmp_path, kind):
 
 # With compressed-tensors 0.20, transformers 5.23 has a parameter of another shape for packed zero points, and raises.
 # And 4-bit floats have a test of their own.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind for kind in LAYOUTS if not kind.startswith(("gptq", "awq")) and "zero" not in kind and "fp4" not in kind]
 )
@@ -244,6 +245,7 @@ def test_torchaos_int4_for_other_kernels_is_named(name, parts, needs):
         TransformersGenerator(model, exact_model())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "NVFP4WeightOnlyConfig"])
 def test_torchaos_checkpoints(tmp_path, name):
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")

@@ -26,6 +26,7 @@ def default_device(device: str):
         torch.set_default_device(None)  # a device, the CPU too, would leave a mode behind that Dynamo cannot trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [nullcontext, torch.inference_mode], ids=["made outside", "made inside"])
 def test_a_generator_serves_inside_and_outside_inference_mode(made):
     """Tensors made in inference mode cannot be written outside it."""
@@ -52,6 +53,7 @@ def test_a_cache_serves_inside_and_outside_inference_mode(made):
         assert out[:, ids.shape[1] :].tolist() == eager_tokens("llama")
 
 
+@pytest.mark.slow
 def test_a_default_device_is_not_the_models():
     """ "meta" holds no values: whatever is put there by mistake fails."""
     ids, mask = batch()

@@ -222,10 +222,11 @@ class Pool:
         )
         self.kv_scale = KV_SCALE if kv_dtype.itemsize == 1 else None
         self.caches = tuple(torch.empty(shape, dtype=kv_dtype, device=device) for shape in shapes)
+        g = torch.Generator(device).manual_seed(0)
         for cache in self.caches:
             for part in cache.split(4096):  # fp8 has no normal_: it goes through a copy, of bounded size
-                part.copy_(torch.randn(part.shape, dtype=dtype, device=device) / (self.kv_scale or 1.0))
-        self.order = torch.randperm(num_pages, dtype=torch.int32, device=device)
+                part.copy_(torch.randn(part.shape, generator=g, dtype=dtype, device=device) / (self.kv_scale or 1.0))
+        self.order = torch.randperm(num_pages, generator=g, dtype=torch.int32, device=device)
 
     def rows(self, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Dense keys and values of `table [..., pages]`, `[..., length, kv_heads, dim]` each, dequantized to queries' dtype."""
@@ -268,7 +269,8 @@ class Problem:
             words = [random_tree(case.q_len, rng) for _ in self.lens]
             self.tree_mask = torch.tensor(words, dtype=torch.int64, device=device)
         shape = (len(self.lens), case.q_len, heads.num_heads, heads.head_dim)
-        self.q = [torch.randn(shape, dtype=pool.dtype, device=device) for _ in range(sets)]
+        g = torch.Generator(device).manual_seed(1)
+        self.q = [torch.randn(shape, generator=g, dtype=pool.dtype, device=device) for _ in range(sets)]
         counts = torch.tensor([math.ceil(n / size) for n in self.lens], device=device)
         live = torch.arange(int(counts.max()), device=device) < counts[:, None]
         self.tables = []

@@ -3,9 +3,9 @@
 Rows take the next prompt when their own has ended. Beside it: the same prompts in groups, where a batch begins when the whole
 one before it has ended; and one prompt at a time. Prompts are held-out text of the standard library, for the shipped pair.
 
-Beside speed it says what memory the ways need: the KV pages that their requests share (`kv_pages`, `kv_mib`) and those of
-`max_batch_size` requests that are all as long as the longest (`unshared_kv_mib`), and on a GPU what a call allocates at most
-(`call_mib`), which is that of its prompts' forwards.
+It also reports the memory of each way: the KV pages that requests share (`kv_pages`, `kv_mib`); what `max_batch_size` requests
+would need if each had pages for the longest one (`unshared_kv_mib`); and, on a GPU, the most that a call allocates
+(`call_mib`), which happens while it runs its prompts.
 """
 
 from __future__ import annotations

@@ -369,7 +369,7 @@ def models(results: Path) -> str:
 
 
 def mixtures(results: Path) -> str:
-    """Rounds of mixtures of experts beside the floor of the experts that they touch, and beside another engine."""
+    """Rounds of mixtures of experts, with the floor of the touched experts and with another engine's times."""
     file = "h200-models"
     rows = sorted(load(file, results)["rows"], key=lambda row: (label(row["model"]), row["bs"], row["context"], row["round"]))
     lines = [

@@ -7,6 +7,7 @@ two tokens, after the text up to there, differ by no more than bfloat16 rounds.
 
 from __future__ import annotations
 
+import json as json_
 import random
 import statistics
 import sys
@@ -41,13 +42,18 @@ Tokens = list[list[int]]
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine serves: with a draft or without, and when it prepares the next step's batch."""
+    """How an engine serves: with drafts or without, and when it prepares the next step's batch.
+
+    Attributes:
+        branches: of a draft: 1 is a chain, 0 no draft.
+    """
 
     overlap: bool = True
-    chain: bool = True
+    branches: int = 1
 
 
-WAYS = {"chain": Way(), "serial": Way(overlap=False), "plain": Way(chain=False)}
+WAYS = {"chain": Way(), "serial": Way(overlap=False), "plain": Way(branches=0), "tree": Way(branches=4)}
+DEFAULT_WAYS = ["chain", "serial", "plain"]  # trees need pages of one token
 
 
 def bench_requests(
@@ -59,11 +65,16 @@ def bench_requests(
     ] = 256,
     backend: Annotated[list[str], typer.Option(help="NAME or NAME:PAGE_SIZE; may be repeated.")] = [OURS, "triton"],  # noqa: B006
     way: Annotated[
-        list[str], typer.Option(help="chain, plain (no draft) or serial (a chain, no overlap scheduling); may be repeated.")
-    ] = list(WAYS),  # noqa: B006
+        list[str],
+        typer.Option(
+            help="chain, plain (no draft), serial (a chain, no overlap scheduling) or tree (of 4 branches; with NAME:1 for a "
+            "--backend); may be repeated."
+        ),
+    ] = DEFAULT_WAYS,
     tp: Annotated[list[int], typer.Option(min=1, help="GPUs of an engine; may be repeated.")] = [1],  # noqa: B006
     running: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Draft steps of the chain.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Draft steps.")] = 3,
+    nodes: Annotated[int, typer.Option(min=2, max=64, help="Tokens of a tree that are verified, its root included.")] = 8,
     seconds: Annotated[float, typer.Option(min=1, help="For an engine, its start included.")] = 240,
     logs: Annotated[Path | None, typer.Option(callback=writable_folder, help="Folder to keep each engine's log in.")] = None,
     python: Annotated[str, typer.Option(help="Interpreter of the environment that has SGLang.")] = sys.executable,
@@ -71,8 +82,12 @@ def bench_requests(
         list[str] | None, typer.Option(help="NAME=JSON: another argument of sglang.Engine; may be repeated.")
     ] = None,
     json: Annotated[Path | None, typer.Option(callback=writable_file, help="Write the rows.")] = None,
+    texts: Annotated[
+        Path | None, typer.Option(callback=writable_folder, help="Folder for each engine's texts, once it has them.")
+    ] = None,
 ) -> None:
-    """Texts of SGLang engines, each compared with the first one's: by attention backend, GPUs, scheduling and draft."""
+    """Texts of SGLang engines, each compared with the first one's: by attention backend, GPUs, scheduling and draft. Logits are
+    compared after the last engine."""
     for option, given, known in (("--model", [model], MODELS), ("--way", way, WAYS)):
         if unknown := [name for name in given if name not in known]:
             raise typer.BadParameter(f"must be one of {list(known)}, got {unknown[0]!r}", param_hint=option)
@@ -82,40 +97,49 @@ def bench_requests(
     options = dict(parse_option(text) for text in engine_option or [])
     prompts, counts = drawn_requests(model, requests, longest)
     rows: list[dict[str, Any]] = []
-    texts: list[Tokens] = []
+    found: list[Tokens] = []
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         with console.status("writing checkpoints"):
             folders = export_model(model, Path(folder), layers)
-        exact = Exact(folders[0])
         for (name, page_size), gpus, way_name in ((b, n, w) for b in backends for n in tp for w in way):
             chosen = WAYS[way_name]
             row: dict[str, Any] = {
                 "engine": "sglang", "backend": name, "page_size": page_size, "model": model, "layers": layers, "tp": gpus,
-                "overlap": chosen.overlap, "steps": steps if chosen.chain else 0, "requests": requests, "longest": longest,
+                "overlap": chosen.overlap, "steps": steps if chosen.branches else 0, "requests": requests, "longest": longest,
             }  # fmt: skip
+            if chosen.branches > 1:
+                row |= {"branches": chosen.branches, "nodes": nodes}
             job = {"engine": _arguments(folders, row, running) | options, "prompts": prompts, "new_tokens": counts}
-            log = Path(folder if logs is None else logs) / f"{name}-{page_size}-tp{gpus}-{way_name}.log"
+            stem = f"{name}-{page_size}-tp{gpus}-{way_name}"
             try:
                 with console.status(f"{name}, pages of {page_size}, tp={gpus}, {way_name}"):
                     of_engine = rows_of(
-                        python, WORKER, job, seconds, log, results=1, is_result=lambda row: "tokens" in row, limit="--seconds"
-                    )
-                    found = {name: value for row in of_engine for name, value in row.items()}
+                        python, WORKER, job, seconds, Path(folder if logs is None else logs) / f"{stem}.log", results=1,
+                        is_result=lambda row: "tokens" in row, limit="--seconds",
+                    )  # fmt: skip
+                    told = {name: value for row in of_engine for name, value in row.items()}
             except RuntimeError as error:
                 failed = True
                 console.print(f"[red]{name}[/red]: {escape(str(error))}", soft_wrap=True)
                 continue
-            tokens = found.pop("tokens")
+            tokens = told.pop("tokens")
+            if texts is not None:
+                texts.mkdir(parents=True, exist_ok=True)
+                (texts / f"{stem}.json").write_text(json_.dumps({"prompts": prompts, "tokens": tokens}))
             if wrong := [i for i, text in enumerate(tokens) if len(text) != counts[i]]:
                 failed = True
                 console.print(f"[red]{name}[/red]: {len(wrong)} texts of another length, the first {wrong[0]}")
                 continue
-            if chosen.chain:  # the first token of a text is the prefill's, no round's
-                found["accept_length"] = round((sum(counts) - requests) / max(found["rounds"], 1), 3)
-            row |= found | compare(exact, prompts, texts[0] if texts else tokens, tokens)
-            texts.append(tokens)
-            rows.append(row)
+            if chosen.branches:  # the first token of a text is the prefill's, no round's
+                told["accept_length"] = round((sum(counts) - requests) / max(told["rounds"], 1), 3)
+            found.append(tokens)
+            rows.append(row | told | {"equal": sum(a == b for a, b in zip(found[0], tokens, strict=True))})
+            if json is not None:
+                write_rows(json, rows)
+        exact = Exact(folders[0])
+        for row, tokens in zip(rows, found, strict=True):
+            row |= gaps(exact, prompts, found[0], tokens)
             if json is not None:
                 write_rows(json, rows)
     show(rows)
@@ -150,30 +174,25 @@ def export_model(model: str, folder: Path, layers: int | None) -> tuple[Path, Pa
 
 
 class Exact:
-    """A target in float32, of a folder's weights in bfloat16. It is loaded when a logit is asked for, and has a GPU's memory
-    only meanwhile: engines measure how much is free."""
+    """A target in float32, of a folder's weights in bfloat16. It is loaded when a logit is asked for, and keeps a GPU's memory:
+    no engine runs any more."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
 
     @cached_property
     def _model(self) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM  # slow to import; other commands do without
 
-        return AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
+        there = {"device_map": "cuda:0"} if self._device == "cuda" else {}  # as fast as the GPU takes them
+        return AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32, **there)
 
     def logits(self, texts: Tokens) -> Iterator[torch.Tensor]:
         """`[tokens, vocab]` for each text, one at a time."""
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            model = self._model.to(device)
-            for text in track(texts, "comparing logits", console=console, transient=True):
-                with torch.no_grad():
-                    yield model(torch.tensor([text], device=device)).logits[0]
-        finally:
-            self._model.to("cpu")
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        for text in track(texts, "comparing logits", console=console, transient=True):
+            with torch.no_grad():
+                yield self._model(torch.tensor([text], device=self._device)).logits[0]
 
 
 def _arguments(folders: tuple[Path, Path], row: dict[str, Any], running: int) -> dict[str, Any]:
@@ -186,14 +205,15 @@ def _arguments(folders: tuple[Path, Path], row: dict[str, Any], running: int) ->
     }  # fmt: skip
     if row["steps"]:
         arguments |= {
-            "speculative_algorithm": "EAGLE3", "speculative_num_steps": row["steps"], "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": row["steps"] + 1, "speculative_draft_model_path": str(folders[1]),
+            "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(folders[1]),
+            "speculative_num_steps": row["steps"], "speculative_eagle_topk": row.get("branches", 1),
+            "speculative_num_draft_tokens": row.get("nodes", row["steps"] + 1),
         }  # fmt: skip
     return arguments
 
 
-def compare(exact: Exact, prompts: Tokens, first: Tokens, second: Tokens) -> dict[str, Any]:
-    """How many texts are equal, and how far the less likely of two tokens where texts part is below the likeliest (logits).
+def gaps(exact: Exact, prompts: Tokens, first: Tokens, second: Tokens) -> dict[str, float]:
+    """How far the less likely of two tokens where texts part is below the likeliest (logits): the largest of the texts.
 
     `typical_gap` is what a gap between arbitrary tokens would be at least: the median, over the same texts up to there, of how
     far the second likeliest token is below the likeliest.
@@ -203,22 +223,22 @@ def compare(exact: Exact, prompts: Tokens, first: Tokens, second: Tokens) -> dic
         for i, (a, b) in enumerate(zip(first, second, strict=True))
         if a != b
     ]
-    found: dict[str, Any] = {"equal": len(first) - len(parted), "largest_gap": 0.0}
     if not parted:
-        return found
-    gaps, margins = [], []
+        return {"largest_gap": 0.0}
+    below, margins = [], []
     for (i, at), logits in zip(parted, exact.logits([prompts[i] + first[i][:at] for i, at in parted]), strict=True):
         last = logits[-1]
-        gaps.append(float(last.max() - torch.minimum(last[first[i][at]], last[second[i][at]])))
+        below.append(float(last.max() - torch.minimum(last[first[i][at]], last[second[i][at]])))
         likeliest = logits[len(prompts[i]) - 1 :].topk(2).values
         margins += (likeliest[:, 0] - likeliest[:, 1]).tolist()
-    return found | {"largest_gap": round(max(gaps), 4), "typical_gap": round(statistics.median(margins), 4)}
+    return {"largest_gap": round(max(below), 4), "typical_gap": round(statistics.median(margins), 4)}
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     table = Table("backend", "GPUs", "overlap", "S", "equal to the first", "largest gap of logits", "rounds", "s")
     for row in rows:
-        way = f"{row['backend']}, page {row['page_size']}", str(row["tp"]), "yes" if row["overlap"] else "no", str(row["steps"])
+        drafts = f"{row['steps']} x {row['branches']}" if "branches" in row else str(row["steps"])
+        way = f"{row['backend']}, page {row['page_size']}", str(row["tp"]), "yes" if row["overlap"] else "no", drafts
         table.add_row(
             *way, f"{row['equal']} of {row['requests']}", str(row["largest_gap"]), str(row["rounds"]), str(row["seconds"])
         )

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from benchmarks.engines import process as engine_process
 from benchmarks.engines import rounds as engine_rounds
-from benchmarks.engines import sglang_rounds, sglang_worker
+from benchmarks.engines import sglang_requests, sglang_rounds, sglang_worker
 from benchmarks.engines.checkpoints import MODELS, write_shape
 from benchmarks.engines.rounds import over_fastest
 from benchmarks.round.shapes import SHAPES
@@ -306,6 +306,46 @@ def test_texts_of_requests(sglang, tmp_path):
     assert [row.get("accept_length") for row in rows] == [2, 2, None]
 
 
+def test_texts_of_trees_are_kept_before_logits_are_compared(sglang, tmp_path, monkeypatch):
+    """A run that is cut off while it compares has lost nothing that an engine wrote."""
+
+    def cut_off(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sglang_requests.Exact, "logits", cut_off)
+    with (tmp_path / "sglang.py").open("a") as file:
+        file.write(SEEN_DRAFTS)
+    path, texts, logs = tmp_path / "rows.json", tmp_path / "texts", tmp_path / "logs"
+    run_benchmarks(
+        "sglang-requests", "--backend", "spec_ops:1", "--requests", "4", "--longest", "8", "--way", "serial", "--way", "tree",
+        "--nodes", "6", "--texts", str(texts), "--logs", str(logs), "--json", str(path),
+    )  # fmt: skip
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["steps"], row.get("branches"), row.get("nodes"), row["equal"]) for row in rows] == [
+        (3, None, None, 4), (3, 4, 6, 3),
+    ]  # fmt: skip
+    assert "SEEN (1, 3, 4)" in (logs / "spec_ops-1-tp1-serial.log").read_text()
+    assert "SEEN (4, 3, 6)" in (logs / "spec_ops-1-tp1-tree.log").read_text()
+    serial, tree = (json.loads((texts / f"spec_ops-1-tp1-{way}.json").read_text()) for way in ("serial", "tree"))
+    assert serial["prompts"] == tree["prompts"]
+    assert sum(a == b for a, b in zip(serial["tokens"], tree["tokens"], strict=True)) == 3
+
+
+# Appended to the stand-in: the shape of its drafts.
+SEEN_DRAFTS = """
+
+def texts(self, prompts, sampling, before=Engine.texts):
+    import sys
+
+    names = ("eagle_topk", "num_steps", "num_draft_tokens")
+    print("SEEN", tuple(self.given["speculative_" + name] for name in names), file=sys.stderr)
+    return before(self, prompts, sampling)
+
+
+Engine.texts = texts
+"""
+
+
 @pytest.fixture
 def small_llama(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPES["llama-8b"]
@@ -367,7 +407,8 @@ Engine.texts = texts
     ("given", "option", "message"),
     [
         (("--model", "gpt-oss"), "--model", "must be one of ['shipped', 'llama-8b'], got 'gpt-oss'"),
-        (("--way", "tree"), "--way", "must be one of ['chain', 'serial', 'plain'], got 'tree'"),
+        (("--way", "bush"), "--way", "must be one of ['chain', 'serial', 'plain', 'tree'], got 'bush'"),
+        (("--nodes", "65"), "--nodes", "less than or equal to 64"),
         (("--layers", "2"), "--layers", "must not be given with the shipped pair"),
         (("--tp", "0"), "--tp", "greater than or equal to 1"),
         (("--longest", "257"), "--longest", "less than or equal to 256"),

@@ -11,6 +11,7 @@ table and patches nothing; what inherits from vLLM's classes is imported when an
 | `attention` | a batch's metadata, and attention by our ops: knows shapes of vLLM, imports none of it |
 | `backend`, `mla` | what inherits from vLLM's classes: grouped-query attention, and multi-head latent attention |
 | `choice` | which of the two a model takes |
+| `ahead` | kernels that are compiled while an engine starts |
 | `passes` | our graph passes, for vLLM's `inductor_compile_config` |
 """
 

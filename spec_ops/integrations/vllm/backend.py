@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -17,7 +18,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from spec_ops.integrations.vllm import limits
+from spec_ops.integrations.vllm import ahead, limits
 from spec_ops.integrations.vllm.attention import (
     SpecOpsMetadata,
     attend,
@@ -122,6 +123,8 @@ class SpecOpsMetadataBuilder(AttentionMetadataBuilder[SpecOpsMetadata]):
             )
         ]
         limits.check_kernels(metas, torch.device(device))
+        for name in layer_names:
+            ahead.start(layers[name].impl, vllm_config, kv_cache_spec.block_size, torch.device(device))
 
     @property
     def _most(self) -> int:
@@ -169,6 +172,7 @@ class SpecOpsImpl(AttentionImpl[SpecOpsMetadata]):
         self.sliding_window, self.window_left = sliding_window, window_left(sliding_window)
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        ahead.start(self, get_current_vllm_config_or_none())
 
     def forward(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonDecodeMetadata,
@@ -21,7 +22,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from spec_ops.backends.call import FP8_DTYPES
-from spec_ops.integrations.vllm import limits
+from spec_ops.integrations.vllm import ahead, limits
 from spec_ops.integrations.vllm.attention import attend_mla, check_recordable, query_length
 from spec_ops.integrations.vllm.backend import Limits
 
@@ -66,6 +67,8 @@ class SpecOpsMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             for meta in limits.metas_of_layer(layers[name].impl, dtype, kv_cache_spec.block_size, self.reorder_batch_threshold)
         ]
         limits.check_kernels(metas, torch.device(device), limits.OTHER_MLA)
+        for name in layer_names:
+            ahead.start(layers[name].impl, vllm_config, kv_cache_spec.block_size, torch.device(device))
 
     def _build_decode(self, *args: Any, **kwargs: Any) -> SpecOpsMLADecode:
         made = super()._build_decode(*args, **kwargs)
@@ -112,6 +115,7 @@ class SpecOpsMLAImpl(MLACommonImpl[MLACommonMetadata]):
             kv_sharing_target_layer_name, **mla_args,
         )  # fmt: skip
         self.take_latents()
+        ahead.start(self, get_current_vllm_config_or_none())
 
     def take_latents(self) -> None:
         """What decoding needs to know beside vLLM's own attributes."""

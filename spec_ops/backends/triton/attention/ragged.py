@@ -9,7 +9,11 @@ from spec_ops.backends.triton.attention.tile import attend, denominator, first_p
 from spec_ops.backends.triton.runtime.launch import await_predecessors
 
 
-@triton.jit(do_not_specialize=["bs", "total_q", "row_blocks"])
+# Of a mixed batch, tables and lengths begin anywhere.
+@triton.jit(
+    do_not_specialize=["bs", "total_q", "row_blocks", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "q_indptr"],
+)
 def ragged_attention_kernel(
     q, k_cache, k_rest, v_cache, out, block_tables, seq_lens, q_indptr, sinks,
     qk_scale, v_scale, softcap,

@@ -85,7 +85,7 @@ def _combine(
         tl.store(o[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["bs", "ranges"])  # other batch sizes compile nothing new within a power of two
+@triton.jit(do_not_specialize=["bs", "ranges", "table_stride"])  # other batch sizes compile nothing new within a power of two
 def split_kv_attention_kernel(
     q, k_cache, k_rest, v_cache, out, block_tables, seq_lens, tree_mask, sinks,
     partial_acc, partial_ml, counters,

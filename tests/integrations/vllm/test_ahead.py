@@ -114,12 +114,20 @@ def test_what_is_compiled_is_what_batches_launch(backend, given, layout):
     assert len([name for name, _ in binaries if "split" in name]) == 2 * 4
 
 
-def test_latent_attention(backend):
-    mla = importlib.import_module("spec_ops.integrations.vllm.mla")
-    impl = mla.SpecOpsMLAImpl(
-        num_heads=16, head_size=576, scale=0.2, num_kv_heads=1, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto",
-        logits_soft_cap=None, attn_type="decoder", kv_sharing_target_layer_name=None, kv_lora_rank=512, indexer=None,
-    )  # fmt: skip
+LATENT = {
+    "num_heads": 16, "head_size": 576, "scale": 0.2, "num_kv_heads": 1, "alibi_slopes": None, "sliding_window": None,
+    "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder", "kv_sharing_target_layer_name": None,
+    "kv_lora_rank": 512, "indexer": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def mla(backend) -> ModuleType:
+    return importlib.import_module("spec_ops.integrations.vllm.mla")
+
+
+def test_latent_attention(mla):
+    impl = mla.SpecOpsMLAImpl(**LATENT)
     with pretended_gpu(), keys() as compiled:
         compile_in_background(ahead.launches(ahead.needed(impl, engine(), PAGE), H200), CUDA)
     cache, seen = torch.zeros(5, PAGE, 576, dtype=BF16), set()
@@ -145,14 +153,21 @@ def started(monkeypatch) -> list[tuple[ahead.Needed, torch.device]]:
     return seen
 
 
-def test_a_layer_begins_when_it_is_made_and_the_cache_says_the_rest(backend, started, monkeypatch):
+@pytest.mark.parametrize("latent", [False, True], ids=["gqa", "mla"])
+def test_a_layer_begins_when_it_is_made_and_the_cache_says_the_rest(backend, mla, started, monkeypatch, latent):
     config = engine()
-    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
-    impl = backend.SpecOpsImpl(num_heads=8, head_size=64, scale=0.1, num_kv_heads=2)
+    module, impl_class, builder_class, given = (
+        (mla, "SpecOpsMLAImpl", "SpecOpsMLAMetadataBuilder", LATENT)
+        if latent
+        else (backend, "SpecOpsImpl", "SpecOpsMetadataBuilder", {"scale": 0.1, **LAYERS[0]})
+    )
+    monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: config)
+    impl = getattr(module, impl_class)(**given)
     assert [(what.page_size, what.requests, what.drafts, device.index) for what, device in started] == [(PAGE, REQUESTS, 3, 1)]
+    assert started[0][0].is_mla == latent
     config.compilation_config.static_forward_context = {"layer.0": SimpleNamespace(impl=impl)}
-    monkeypatch.setattr(backend.limits, "check_kernels", lambda *_: None)
-    backend.SpecOpsMetadataBuilder(SimpleNamespace(block_size=32), ["layer.0"], config, CUDA)
+    monkeypatch.setattr(module.limits, "check_kernels", lambda *_: None)
+    getattr(module, builder_class)(SimpleNamespace(block_size=32), ["layer.0"], config, CUDA)
     assert [(what.page_size, device.index) for what, device in started] == [(PAGE, 1), (32, 0)]
 
 

@@ -11,6 +11,7 @@ two tables and patches nothing; the hooks of `hooks.py` go in when an engine bui
 | `attention` | a forward's metadata, and attention by our ops: knows shapes of SGLang, imports none of it |
 | `drafting` | the same for all steps of a draft |
 | `backend`, `hooks` | what inherits from SGLang's classes and hooks its functions |
+| `ahead` | kernels that are compiled while an engine starts |
 """
 
 from spec_ops.integrations.sglang.plugin import register

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spec_ops import ops
+from spec_ops.integrations.sglang import ahead
 from spec_ops.integrations.sglang.limits import check_layer
 
 
@@ -125,6 +126,7 @@ class SpecOpsAttention:
         self.verify_mask_rows: int = self.req_to_token.shape[0]
         cells = self.verify_mask_rows * self.draft_tokens**2 if speculates and not runner.is_draft_worker else 0
         self.verify_mask_buffer = torch.ones(cells, dtype=torch.bool, device=self.device) if cells else None
+        ahead.start(runner)
 
     # Metadata
 

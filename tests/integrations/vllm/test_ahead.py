@@ -18,7 +18,9 @@ from spec_ops.backends.call import RAGGED, AttentionCall  # noqa: E402
 from spec_ops.backends.triton.attention import launcher  # noqa: E402
 from spec_ops.backends.triton.cache import append  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import Target, compile_in_background  # noqa: E402
-from spec_ops.integrations.vllm import ahead, attention  # noqa: E402
+from spec_ops.integrations import ahead  # noqa: E402
+from spec_ops.integrations.vllm import ahead as ours  # noqa: E402
+from spec_ops.integrations.vllm import attention  # noqa: E402
 from tests.helpers import vllm_stand_ins as stand_ins  # noqa: E402
 from tests.helpers.triton_target import choosing_for, keys, pretended_gpu  # noqa: E402
 
@@ -107,7 +109,7 @@ def test_what_is_compiled_is_what_batches_launch(backend, given, layout):
     cache = torch.zeros(shape, dtype=torch.uint8 if impl.kv_cache_dtype == "fp8" else BF16)
     cache = cache if layout == "HND" else cache.transpose(1, 2)
     with pretended_gpu(), keys() as compiled:
-        compile_in_background(ahead.launches(ahead.needed(impl, engine(), PAGE), H200), CUDA)
+        compile_in_background(ahead.launches(*next(ours.needed(impl, engine())), H200), CUDA)
     binaries = launched(impl, cache, UNIFORM + RAGGED_BATCHES)
     assert binaries == set(compiled)
     # Of 1 to 9 requests four sizes count: up to 2, 4, 8 and 16.
@@ -129,7 +131,7 @@ def mla(backend) -> ModuleType:
 def test_latent_attention(mla):
     impl = mla.SpecOpsMLAImpl(**LATENT)
     with pretended_gpu(), keys() as compiled:
-        compile_in_background(ahead.launches(ahead.needed(impl, engine(), PAGE), H200), CUDA)
+        compile_in_background(ahead.launches(*next(ours.needed(impl, engine())), H200), CUDA)
     cache, seen = torch.zeros(5, PAGE, 576, dtype=BF16), set()
     with pretended_gpu(), choosing_for(H200), keys() as found:
         for lens in UNIFORM:
@@ -144,9 +146,9 @@ def test_latent_attention(mla):
 
 
 @pytest.fixture
-def started(monkeypatch) -> list[tuple[ahead.Needed, torch.device]]:
+def started(monkeypatch) -> list[tuple[ahead.Layer, ahead.Batches, torch.device]]:
     """What is begun; on a machine with a GPU."""
-    seen: list[tuple[ahead.Needed, torch.device]] = []
+    seen: list[tuple[ahead.Layer, ahead.Batches, torch.device]] = []
     monkeypatch.setattr(ahead, "_start", lambda *given: seen.append(given) or 1)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -163,22 +165,21 @@ def test_a_layer_begins_when_it_is_made_and_the_cache_says_the_rest(backend, mla
     )
     monkeypatch.setattr(module, "get_current_vllm_config_or_none", lambda: config)
     impl = getattr(module, impl_class)(**given)
-    assert [(what.page_size, what.requests, what.drafts, device.index) for what, device in started] == [(PAGE, REQUESTS, 3, 1)]
-    assert started[0][0].is_mla == latent
+    assert [(layer.is_mla, layer.page_size, device.index) for layer, _, device in started] == [(latent, PAGE, 1)]
     config.compilation_config.static_forward_context = {"layer.0": SimpleNamespace(impl=impl)}
     monkeypatch.setattr(module.limits, "check_kernels", lambda *_: None)
     getattr(module, builder_class)(SimpleNamespace(block_size=32), ["layer.0"], config, CUDA)
-    assert [(what.page_size, device.index) for what, device in started] == [(PAGE, 1), (32, 0)]
+    assert [(layer.page_size, device.index) for layer, _, device in started] == [(PAGE, 1), (32, 0)]
 
 
 def test_nothing_is_begun_without_a_gpu_an_engine_or_a_page_size(backend, started, monkeypatch):
     impl = backend.SpecOpsImpl(num_heads=8, head_size=64, scale=0.1, num_kv_heads=2)
     config = engine()
-    assert ahead.start(impl, None) == ahead.start(impl, config, PAGE, torch.device("cpu")) == 0
+    assert ours.start(impl, None) == ours.start(impl, config, PAGE, torch.device("cpu")) == 0
     config.cache_config.block_size = None
-    assert ahead.start(impl, config) == 0
+    assert ours.start(impl, config) == 0
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert ahead.start(impl, config, PAGE) == 0
+    assert ours.start(impl, config, PAGE) == 0
     assert not started
 
 
@@ -189,5 +190,5 @@ def test_a_guess_that_fails_fails_no_start(backend, started, monkeypatch):
         raise RuntimeError("of a newer vLLM")
 
     monkeypatch.setattr(ahead, "_start", broken)
-    assert ahead.start(impl, engine(), PAGE) == 0
-    assert ahead.start(impl, SimpleNamespace(), PAGE) == 0
+    assert ours.start(impl, engine(), PAGE) == 0
+    assert ours.start(impl, SimpleNamespace(), PAGE) == 0

@@ -1,0 +1,60 @@
+"""What the layers of an SGLang runner will launch, for kernels that are compiled while the engine starts
+(`integrations/ahead.py`): SGLang makes the backend before it records its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from spec_ops.integrations import ahead
+from spec_ops.integrations.ahead import Batches, Layer, Step
+from spec_ops.integrations.sglang.limits import runner_heads
+
+
+def start(runner: Any) -> int:
+    """Begin to compile. Returns how many binaries were begun."""
+    return ahead.start(lambda: needed(runner), runner.device)
+
+
+def needed(runner: Any) -> Iterator[tuple[Layer, Batches]]:
+    """One for each kind of layer: with the windows and soft caps that the model has. Sinks are given with each call alone."""
+    pool, config = runner.token_to_kv_pool, runner.model_config
+    if mla := runner.use_mla_backend:
+        heads, widths = 1, (config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank)
+    else:
+        heads, widths = pool.head_num, (pool.head_dim, getattr(pool, "v_head_dim", None) or pool.head_dim)
+    made = batches(runner)
+    for window, softcap in _kinds(runner):
+        layer = Layer(
+            mla, runner.dtype, pool.dtype, runner_heads(runner), heads, *widths, window, None, softcap, runner.page_size,
+            runner.req_to_token_pool.req_to_token.shape[1], beside=False,
+        )  # fmt: skip
+        yield layer, made
+
+
+def _kinds(runner: Any) -> list[tuple[int, bool]]:
+    """Window and soft cap of each layer (SGLang's `RadixAttention`)."""
+    layers = [module for module in runner.model.modules() if hasattr(module, "tp_q_head_num")]
+    found = [(layer.sliding_window_size or -1, (layer.logit_cap or 0) > 0) for layer in layers]
+    return list(dict.fromkeys((max(window, -1), softcap) for window, softcap in found))
+
+
+def batches(runner: Any) -> Batches:
+    """A target decodes, or verifies; a draft takes its steps, and then the tokens that were verified."""
+    args = runner.server_args
+    chunk = getattr(args, "chunked_prefill_size", None) or 0
+    requests = getattr(runner, "max_running_requests", None) or len(runner.req_to_token_pool.req_to_token)
+    return Batches(tuple(_steps(args, runner.is_draft_worker)), requests, max(chunk, 0) or 8192, appends=False)
+
+
+def _steps(args: Any, drafts: bool) -> Iterator[Step]:
+    if args.speculative_algorithm is None:
+        yield Step("draft_decode", 1)
+        return
+    nodes, topk, steps = args.speculative_num_draft_tokens, args.speculative_eagle_topk, args.speculative_num_steps
+    if not drafts:
+        yield Step("target_verify", nodes, mask_len=nodes if topk > 1 else 0)
+        return
+    if steps > 1:
+        yield Step("draft_decode", topk, mask_len=topk * steps if topk > 1 else 0, one_mask=True)
+    yield Step("draft_extend", nodes)

@@ -103,9 +103,9 @@ def variant_of(name: str, launch: Launch, *, archs: tuple[int, ...] = ARCHS, hot
     plain = {p.name for p in kernel.params if p.do_not_specialize}
     anywhere = {p.name for p in kernel.params if p.do_not_specialize_on_alignment}
     types = {n: None if n in constants or v is None else "i32" if n in plain else _type(v) for n, v in given.items()}
-    for name in anywhere & types.keys():
-        if isinstance(kind := types[name], str):
-            types[name] = kind.removesuffix(":16")
+    for parameter in anywhere & types.keys():
+        if isinstance(kind := types[parameter], str):
+            types[parameter] = kind.removesuffix(":16")
     return Variant(
         name,
         kernel,

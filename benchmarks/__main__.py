@@ -9,6 +9,7 @@ from benchmarks.ahead import bench_ahead
 from benchmarks.collectives import bench_collectives
 from benchmarks.engines.sglang_requests import bench_requests
 from benchmarks.engines.sglang_rounds import bench_sglang
+from benchmarks.engines.vllm_requests import bench_vllm_requests
 from benchmarks.engines.vllm_rounds import bench_vllm
 from benchmarks.invariance.command import bench_invariance
 from benchmarks.kernels.command import bench_kernels
@@ -33,6 +34,7 @@ app.command("invariance", short_help="Texts and logits that must be equal in bfl
 app.command("sglang", short_help="SGLang's rounds by attention backend, this package's among them.")(bench_sglang)
 app.command("vllm", short_help="vLLM's rounds by attention backend, this package's among them.")(bench_vllm)
 app.command("sglang-requests", short_help="Texts of SGLang engines, whose requests join and leave.")(bench_requests)
+app.command("vllm-requests", short_help="Texts of vLLM engines, whose requests join and leave.")(bench_vllm_requests)
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
 app.command("accept", short_help="Accept length of a target and its draft.")(bench_accept)
 app.command("prompts", short_help="Many prompts of unequal lengths: rows refilled, groups, one by one.")(bench_prompts)

@@ -16,7 +16,8 @@ from transformers import AutoConfig
 
 from benchmarks.engines import process as engine_process
 from benchmarks.engines import rounds as engine_rounds
-from benchmarks.engines import sglang_requests, sglang_rounds, sglang_worker
+from benchmarks.engines import sglang_rounds, sglang_worker
+from benchmarks.engines import texts as texts_module
 from benchmarks.engines.checkpoints import MODELS, write_shape
 from benchmarks.engines.rounds import over_fastest
 from benchmarks.round.shapes import SHAPES
@@ -312,7 +313,7 @@ def test_texts_of_trees_are_kept_before_logits_are_compared(sglang, tmp_path, mo
     def cut_off(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sglang_requests.Exact, "logits", cut_off)
+    monkeypatch.setattr(texts_module.Exact, "logits", cut_off)
     with (tmp_path / "sglang.py").open("a") as file:
         file.write(SEEN_DRAFTS)
     path, texts, logs = tmp_path / "rows.json", tmp_path / "texts", tmp_path / "logs"

@@ -68,6 +68,6 @@ def test_the_readme_names_every_command():
     # The command line itself, processes of `round` and of engines, a part of `sanitize`, the picture of `kernels`, the
     # documents' numbers.
     beside = {"benchmarks", "benchmarks.round.worker"}
-    beside |= {f"benchmarks.engines.{name}" for name in ("sglang_worker", "sglang_texts", "vllm_worker")}
+    beside |= {f"benchmarks.engines.{name}" for name in ("sglang_worker", "sglang_texts", "vllm_worker", "vllm_texts")}
     beside |= {"benchmarks.sanitize.kernels", "benchmarks.kernels.roofline"}
     assert {name for name in named if " " not in name} == scripts - beside - {"benchmarks.published"}

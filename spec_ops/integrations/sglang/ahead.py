@@ -10,6 +10,9 @@ from spec_ops.integrations import ahead
 from spec_ops.integrations.ahead import Batches, Layer, Step
 from spec_ops.integrations.sglang.limits import runner_heads
 
+UNKNOWN = 256  # requests of the largest graph, where SGLang does not say
+PROMPT = 8192  # tokens of a chunk, where prompts are not cut
+
 
 def start(runner: Any) -> int:
     """Begin to compile. Returns how many binaries were begun."""
@@ -40,11 +43,17 @@ def _kinds(runner: Any) -> list[tuple[int, bool]]:
 
 
 def batches(runner: Any) -> Batches:
-    """A target decodes, or verifies; a draft takes its steps, and then the tokens that were verified."""
+    """A target decodes, or verifies; a draft takes its steps, and then the tokens that were verified.
+
+    SGLang records its graphs at once, and the first of them waits for all that is being compiled. So batches that are too large
+    for a graph are left out: an engine may take thousands of requests.
+    """
     args = runner.server_args
     chunk = getattr(args, "chunked_prefill_size", None) or 0
-    requests = getattr(runner, "max_running_requests", None) or len(runner.req_to_token_pool.req_to_token)
-    return Batches(tuple(_steps(args, runner.is_draft_worker)), requests, max(chunk, 0) or 8192, appends=False)
+    most = getattr(runner, "max_running_requests", None) or len(runner.req_to_token_pool.req_to_token)
+    decode = getattr(getattr(args, "cuda_graph_config", None), "decode", None)
+    recorded = max(getattr(decode, "bs", None) or [UNKNOWN])
+    return Batches(tuple(_steps(args, runner.is_draft_worker)), min(most, recorded), max(chunk, 0) or PROMPT, appends=False)
 
 
 def _steps(args: Any, drafts: bool) -> Iterator[Step]:

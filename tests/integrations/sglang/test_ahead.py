@@ -129,6 +129,19 @@ def test_what_is_compiled_is_what_forwards_launch(page_size, arguments, draft, m
     assert len(set(compiled)) <= len(binaries) + 1
 
 
+def test_batches_that_no_graph_serves_are_left_out():
+    given = runner(64, False, WINDOWS)
+    given.max_running_requests = 4096
+    assert ours.batches(given).requests == 256
+    given.server_args.cuda_graph_config = SimpleNamespace(decode=SimpleNamespace(bs=[1, 2, 8]))
+    assert ours.batches(given).requests == 8
+    given.max_running_requests = 3
+    assert ours.batches(given).requests == 3
+    assert ours.batches(given).prompt == 200
+    given.server_args.chunked_prefill_size = -1
+    assert ours.batches(given).prompt == 8192
+
+
 def test_a_backend_begins_when_it_is_made(monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(attention.ahead, "start", seen.append)

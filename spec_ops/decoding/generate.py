@@ -301,12 +301,13 @@ class Generator:
         step: Callable[[], None] | None = None
         prefill_seconds, start = 0.0, time.perf_counter()
         while True:
-            if batch.has_room():
+            if batch.should_admit():
                 last = reader.drain()
                 began = time.perf_counter()
                 if last is not None:  # rows in it may have ended
                     plan.read(batch, last, reader.seconds)
-                begin(batch, choice, changes, self.buckets, self.prefill_chunk_size, self.prefill_backend)
+                while batch.has_room():
+                    begin(batch, choice, changes, self.buckets, self.prefill_chunk_size, self.prefill_backend)
                 prefill_seconds += time.perf_counter() - began
                 continue
             if not batch.members:

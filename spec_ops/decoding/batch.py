@@ -20,9 +20,9 @@ from spec_ops.models.target import Ranks
 OnTokens = Callable[[int, list[int]], None]
 StopWhen = Callable[[int, list[int], int], int | None]
 
-# Rounds that a prefill of short prompts takes, however many they are: one of a large target, whose weights are read again, up to
-# ten of a small one, whose round is a replayed graph. All rows wait for it, so free ones may wait for others to join them.
-PREFILL_ROUNDS = 2
+# Rounds that a prefill of short prompts takes, however many they are. All rows wait for it, so free ones may wait for others to
+# join them. Compiled rounds are replayed graphs and prefills are not: two rounds of 70B parameters, ten of a small model.
+PREFILL_ROUNDS, COMPILED_PREFILL_ROUNDS = 1, 4
 
 
 class Admitted(NamedTuple):
@@ -69,6 +69,7 @@ class Batch:
         on_tokens, stop_when: of the call.
         bar: counts emitted tokens.
         grammars: what requests must follow.
+        compiled: whether rounds are.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Batch:
         stop_when: StopWhen | None,
         bar: tqdm,
         grammars: Grammars | None = None,
+        compiled: bool = False,
     ) -> None:
+        self._prefill_rounds = COMPILED_PREFILL_ROUNDS if compiled else PREFILL_ROUNDS
         self.requests, self.state, self.pool, self.result = requests, state, pool, result
         self.on_tokens, self.stop_when, self.bar, self.grammars = on_tokens, stop_when, bar, grammars
         self.waiting = deque(range(len(requests.prompts)))
@@ -105,7 +108,7 @@ class Batch:
         free, running = self._free_rows, len(self.members)
         if not running or len(self.waiting) <= free:
             return True
-        prefill = PREFILL_ROUNDS * self.state.batch_size
+        prefill = self._prefill_rounds * self.state.batch_size
         return free * self._row_rounds >= prefill * running * self._ended or self._missed >= prefill
 
     @property

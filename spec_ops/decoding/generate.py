@@ -268,7 +268,8 @@ class Generator:
             if requests.prompts:
                 state = self.buckets.state(self.bucket(min(len(requests.prompts), self.max_batch_size)))
                 pool = self._pool(self.num_pages)
-                self._decode(Batch(requests, state, pool, result, on_tokens, stop_when, bar, grammars), choice)
+                batch = Batch(requests, state, pool, result, on_tokens, stop_when, bar, grammars, self.compile)
+                self._decode(batch, choice)
             stats.seconds = time.perf_counter() - start
         return result
 

@@ -30,6 +30,7 @@ from spec_ops.models.paged import DEFAULT_PAGE_SIZE
 
 CHOSEN = "chosen"
 PROMPT = 64  # tokens
+LENGTHS, PERIODS = (0, 3, 7), (100_000, 300, 24)
 
 
 def quiet(target: CausalLM) -> None:
@@ -95,10 +96,11 @@ def measure(generator: Generator, lengths: list[int], period: int, new_tokens: i
 
 def bench_lengths(
     model: Annotated[str, typer.Option(help=", ".join(SHAPES) + ".")] = "llama-8b",
-    length: Annotated[list[int], typer.Option(min=0, help="Chain lengths, in order; may be repeated.")] = [0, 3, 7],  # noqa: B006
-    period: Annotated[list[int], typer.Option(min=2, help="Tokens after which a text repeats itself; may be repeated.")] = [  # noqa: B006
-        100_000, 300, 24,
-    ],  # fmt: skip
+    length: Annotated[list[int] | None, typer.Option(min=0, help=f"In order; may be repeated; default {LENGTHS}.")] = None,
+    period: Annotated[
+        list[int] | None,
+        typer.Option(min=2, help=f"Tokens after which a text repeats itself; may be repeated; default {PERIODS}."),
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Of the target; default all.")] = None,
     new_tokens: Annotated[int, typer.Option(min=8, help="Of each text.")] = 600,
     repeats: Annotated[int, typer.Option(min=1, help="Of every way, in turn; the median counts.")] = 3,
@@ -113,21 +115,22 @@ def bench_lengths(
     themselves."""
     if model not in SHAPES:
         raise typer.BadParameter(f"must be one of {', '.join(SHAPES)}, got {model}", param_hint="--model")
+    lengths, periods = length or list(LENGTHS), period or list(PERIODS)
     place, weights = parse_device(device), parse_dtype(dtype)
     target, _ = SHAPES[model].with_layers(layers).build(place, weights)
     quiet(target)
     generator = Generator(
-        target, PromptLookup(), SpeculationConfig(lengths=length), max_batch_size=1, page_size=DEFAULT_PAGE_SIZE,
-        max_seq_len=2 * PROMPT + new_tokens + 2 * length[-1] + DEFAULT_PAGE_SIZE, compile=compile,
+        target, PromptLookup(), SpeculationConfig(lengths=lengths), max_batch_size=1, page_size=DEFAULT_PAGE_SIZE,
+        max_seq_len=2 * PROMPT + new_tokens + 2 * lengths[-1] + DEFAULT_PAGE_SIZE, compile=compile,
     )  # fmt: skip
-    for one in length:
+    for one in lengths:
         with console.status(f"first rounds of length {one}"):
             run(generator, one, 24)
     rows: list[dict[str, Any]] = []
     table = Table("repeats after", "length", "ms a token", "tokens a round", "over the best fixed one", "same text")
-    for after in period:
+    for after in periods:
         with console.status(f"text that repeats itself after {after} tokens"):
-            of_text = measure(generator, length, after, new_tokens, repeats)
+            of_text = measure(generator, lengths, after, new_tokens, repeats)
         best = min(row["ms_per_token"] for row in of_text if row["length"] != CHOSEN)
         for row in of_text:
             rows.append({"model": model, "layers": layers, **row, "over_best_fixed": round(row["ms_per_token"] / best, 4)})

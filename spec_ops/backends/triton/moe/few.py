@@ -244,12 +244,12 @@ def few_gate_up_kernel(
 
 @triton.jit
 def _down_sums(
-    h, weight, scale, scale_expert, scale_row, scale_column, table, tile, n, begin, end, total, hidden, inner,
+    h, weight, scale, scale_expert, scale_row, scale_column, table, tile, split, begin, total, n, hidden, inner,
     TRANSPOSED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr, INT4: tl.constexpr,
-    SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, EXACT: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, BITS: tl.constexpr,
+    INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Products with the columns `n` of block `tile`, over blocks `begin` to `end` of all experts' inner dimensions."""
+    """Products with the columns `n` of block `tile`, over the share from block `begin` on of all experts' inner dimensions."""
     acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not SCALED else CHUNK, CHUNKED)
     expert = tl.load(table + 1 + begin // BLOCKS)
     s = 0
@@ -259,7 +259,7 @@ def _down_sums(
             scale, expert, scale_expert, scale_row, scale_column, n, hidden, begin % BLOCKS, inner, begin < total,
             PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
         )  # fmt: skip
-    for i in tl.range(begin, end, num_stages=STAGES):
+    for i in tl.range(begin, (split + 1) * total // SPLITS, num_stages=STAGES):
         block = i % BLOCKS
         columns = _columns(weight, expert, tile * BLOCK_N, block, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS, SCALED)
         rows = _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED, SCALED, True)
@@ -302,18 +302,17 @@ def few_down_kernel(
         g = tl.load(norm_weight + n, mask=n < hidden, other=0.0)
     total = tl.load(table) * BLOCKS
     begin = split * total // SPLITS
-    end = (split + 1) * total // SPLITS
     acc = _down_sums(
-        h, weight, scale, scale_expert, scale_row, scale_column, table, tile, n, begin, end, total, hidden, inner,
-        TRANSPOSED, BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, STAGES, BITS, INT4, SCALED, SCALE_ROWS, SCALE_COLUMNS,
-        not AGAIN,
+        h, weight, scale, scale_expert, scale_row, scale_column, table, tile, split, begin, total, n, hidden, inner,
+        TRANSPOSED, BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, SPLITS, STAGES, BITS, INT4, SCALED,
+        SCALE_ROWS, SCALE_COLUMNS, not AGAIN,
     )  # fmt: skip
     if AGAIN:
         if any_is_none(acc):
             acc = _down_sums(
-                h, weight, scale, scale_expert, scale_row, scale_column, table, tile, n, begin, end, total, hidden, inner,
-                TRANSPOSED, BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, 1, BITS, INT4, SCALED, SCALE_ROWS, SCALE_COLUMNS,
-                True,
+                h, weight, scale, scale_expert, scale_row, scale_column, table, tile, split, begin, total, n, hidden, inner,
+                TRANSPOSED, BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, SPLITS, 1, BITS, INT4, SCALED,
+                SCALE_ROWS, SCALE_COLUMNS, True,
             )  # fmt: skip
     ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK_K * (BLOCK_N * BITS // 8 + 2 * BLOCK_M)) // (4 * BLOCK_N * BLOCK_M))
     acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, CHUNKED, ROOM)

@@ -75,6 +75,7 @@ def word_numbers(words, scale, dtype: tl.constexpr, EXACT: tl.constexpr):
     upper = parts >> 8
     if INTERPRETED:
         one = tl.expand_dims(scale, -1)
+        # Pairs 0 and 2; then 1 and 3.
         first = tl.join(_interpreted_pair(parts, one, dtype, EXACT), _interpreted_pair(upper, one, dtype, EXACT))
         second = tl.join(_interpreted_pair(parts >> 4, one, dtype, EXACT), _interpreted_pair(upper >> 4, one, dtype, EXACT))
     else:
@@ -90,7 +91,7 @@ def word_numbers(words, scale, dtype: tl.constexpr, EXACT: tl.constexpr):
     pairs = tl.join(first, second)
     low = pairs.to(tl.int16).to(dtype, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
-    # Number s + 2 * ... of word w of thread t
+    # Of thread t and its word w the half h of pair u + 2 * s. From [t, w, s, u, h] to [w, s, t, u, h].
     numbers = tl.reshape(tl.join(low, high), [C, N, 4, W, 2, 2, 2])
     return tl.reshape(tl.permute(numbers, (0, 1, 3, 4, 2, 5, 6)), [C, N, W * 32])
 
@@ -103,16 +104,16 @@ def word_rows(rows, ORDERED: tl.constexpr):
     W: tl.constexpr = rows.shape[2] // 32
     parts = tl.reshape(rows, [C, M, 4, W, 2, 2, 2])
     if ORDERED:
-        parts = tl.permute(parts, (0, 1, 3, 4, 2, 5, 6))
-    else:
-        parts = tl.permute(parts, (0, 1, 3, 5, 2, 6, 4))
-    return tl.permute(tl.reshape(parts, [C, M, W * 32]), (0, 2, 1))
+        parts = tl.permute(parts, (0, 1, 2, 3, 6, 5, 4))
+    # From [t, w, h, s, u] to `word_numbers`' order.
+    return tl.permute(tl.reshape(tl.permute(parts, (0, 1, 3, 5, 2, 6, 4)), [C, M, W * 32]), (0, 2, 1))
 
 
 @triton.jit
 def word_place(k):
-    """Where number `k` of a row is put, so that a thread has its pairs as they lie."""
-    return (k & -8) | ((k & 3) << 1) | ((k >> 2) & 1)
+    """Where number `k` of a row is put, so that a thread finds pairs, and those of one instruction side by side: bits 0 and 2
+    change places."""
+    return (k & -6) | ((k & 1) << 2) | ((k >> 2) & 1)
 
 
 @triton.jit

@@ -128,7 +128,7 @@ def _fitted(
             rest += 4 * loads * block_n * block_m + 2 * loads * block_n * block_k * (100 <= arch < (120 if bits == 8 else 121))
     buffer = block_k * (loads * block_n * bits // 8 + 2 * block_m)
     shared = SHARED.get(arch, 99) * 1024
-    programs = max(1, min(most, shared // (2 * buffer + rest)))
+    room = programs = max(1, min(most, shared // (2 * buffer + rest)))
     blocks, grid = products * triton.cdiv(inner, block_k), tiles * triton.cdiv(columns, block_n)
     splits = 1
     if tiles == 1:  # at least two blocks for each, and partial sums of at most a quarter of the weight's bytes
@@ -140,7 +140,7 @@ def _fitted(
     stages = buffers + (not asynchronous)
     again = scaled and chunked and block_m <= 16
     # What is computed again would take more of them than the first time.
-    registers = 65536 // (128 * most) // 8 * 8 if again else None
+    registers = 65536 // (128 * room) // 8 * 8 if again and room > 2 else None
     return Config(
         block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, 4, scaled, again, registers
     )  # fmt: skip

@@ -13,6 +13,7 @@ from benchmarks.engines.vllm_requests import bench_vllm_requests
 from benchmarks.engines.vllm_rounds import bench_vllm
 from benchmarks.invariance.command import bench_invariance
 from benchmarks.kernels.command import bench_kernels
+from benchmarks.lengths import bench_lengths
 from benchmarks.moe import bench_moe
 from benchmarks.prompts import bench_prompts
 from benchmarks.round.command import bench_round
@@ -38,6 +39,7 @@ app.command("vllm-requests", short_help="Texts of vLLM engines, whose requests j
 app.command("tune", short_help="Block shapes of the attention kernels, timed.")(bench_tune)
 app.command("accept", short_help="Accept length of a target and its draft.")(bench_accept)
 app.command("prompts", short_help="Many prompts of unequal lengths: rows refilled, groups, one by one.")(bench_prompts)
+app.command("lengths", short_help="Chain lengths that are chosen, beside fixed ones.")(bench_lengths)
 app.command("soak", short_help="Rounds for as long as asked: nothing compiled, recorded or kept.")(bench_soak)
 app.command("ahead", short_help="Registers, shared memory and spills, without a GPU.")(bench_ahead)
 

@@ -104,25 +104,49 @@ def requests_of_sglang(results: Path) -> str:
     intro += f" the same with overlap scheduling and without, and {plain['equal']} the same with a chain of {overlap['steps']}"
     intro += " drafts and plain. Where a draft changed the text, the logits of the two tokens differ by at most"
     intro += f" {plain['largest_gap']:.2f} in float32: near ties."
-    return "\n\n".join([paragraph(intro), *_requests_on_several_gpus(results)])
+    return "\n\n".join([paragraph(intro), *_requests_with_trees(results), *_requests_on_several_gpus(results)])
 
 
 def _requests_on_several_gpus(results: Path) -> Iterator[str]:
-    file = "h100x2-sglang-requests"
+    for file, gpus, model in (
+        ("h100x2-sglang-requests", "H100s", "the shipped pair"),
+        ("h200x2-sglang-requests", "H200s", "Llama-3.1-8B's shape with random weights"),
+    ):
+        if not (results / f"{file}.json").exists():
+            continue
+        rows = load(file, results)["rows"]
+        first = next(row for row in rows if row["steps"])  # on one GPU, with a chain
+        plain = next((row for row in rows if not row["steps"] and row["tp"] == 1), first)
+        for row in rows:
+            if (row["tp"] > 1, row["steps"]) != (True, first["steps"]):
+                continue
+            told = f"{model[0].upper()}{model[1:]} on {row['tp']} {gpus} (`--tp`, `benchmarks/results/{file}.json`):"
+            if rows[0] is first:
+                told += f" {row['equal']} of {row['requests']} texts were the same as on one, with"
+                told += f" {row['accept_length']:.2f} tokens a round ({first['accept_length']:.2f} on one)."
+            else:  # compared with the plain texts of one
+                told += f" {row['equal']} of {row['requests']} texts with a chain of {row['steps']} drafts were the plain"
+                told += f" ones of one GPU, where {first['equal']} of those with a chain were."
+            gap = max(row["largest_gap"], first["largest_gap"], plain["largest_gap"])
+            told += f" Where texts part, the logits of the two tokens differ by at most {gap:.2f}; those of a text's two"
+            told += f" likeliest tokens usually differ by {row['typical_gap']:.{1 if row['typical_gap'] > 1 else 2}f}."
+            yield paragraph(told)
+        if first is rows[0]:
+            yield paragraph("Several GPUs add up a sum in another order than one does, which decides near ties.")
+
+
+def _requests_with_trees(results: Path) -> Iterator[str]:
+    file = "h200-sglang-trees"
     if not (results / f"{file}.json").exists():
         return
-    first, *others = load(file, results)["rows"]
-    for row in others:
-        if (row["tp"] > 1, row["steps"]) != (True, first["steps"]):
-            continue
-        told = f"On {row['tp']} H100s (`--tp`, `benchmarks/results/{file}.json`) {row['equal']} of {row['requests']} texts"
-        told += (
-            f" were the same as on one, with {row['accept_length']:.2f} tokens a round ({first['accept_length']:.2f} on one)."
-        )
-        told += f" Where texts part, the logits of the two tokens differ by at most {row['largest_gap']:.2f}; those of a text's"
-        told += f" two likeliest tokens usually differ by {row['typical_gap']:.1f}. Several GPUs add up a sum in another order"
-        told += " than one does, which decides near ties."
-        yield paragraph(told)
+    plain, *drafted = load(file, results)["rows"]
+    tree, chain = (next(row for row in drafted if (row.get("branches", 1) > 1) == wide) for wide in (True, False))
+    told = f"With trees of {tree['nodes']} tokens ({tree['steps']} steps, {tree['branches']} branches; pages of one token,"
+    told += f" `benchmarks/results/{file}.json`) the pair emits {tree['accept_length']:.2f} tokens a round, with chains of"
+    told += f" {chain['steps']} drafts {chain['accept_length']:.2f}. {tree['equal']} and {chain['equal']} of"
+    told += f" {plain['requests']} texts are the plain ones, and the logits differ by at most"
+    told += f" {max(tree['largest_gap'], chain['largest_gap']):.2f} where they part."
+    yield paragraph(told)
 
 
 def _of_engine(row: Row) -> tuple[str, int, int, bool, str]:

@@ -20,6 +20,10 @@ from spec_ops.models.target import Ranks
 OnTokens = Callable[[int, list[int]], None]
 StopWhen = Callable[[int, list[int], int], int | None]
 
+# Rounds that a prefill of short prompts takes, however many they are. All rows wait for it, so free ones may wait for others to
+# join them. Compiled rounds are replayed graphs and prefills are not: two rounds of 70B parameters, ten of a small model.
+PREFILL_ROUNDS, COMPILED_PREFILL_ROUNDS = 1, 4
+
 
 class Admitted(NamedTuple):
     """A request that takes a row."""
@@ -65,6 +69,7 @@ class Batch:
         on_tokens, stop_when: of the call.
         bar: counts emitted tokens.
         grammars: what requests must follow.
+        compiled: whether rounds are.
     """
 
     def __init__(
@@ -77,15 +82,38 @@ class Batch:
         stop_when: StopWhen | None,
         bar: tqdm,
         grammars: Grammars | None = None,
+        compiled: bool = False,
     ) -> None:
+        self._prefill_rounds = COMPILED_PREFILL_ROUNDS if compiled else PREFILL_ROUNDS
         self.requests, self.state, self.pool, self.result = requests, state, pool, result
         self.on_tokens, self.stop_when, self.bar, self.grammars = on_tokens, stop_when, bar, grammars
         self.waiting = deque(range(len(requests.prompts)))
         self.members: dict[int, Admitted] = {}  # by row
+        self._row_rounds = self._ended = 0  # rounds that rows ran in, and requests that ended in them
+        self._missed = 0  # rounds that rows were free and requests waited, since some were admitted
 
     def has_room(self) -> bool:
         """Whether the first of those that wait can begin."""
-        return bool(self.waiting) and len(self.members) < self.state.batch_size and self._pages() <= self.pool.free
+        return bool(self.waiting) and self._free_rows > 0 and self._pages() <= self.pool.free
+
+    def should_admit(self) -> bool:
+        """Whether free rows are filled now, or after other rows have become free.
+
+        Waiting for one more row takes `1 / (running * rate)` rounds, of which each free row misses all; it saves every row a
+        prefill. `rate`: how many requests end in a row's round, of those that have run. Where no row becomes free, waiting ends
+        when it has cost a prefill. All this is counted, not timed, so that a call does the same every time.
+        """
+        if not self.has_room():
+            return False
+        free, running = self._free_rows, len(self.members)
+        if not running or len(self.waiting) <= free:
+            return True
+        prefill = self._prefill_rounds * self.state.batch_size
+        return free * self._row_rounds >= prefill * running * self._ended or self._missed >= prefill
+
+    @property
+    def _free_rows(self) -> int:
+        return self.state.batch_size - len(self.members)
 
     def _pages(self) -> int:
         return self.pool.needed(self.requests.lengths[self.waiting[0]])
@@ -93,6 +121,7 @@ class Batch:
     def admit(self, tokens: int) -> list[Admitted]:
         """Give rows and pages to those that wait, in order, as long as there are some and prompts hold at most `tokens`
         together; to one at least."""
+        self._missed = 0
         admitted: list[Admitted] = []
         rows = (row for row in range(self.state.batch_size) if row not in self.members)
         while self.has_room():
@@ -110,6 +139,9 @@ class Batch:
         length of its chain, if rounds differ in it."""
         stats = self.result.stats
         stats.rounds += 1
+        self._row_rounds += len(self.members)
+        if self.has_room():
+            self._missed += self._free_rows
         if length is not None:
             stats.lengths[length] = stats.lengths.get(length, 0) + 1
         return self._emit_rows(output, list(self.members.values()), of_round=True, length=length)
@@ -163,6 +195,7 @@ class Batch:
             # The round under way may still write to these pages: whatever comes to use them comes after it on the stream.
             self.pool.give_back(member.pages)
             del self.members[member.row]
+            self._ended += 1
         if new:
             tokens.extend(new)
             self.result.stats.new_tokens += len(new)

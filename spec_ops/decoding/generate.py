@@ -268,7 +268,8 @@ class Generator:
             if requests.prompts:
                 state = self.buckets.state(self.bucket(min(len(requests.prompts), self.max_batch_size)))
                 pool = self._pool(self.num_pages)
-                self._decode(Batch(requests, state, pool, result, on_tokens, stop_when, bar, grammars), choice)
+                batch = Batch(requests, state, pool, result, on_tokens, stop_when, bar, grammars, self.compile)
+                self._decode(batch, choice)
             stats.seconds = time.perf_counter() - start
         return result
 
@@ -301,12 +302,13 @@ class Generator:
         step: Callable[[], None] | None = None
         prefill_seconds, start = 0.0, time.perf_counter()
         while True:
-            if batch.has_room():
+            if batch.should_admit():
                 last = reader.drain()
                 began = time.perf_counter()
                 if last is not None:  # rows in it may have ended
                     plan.read(batch, last, reader.seconds)
-                begin(batch, choice, changes, self.buckets, self.prefill_chunk_size, self.prefill_backend)
+                while batch.has_room():
+                    begin(batch, choice, changes, self.buckets, self.prefill_chunk_size, self.prefill_backend)
                 prefill_seconds += time.perf_counter() - began
                 continue
             if not batch.members:

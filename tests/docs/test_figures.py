@@ -182,9 +182,30 @@ def test_requests_on_several_gpus(tmp_path):
     rows = [row, row | {"steps": 0}, two, two | {"steps": 0, "equal": 7}]
     (tmp_path / "h100x2-sglang-requests.json").write_text(json.dumps({"rows": rows}))
     text = " ".join(peers.requests_of_sglang(tmp_path).split())
-    assert text.count("On 2 H100s (`--tp`") == 1
+    assert text.count("The shipped pair on 2 H100s (`--tp`") == 1
     assert "294 of 400 texts were the same as on one, with 3.31 tokens a round (3.29 on one)" in text
     assert "differ by at most 0.27" in text
+    assert "H200s" not in text
+    plain = row | {"steps": 0, "requests": 100, "equal": 100}
+    rows = [plain, row | {"equal": 53, "largest_gap": 0.3}, two | {"requests": 100, "steps": 0}]
+    rows += [two | {"requests": 100, "equal": 44, "largest_gap": 0.1}]
+    (tmp_path / "h200x2-sglang-requests.json").write_text(json.dumps({"rows": rows}))
+    text = " ".join(peers.requests_of_sglang(tmp_path).split())
+    assert "44 of 100 texts with a chain of 3 drafts were the plain ones of one GPU, where 53 of those" in text
+    assert "differ by at most 0.30" in text
+
+
+def test_requests_with_trees(tmp_path):
+    rows = [{"requests": 1000, "equal": equal, "steps": 3, "largest_gap": 0.1} for equal in (1000, 1000, 956)]
+    (tmp_path / "h200-sglang-requests.json").write_text(json.dumps({"rows": rows}))
+    assert "trees" not in peers.requests_of_sglang(tmp_path)
+    row = {"requests": 200, "steps": 0, "equal": 200, "largest_gap": 0.0}
+    chain = row | {"steps": 4, "accept_length": 3.8, "equal": 185, "largest_gap": 0.1}
+    tree = chain | {"branches": 4, "nodes": 12, "accept_length": 4.4, "equal": 168, "largest_gap": 0.2}
+    (tmp_path / "h200-sglang-trees.json").write_text(json.dumps({"rows": [row, tree, chain]}))
+    text = " ".join(peers.requests_of_sglang(tmp_path).split())
+    assert "emits 4.40 tokens a round, with chains of 4 drafts 3.80. 168 and 185 of 200 texts are the plain ones" in text
+    assert "differ by at most 0.20 where they part" in text
 
 
 def test_sampling_stands_beside_the_fastest_of_flashinfer(tmp_path):

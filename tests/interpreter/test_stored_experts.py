@@ -70,6 +70,26 @@ def test_numbers_scaled_in_pairs(layout, tokens, sizes):
     check_close(few.few_experts(*args, configs=(first, replace(second, splits=3))), args, 2e-3)
 
 
+@pairwise(layout=LAYOUTS, tokens=[3, 13, 20], which=["gate and up", "down"])
+def test_scales_too_great_for_one_factor(layout, tokens, which):
+    """Such sums are no numbers, and are computed again; those of experts without any are not, nor with 17 tokens and more."""
+    form = LAYOUTS[layout]
+    args = list(stored_call(form, "MXFP4", tokens, 2, 4, 128, 192, FP16, routing="zipf"))
+    if which != "down":
+        args[0] = args[0] * 2.0**-8
+    for at in (14, 15):
+        if (which == "down") == (at == 15):
+            args[at] = args[at].clone()
+            args[at][0, ::3, 1] = 135  # 2^8, of the expert that most tokens go to
+    of = few.Sizes(tokens, 2, 4, 128, 192, form.gated, form.interleaved, False, 4, True)
+    configs = few.choose(of, 4, 90)
+    assert [config.again for config in configs] == [tokens <= 16] * 2
+    wanted = exact(tuple(args))
+    assert wanted.isfinite().all()
+    got = few.few_experts(*args, configs=configs)
+    torch.testing.assert_close(got.double(), wanted, rtol=4e-3, atol=4e-3 * wanted.abs().max().item())
+
+
 def test_when_numbers_are_scaled_in_pairs():
     """With bfloat16 alone; where scales lie so that two of a row are one number, and groups are even."""
 

@@ -40,6 +40,7 @@ def test_tokens_are_those_of_one_process(ranks, job):
             assert found[job] == alone(job)
 
 
+@pytest.mark.slow
 def test_tokens_of_compiled_rounds(ranks):
     """With our passes and without."""
     if len(ranks) > 2:

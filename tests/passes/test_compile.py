@@ -256,6 +256,7 @@ def test_inductor_round_equals_eager(capsys):
     assert not [line for text in code for line in cache_copies(text, generator.target_cache.k0)]
 
 
+@pytest.mark.slow
 @needs_cpp_compiler
 def test_a_cache_copy_would_be_seen():
     """The same check on code that does copy: a scatter that is not done in place."""

@@ -47,7 +47,9 @@ SHARE = covering(PAIRS, _facts, [pair for pair in PAIRS if "GQA 32/8 D128" in pa
 def pytest_generate_tests(metafunc):
     everything = metafunc.config.getoption("--all-variants")
     if metafunc.function is test_compiled_code:
-        metafunc.parametrize("name", ALL if everything else [variant.name for variant, _ in SHARE])
+        names = list(ALL) if everything else [variant.name for variant, _ in SHARE]
+        long = [name for name in names if "MLA" in name and "float32" in name]  # kernels of thousands of multiply-adds
+        metafunc.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in long else n for n in names])
     elif metafunc.function is test_attention_of_chains_and_trees_shares_its_instructions:
         metafunc.parametrize("shape", ["GQA 64/8 D64", "GQA 32/8 D128"] if everything else ["GQA 32/8 D128"])
 

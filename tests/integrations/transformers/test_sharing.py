@@ -29,6 +29,7 @@ from tests.integrations.transformers.test_mtp import write as write_mtp
 
 pytest.importorskip("transformers.distributed", reason="no DistributedConfig in this release")
 pytest.importorskip("accelerate", reason="transformers needs it to divide models")
+pytestmark = pytest.mark.slow  # what the two processes do takes 50 s, whichever test asks first
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,6 @@ def family(request) -> tuple[str, dict[str, list[list[int]]]]:
     return request.param, decoded(make_model(request.param, "eager"), make_model(request.param, "eager", 2))
 
 
-@pytest.mark.slow
 def test_tokens_are_those_of_one_process(ranks, family):
     name, alone = family
     for results in ranks:
@@ -158,7 +158,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_a_round_is_one_graph(tmp_path):
     """DTensors are gone from it, and sums of ranks are our kernel's."""
     run = run_code(PROGRAM, tmp_path)
@@ -212,7 +211,6 @@ with first_of(2), torch.no_grad():
 """
 
 
-@pytest.mark.slow
 def test_a_round_costs_what_it_costs_of_our_own_model(tmp_path):
     """As many products, sums of ranks, norms in them and exchanges, by the same ops."""
     run = run_code(BOTH, tmp_path)
@@ -223,7 +221,6 @@ def test_a_round_costs_what_it_costs_of_our_own_model(tmp_path):
     assert not any("c10d" in name for name in ours)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "head"), MTP)
 def test_mtp_layers_are_divided_as_their_target_is(ranks, tmp_path, kind, head):
     write_mtp(tmp_path, kind, head=head)

@@ -14,7 +14,8 @@ Tiles are those of `linear/skinny_mm.py`: 16 columns of which each warp takes a 
 than 16 tokens, and where columns lie side by side in memory (`transposed`), whose 16 would be a quarter of a line.
 
 Weights of 8 and 4 bits are read as they lie, and become 16 bits wide in registers (`stored.py`). Numbers of MXFP4 that are
-scaled there have tiles of their own (`tiles.SCALED_TILES`).
+scaled there have tiles of their own (`tiles.SCALED_TILES`), come eight at a time up to 32 tokens, and up to 16 have one factor
+for their scale, where it is not too great (`words.py`). Else the program's sums are computed again.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from spec_ops.backends.triton.linear.norm import store_sum
 from spec_ops.backends.triton.linear.skinny_mm import combined, store_transposed
 from spec_ops.backends.triton.moe.activation import activated, gated
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
-from spec_ops.backends.triton.moe.stored import added, block_scales, formats, scale_arguments, scale_constants, scales_numbers
+from spec_ops.backends.triton.moe.stored import formats, scale_arguments, scale_constants, scales_numbers
+from spec_ops.backends.triton.moe.sums import down_sums, gate_up_sums
 from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, Config, Sizes, choose
+from spec_ops.backends.triton.moe.words import any_is_none, word_place
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import Launch, arch_of, await_predecessors, device_guard, launch, num_sms, recorded
@@ -54,39 +57,6 @@ def _touched(ids, tile, pairs, experts, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl
     return tl.sum(tl.where(mine, tl.arange(0, EXPERTS_PAD), 0), 0), tl.sum(touched, 0)
 
 
-@triton.jit
-def _columns(
-    weight, expert, first, block, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """A block of the weight as stored, its inner dimension last: `[chunks, ROWS, CHUNK]`, or `[ROWS, BLOCK_K]`."""
-    PACKED: tl.constexpr = 2 if BITS == 4 else 1
-    if CHUNKED:
-        CHUNKS: tl.constexpr = BLOCK_K // CHUNK
-        return tl.reshape(weight.load([expert, block * CHUNKS, first, 0]), [CHUNKS, ROWS, CHUNK // PACKED])
-    elif TRANSPOSED:
-        return tl.permute(tl.reshape(weight.load([expert, block * BLOCK_K, first]), [BLOCK_K, ROWS]), (1, 0))
-    else:
-        return tl.reshape(weight.load([expert, first, block * (BLOCK_K // PACKED)]), [ROWS, BLOCK_K // PACKED])
-
-
-@triton.jit
-def _rows(rows, first, block, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr):
-    """A block of the tokens' rows, its inner dimension first."""
-    if CHUNKED:
-        return tl.permute(rows.load([block * (BLOCK_K // CHUNK), first, 0]), (0, 2, 1))
-    else:
-        return tl.permute(rows.load([first, block * BLOCK_K]), (1, 0))
-
-
-@triton.jit
-def _zeros(ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr):
-    if CHUNKED:
-        return tl.zeros([BLOCK_K // CHUNK, ROWS, BLOCK_M], tl.float32)
-    else:
-        return tl.zeros([ROWS, BLOCK_M], tl.float32)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def few_gate_up_kernel(
     x, weight, scale, scale_expert, scale_row, scale_column, scale_up, ids, weights, bias, squares, eps, h, table, tokens,
@@ -95,12 +65,12 @@ def few_gate_up_kernel(
     ACTIVATION: tl.constexpr, PAIRS_PAD: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, PDL: tl.constexpr,
+    SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, AGAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `tile * blocks of columns + block`. `x`, `weight`: tensor descriptors; `scale` to `scale_up`: of
-    `scale_arguments`; `SCALED`: as in `Config`; `ids`, `weights [tokens, TOP_K]` contiguous; `squares [tokens, SUMS]`, as in
-    `scaled_skinny_mm_kernel`, or None; `h [tiles, BLOCK_M, inner]`; `table [2 + tiles]`: how many experts are touched, and
-    which."""
+    `scale_arguments`; `SCALED`, `AGAIN`: as in `Config`; `ids`, `weights [tokens, TOP_K]` contiguous; `squares [tokens, SUMS]`,
+    as in `scaled_skinny_mm_kernel`, or None; `h [tiles, BLOCK_M, inner]`, in the order of `word_place` where the other kernel
+    takes words; `table [2 + tiles]`: how many experts are touched, and which."""
     await_predecessors(PDL)
     blocks_n = tl.cdiv(inner, BLOCK_N)
     tile = tl.program_id(0) // blocks_n
@@ -127,51 +97,20 @@ def few_gate_up_kernel(
             all_sums = (m < tokens)[:, None] & (place < SUMS)[None, :]
             if HELD:
                 sums = tl.load(at_sums, mask=all_sums, other=0.0)
-        # A gate and an up projection side by side come as one block.
-        PAIR: tl.constexpr = GATED and not INTERLEAVED
-        ROWS: tl.constexpr = 2 * BLOCK_N if GATED and INTERLEAVED else BLOCK_N
-        first = block_n * ROWS
-        acc = _zeros(ROWS, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not SCALED else CHUNK, CHUNKED)
-        other = acc
-        s = 0
-        t = 0
-        PARTS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
-        row = first + tl.arange(0, ROWS)
-        count = inner * (ROWS // BLOCK_N)
-        if SCALED:
-            scale_up = scale_up // 2 * 2  # as strides in `block_scales`
-        if BITS < 16:
-            # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone.
-            s = block_scales(
-                scale, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
-                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
+        acc, other = gate_up_sums(
+            x, weight, scale, scale_expert, scale_row, scale_column, scale_up, expert, block_n, hidden, inner,
+            GATED, INTERLEAVED, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, STAGES, BITS, INT4, SCALED,
+            SCALE_ROWS, SCALE_COLUMNS, not AGAIN,
+        )  # fmt: skip
+        again = any_is_none(acc) if AGAIN else False
+        if AGAIN and GATED and not INTERLEAVED:
+            again |= any_is_none(other)
+        if again:
+            acc, other = gate_up_sums(
+                x, weight, scale, scale_expert, scale_row, scale_column, scale_up, expert, block_n, hidden, inner,
+                GATED, INTERLEAVED, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, 1, BITS, INT4, SCALED,
+                SCALE_ROWS, SCALE_COLUMNS, True,
             )  # fmt: skip
-            if PAIR:
-                t = block_scales(
-                    scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, 0, hidden, True,
-                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
-                )  # fmt: skip
-        for block in tl.range(0, tl.cdiv(hidden, BLOCK_K), num_stages=STAGES):
-            columns = _columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
-            if PAIR:
-                ups = _columns(weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
-            rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED)
-            acc = added(acc, columns, rows, s, BITS, INT4, SCALED)
-            if PAIR:
-                other = added(other, ups, rows, t, BITS, INT4, SCALED)
-            if BITS < 16:
-                s = block_scales(
-                    scale, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
-                    PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
-                )  # fmt: skip
-                if PAIR:
-                    t = block_scales(
-                        scale + scale_up, expert, scale_expert, scale_row, scale_column, row, count, block + 1, hidden, True,
-                        PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
-                    )  # fmt: skip
-        if CHUNKED:
-            acc = tl.sum(acc, 0)
-            other = tl.sum(other, 0)
         if squares is not None:
             if SCALED and not HELD:
                 # Piece by piece: programs are as many as their registers let there be.
@@ -201,7 +140,8 @@ def few_gate_up_kernel(
         goes = tl.max(mine.to(tl.int32), 1) > 0
         share = tl.sum(tl.where(mine, share, 0.0), 1)
         acc = tl.where(goes[None, :], acc * share[None, :], 0.0)
-        to = h + (tile * BLOCK_M + m).to(tl.int64)[None, :] * inner + n[:, None]
+        place = word_place(n) if SCALED and CHUNKED else n
+        to = h + (tile * BLOCK_M + m).to(tl.int64)[None, :] * inner + place[:, None]
         tl.store(to, acc.to(h.dtype.element_ty), mask=wanted[:, None])
 
 
@@ -212,7 +152,7 @@ def few_down_kernel(
     TOP_K: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     BITS: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr, AGAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `block of columns * SPLITS + split`. `h`, `weight`: tensor descriptors; `scale` to `scale_column`: of
     `scale_arguments`; `table`: the first kernel's; `BLOCKS` of an expert's inner dimension; `partial`, `counters`: as in
@@ -229,28 +169,18 @@ def few_down_kernel(
         g = tl.load(norm_weight + n, mask=n < hidden, other=0.0)
     total = tl.load(table) * BLOCKS
     begin = split * total // SPLITS
-    acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not SCALED else CHUNK, CHUNKED)
-    expert = tl.load(table + 1 + begin // BLOCKS)
-    s = 0
-    if BITS < 16:
-        PARTS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
-        s = block_scales(
-            scale, expert, scale_expert, scale_row, scale_column, n, hidden, begin % BLOCKS, inner, begin < total,
-            PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
+    acc = down_sums(
+        h, weight, scale, scale_expert, scale_row, scale_column, table, tile, split, begin, total, n, hidden, inner,
+        TRANSPOSED, BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, SPLITS, STAGES, BITS, INT4, SCALED,
+        SCALE_ROWS, SCALE_COLUMNS, not AGAIN,
+    )  # fmt: skip
+    again = any_is_none(acc) if AGAIN else False
+    if again:
+        acc = down_sums(
+            h, weight, scale, scale_expert, scale_row, scale_column, table, tile, split, begin, total, n, hidden, inner,
+            TRANSPOSED, BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, SPLITS, 1, BITS, INT4, SCALED,
+            SCALE_ROWS, SCALE_COLUMNS, True,
         )  # fmt: skip
-    for i in tl.range(begin, (split + 1) * total // SPLITS, num_stages=STAGES):
-        block = i % BLOCKS
-        columns = _columns(weight, expert, tile * BLOCK_N, block, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS)
-        acc = added(acc, columns, _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED), s, BITS, INT4, SCALED)
-        # One iteration ahead: a load that another load's address depends on halves what Triton keeps in flight.
-        expert = tl.load(table + 1 + (i + 1) // BLOCKS)
-        if BITS < 16:
-            s = block_scales(
-                scale, expert, scale_expert, scale_row, scale_column, n, hidden, (i + 1) % BLOCKS, inner, i + 1 < total,
-                PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
-            )  # fmt: skip
-    if CHUNKED:
-        acc = tl.sum(acc, 0)
     ROOM: tl.constexpr = max(1, ((STAGES - 1) * BLOCK_K * (BLOCK_N * BITS // 8 + 2 * BLOCK_M)) // (4 * BLOCK_N * BLOCK_M))
     acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, CHUNKED, ROOM)
     if complete:
@@ -310,6 +240,9 @@ def _stack(weight: torch.Tensor, config: Config, transposed: bool) -> TensorDesc
     (experts, n, k), (expert, row, _), rows = weight.shape, weight.stride(), config.rows
     packed = 2 if weight.dtype == torch.uint8 else 1
     if config.chunked:
+        if config.scaled:
+            weight, packed = weight.view(torch.int32), 8
+            k, expert, row = k // 4, expert // 4, row // 4
         chunk = config.chunk // packed
         block = [1, config.block_k // config.chunk, rows, chunk]
         return TensorDescriptor(weight, [experts, k // chunk, n, chunk], [expert, chunk, row, 1], block)
@@ -399,9 +332,11 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _constants(config: Config) -> dict[str, Any]:
-    return {
+    limit = {"maxnreg": config.max_registers} if config.max_registers else {}
+    return limit | {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": config.chunk,
-        "CHUNKED": config.chunked, "STAGES": config.num_stages, "SCALED": config.scaled, "num_warps": config.num_warps,
+        "CHUNKED": config.chunked, "STAGES": config.num_stages, "SCALED": config.scaled,
+        "AGAIN": config.again, "num_warps": config.num_warps,
     }  # fmt: skip
 
 
@@ -459,4 +394,5 @@ def _variants(
                 archs=tuple(arch for _, arch in same),
                 num_stages=config.num_stages,
                 programs=config.programs,
+                options={"maxnreg": config.max_registers} if config.max_registers else {},
             )

@@ -23,6 +23,7 @@ import triton.language as tl
 from spec_ops.backends.expert_format import ExpertFormat, expert_format
 from spec_ops.backends.triton.linear.float4 import load_float4_scales, opaque, scaled_numbers
 from spec_ops.backends.triton.linear.quantized import numbers
+from spec_ops.backends.triton.moe.words import word_numbers
 
 
 @triton.jit
@@ -113,11 +114,13 @@ def block_scales(
 
 
 @triton.jit
-def added(acc, columns, rows, scales, BITS: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr):
+def added(
+    acc, columns, rows, scales, BITS: tl.constexpr, INT4: tl.constexpr, SCALED: tl.constexpr, EXACT: tl.constexpr = True
+):  # fmt: skip
     """`acc` and the product of `columns [.., n, stored]` with `rows [.., k, m]`; `scales`: of `block_scales`. `SCALED`:
-    numbers of MXFP4 are."""
+    numbers of MXFP4 are; chunks of them are words, `EXACT` as in `word_numbers`."""
     if SCALED and len(acc.shape) == 3:
-        return tl.dot(scaled_numbers(columns, scales, rows.dtype), rows, acc)
+        return tl.dot(word_numbers(columns, scales, rows.dtype, EXACT), rows, acc)
     elif SCALED:
         wide = tl.reshape(scaled_numbers(tl.expand_dims(columns, 0), scales, rows.dtype), [acc.shape[0], rows.shape[0]])
         # A product in place has ptxas begin no instruction before the last one has ended.

@@ -27,6 +27,8 @@ class Config:
         chunk: of k, what a warp has.
         num_warps: of a program.
         scaled: numbers of MXFP4 are, two at a time, and not sums (`stored.py`).
+        again: sums are computed again where a scale was too great for one factor (`words.py`).
+        max_registers: of a thread; None: as many as the assembler likes.
     """
 
     block_m: int
@@ -41,6 +43,8 @@ class Config:
     chunk: int = CHUNK
     num_warps: int = 4
     scaled: bool = False
+    again: bool = False
+    max_registers: int | None = None
 
 
 class ScaledTile(NamedTuple):
@@ -124,7 +128,7 @@ def _fitted(
             rest += 4 * loads * block_n * block_m + 2 * loads * block_n * block_k * (100 <= arch < (120 if bits == 8 else 121))
     buffer = block_k * (loads * block_n * bits // 8 + 2 * block_m)
     shared = SHARED.get(arch, 99) * 1024
-    programs = max(1, min(most, shared // (2 * buffer + rest)))
+    room = programs = max(1, min(most, shared // (2 * buffer + rest)))
     blocks, grid = products * triton.cdiv(inner, block_k), tiles * triton.cdiv(columns, block_n)
     splits = 1
     if tiles == 1:  # at least two blocks for each, and partial sums of at most a quarter of the weight's bytes
@@ -134,4 +138,9 @@ def _fitted(
     asynchronous = not chunked and 90 <= arch < 120 and bits == 16
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
     stages = buffers + (not asynchronous)
-    return Config(block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, scaled=scaled)
+    again = scaled and chunked and block_m <= 16
+    # What is computed again would take more of them than the first time.
+    registers = 65536 // (128 * room) // 8 * 8 if again and room > 2 else None
+    return Config(
+        block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, 4, scaled, again, registers
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, admission
+from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, admission, batch
 from spec_ops.decoding.batch import COMPILED_PREFILL_ROUNDS, PREFILL_ROUNDS, Batch
 from spec_ops.decoding.pages import PagePool
 from spec_ops.decoding.random import row_seeds
@@ -99,8 +99,9 @@ def test_rows_do_not_wait_for_one_another(target):
     assert result.stats.request_rounds == 32 + 8 * 2
 
 
-def test_all_free_rows_are_filled_before_a_round(target):
-    """Also where each prompt needs a forward of its own."""
+def test_all_free_rows_are_filled_before_a_round(target, monkeypatch):
+    """Also where each prompt needs a forward of its own, and waiting would pay."""
+    monkeypatch.setattr(batch, "PREFILL_ROUNDS", 100)
     generator = Generator(target, max_batch_size=3, prefill_chunk_size=1, **SIZES)
     result = generator.generate([[1, 2], [3], [4, 5, 6]] * 2, max_new_tokens=5)
     assert (result.stats.rounds, result.stats.request_rounds) == (8, 24)

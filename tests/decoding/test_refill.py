@@ -103,8 +103,8 @@ def test_all_free_rows_are_filled_before_a_round(target, monkeypatch):
     """Also where each prompt needs a forward of its own, and waiting would pay."""
     monkeypatch.setattr(batch, "PREFILL_ROUNDS", 100)
     generator = Generator(target, max_batch_size=3, prefill_chunk_size=1, **SIZES)
-    result = generator.generate([[1, 2], [3], [4, 5, 6]] * 2, max_new_tokens=5)
-    assert (result.stats.rounds, result.stats.request_rounds) == (8, 24)
+    result = generator.generate([[1, 2], [3], [4, 5, 6]] * 3, max_new_tokens=5)
+    assert (result.stats.rounds, result.stats.request_rounds) == (12, 36)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

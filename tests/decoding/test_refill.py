@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, admission
+from spec_ops.decoding import Generator, SamplingParams, SpeculationConfig, admission, batch
+from spec_ops.decoding.batch import COMPILED_PREFILL_ROUNDS, PREFILL_ROUNDS, Batch
 from spec_ops.decoding.pages import PagePool
 from spec_ops.decoding.random import row_seeds
 from tests.decoding.test_generate import VOCAB, config_id, make_draft, make_target
@@ -96,6 +97,28 @@ def test_rows_do_not_wait_for_one_another(target):
     assert [len(tokens) for tokens in result.tokens] == limits
     assert result.stats.rounds == 32
     assert result.stats.request_rounds == 32 + 8 * 2
+
+
+def test_all_free_rows_are_filled_before_a_round(target, monkeypatch):
+    """Also where each prompt needs a forward of its own, and waiting would pay."""
+    monkeypatch.setattr(batch, "PREFILL_ROUNDS", 100)
+    generator = Generator(target, max_batch_size=3, prefill_chunk_size=1, **SIZES)
+    result = generator.generate([[1, 2], [3], [4, 5, 6]] * 3, max_new_tokens=5)
+    assert (result.stats.rounds, result.stats.request_rounds) == (12, 36)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_free_rows_know_what_a_prefill_costs(target, compiled, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def seen(*args, **kwargs):
+        assert Batch(*args, **kwargs)._prefill_rounds == (COMPILED_PREFILL_ROUNDS if compiled else PREFILL_ROUNDS)
+        raise Stop
+
+    monkeypatch.setattr(sys.modules[Generator.__module__], "Batch", seen)
+    with pytest.raises(Stop):
+        Generator(target, compile=compiled, **SIZES).generate([[1]], max_new_tokens=2)
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def _logits(
 def _attend(
     q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-    index, share, longer, range_begin, stop, b, begin, hm, HM: gl.constexpr,
+    index, share, longer, range_begin, stop, b, begin, extra, hm, HM: gl.constexpr,
     ROWS: gl.constexpr, HEADS: gl.constexpr, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr,
     STRIPED: gl.constexpr, ODD: gl.constexpr, BOX: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
@@ -321,7 +321,7 @@ def _attend(
             begin = gl.where(passed, end, begin)
             b += passed.to(gl.int32)
         else:
-            begin = end
+            begin = end + gl.where(count > 0, extra, 0)
             b += 1
     if PIECE > 0:
         fold_pieces(
@@ -331,19 +331,20 @@ def _attend(
     else:
         combine_unfinished(
             partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop, hm, row0, 0,
-            first_b, first_begin, b - 1, begin, HM, ROWS, HEADS, 1, 512, HAS_SINKS,
+            first_b, first_begin, b - 1, begin - extra, HM, ROWS, HEADS, 1, 512, HAS_SINKS,
             256 if ODD else 0, 256, STRIPED,
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance", "pool"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance", "pool", "EXTRA", "EXTRA_FROM"])
 def mla_hopper_attention(
     q_rows, kv_rows, kv_distance, pool, out, block_tables, seq_lens, tree_mask, sinks,
     partial_acc, partial_ml, counters,
-    qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
+    qk_scale, v_scale, bs, ranges, table_stride, mask_stride, EXTRA, EXTRA_FROM,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr,
     HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr,
-    MIN_BLOCKS: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr, path_rows=None,
+    MIN_BLOCKS: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr,
+    path_rows=None,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in `BOX` x 64 (`pages.py`).
 
@@ -380,9 +381,17 @@ def mla_hopper_attention(
     ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, MIN_BLOCKS)), 1)
     share = total // ranges
     longer = total - share * ranges
-    position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use, PIECE)
+    plan, plan_stride, extra = None, None, None
+    if PIECE == 0:
+        # More blocks than there are for a request, unless requests end where ranges end.
+        apart = (longer > 0) | (gl.sum(counts % gl.maximum(share, 1), 0) > 0)
+        extra = gl.where(apart & (share >= EXTRA_FROM), EXTRA, 0)
+        counts = gl.where(counts > 0, counts + extra, 0)
+        total = gl.sum(counts, 0)
+        share = total // ranges
+        longer = total - share * ranges
+    position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use, PIECE, extra)
 
-    plan, plan_stride = None, None
     if takes_turns(PIECE, MASK_LEN):
         plan = tree_mask + hm * plan_width(Q_LEN, HEADS)
         plan_stride = mask_stride
@@ -401,18 +410,18 @@ def mla_hopper_attention(
             (_attend, (
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
+                index, share, longer, position, stop, b, begin, extra, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
                 STRIPED, False, BOX, PIECE,
             )),
             (_attend, (
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
+                index, share, longer, position, stop, b, begin, extra, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
                 STRIPED, True, BOX, PIECE,
             )),
             (load, (
                 q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
-                block_tables, seq_lens, table_stride, pool, position, stop, b, begin, hm * 64, path_rows, plan, plan_stride,
+                block_tables, seq_lens, table_stride, pool, position, stop, b, begin, extra, hm * 64, path_rows, plan, plan_stride,
                 ROWS, PAGE, Q_BOX, BOX, MASK_LEN, PIECE,
             )),
         ],
@@ -438,7 +447,10 @@ def supports(call: AttentionCall) -> bool:
     )
 
 
-def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, ranges: int | None = None) -> torch.Tensor:
+def mla(
+    call: AttentionCall, min_blocks: int | None = None, piece: int = 0, ranges: int | None = None, extra: int = 0,
+    extra_from: int = 8,
+) -> torch.Tensor:
     """mla_draft_decode, mla_target_verify, mla_draft_extend, where `supports` says so.
 
     Args:
@@ -473,7 +485,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, rang
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * 512 :], arrival_counters(q.device, bs * tiles, "mla_hopper"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
-        block_tables.stride(0), mask_stride,
+        block_tables.stride(0), mask_stride, extra, extra_from,
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
         MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
         BS=max(256 if piece else 32, triton.next_power_of_2(bs)), Q_BOX=q_box, BOX=box,

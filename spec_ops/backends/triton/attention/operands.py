@@ -39,20 +39,23 @@ def kernel_keys(q, k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning
     if config.block_m < 64 and min(d0, d1 or d0, block_dv) >= 32 and all(map(_holds_pairs, (k_cache, v_cache))):
         per = 2
         k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
-    # Descriptors cannot mask a head's padding (the next head's numbers would stand there), and hold whole blocks of one page.
+    # Descriptors cannot mask a head's padding (the next head's numbers would stand there), and hold whole blocks of one page,
+    # or with `boxes` whole pages of one block.
+    boxes = config.boxes and config.block_n > k_cache.shape[1]
+    rows = k_cache.shape[1] if boxes else config.block_n
     tma = (
         config.tma
         and d0 + d1 == head_dim
         and block_dv == v_dim
-        and all(_is_token_rows(cache, config.block_n) for cache in (k_cache, v_cache))
+        and all(_is_token_rows(cache, rows) for cache in (k_cache, v_cache))
     )
     tensors = (k_cache, None, v_cache)
     if tma:
-        k_rest = _descriptor(k_cache, config.block_n, d1 // per) if d1 else None
+        k_rest = _descriptor(k_cache, rows, d1 // per) if d1 else None
         tensors = (
-            _descriptor(k_cache, config.block_n, d0 // per),
+            _descriptor(k_cache, rows, d0 // per),
             k_rest,
-            None if shared_kv else _descriptor(v_cache, config.block_n, v_dim // per),
+            None if shared_kv else _descriptor(v_cache, rows, v_dim // per),
         )
     constants = {
         "D": head_dim, "D0": d0, "D1": d1, "DV": v_dim, "BLOCK_DV": block_dv, "PAGE": k_cache.shape[1], "SHARED_KV": shared_kv,
@@ -166,7 +169,8 @@ def operands(
     group = heads // kv_heads
     rows = (q.shape[1] if q_indptr is None else call.max_q_len) * group
     if config is None:
-        config = choose(arch_of(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows, window)
+        page = k_cache.shape[1]
+        config = choose(arch_of(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows, window, page)
     return Operands(
         out,
         q,

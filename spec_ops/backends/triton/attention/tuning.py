@@ -26,7 +26,8 @@ class Config:
     `min_blocks`: shortest range of key blocks; `tma`: read through tensor descriptors where the cache's layout allows;
     `cooperative`: the programs of a tile share the work of combining it. `clear`: the loop over blocks takes a request's last,
     partly filled one too, and clears the values after its end. `full`: no SM has room for more than `programs` that
-    read through descriptors. `fitted` decides on both. `ordered`: how weights are summed (`tile.row_sums`).
+    read through descriptors. `fitted` decides on both. `ordered`: how weights are summed (`tile.row_sums`). `boxes`: blocks of keys
+    that lie in several pages are read through descriptors too (`tile_boxes.py`): for up to 32 rows of 16-bit caches.
     """
 
     block_m: int
@@ -38,6 +39,7 @@ class Config:
     tma: bool = True
     cooperative: bool = True
     ordered: str = ""
+    boxes: bool = False
     # These follow from the others and the device.
     clear: bool = field(default=False, compare=False)
     full: bool = field(default=False, compare=False)
@@ -60,6 +62,7 @@ class Entry:
         measured: on which machine and with which versions `python -m benchmarks tune` found it; "" if it was entered by hand.
         kv_bytes: 1 for caches of 8-bit numbers alone; None for any.
         window: the longest `window_left` of the class; None for any, and for calls without a window.
+        page: the tokens of a page; None for any.
     """
 
     kernel: str
@@ -71,13 +74,15 @@ class Entry:
     measured: str = ""
     kv_bytes: int | None = None
     window: int | None = None
+    page: int | None = None
 
     @property
     def class_name(self) -> str:
-        """`"split/gqa/64/16"`; `any` and `more` where there is no largest; then `/fp8` and `/window-128`."""
+        """`"split/gqa/64/16"`; `any` and `more` where there is no largest; then `/fp8`, `/window-128` and `/pages-16`."""
         cache = "/fp8" if self.kv_bytes == 1 else ""
         window = "" if self.window is None else f"/window-{self.window}"
-        return f"{self.kernel}/{self.attention}/{self.head_dim or 'any'}/{self.rows or 'more'}{cache}{window}"
+        page = "" if self.page is None else f"/pages-{self.page}"
+        return f"{self.kernel}/{self.attention}/{self.head_dim or 'any'}/{self.rows or 'more'}{cache}{window}{page}"
 
 
 def read(path: Path = PATH) -> tuple[Entry, ...]:
@@ -108,9 +113,10 @@ def lookup(
     rows: int,
     kv_bytes: int = 2,
     window: int = -1,
+    page: int = 0,
 ) -> Entry:
-    """The entry of the smallest class that holds the call: by head_dim, rows, window, numbers of the cache; of several for one
-    class the one of the fewest architectures.
+    """The entry of the smallest class that holds the call: by head_dim, rows, window, pages, numbers of the cache; of several
+    for one class the one of the fewest architectures. `page`: tokens, 0 if no class of pages is meant.
 
     Raises:
         ValueError: there is none.
@@ -118,7 +124,8 @@ def lookup(
 
     def order(e: Entry) -> tuple[float, ...]:
         window = math.inf if e.window is None else e.window
-        return e.head_dim or math.inf, e.rows or math.inf, window, e.kv_bytes or math.inf, e.arch[1] - e.arch[0]
+        page = math.inf if e.page is None else e.page
+        return e.head_dim or math.inf, e.rows or math.inf, window, page, e.kv_bytes or math.inf, e.arch[1] - e.arch[0]
 
     held = [
         e
@@ -129,6 +136,7 @@ def lookup(
         and rows <= (e.rows or rows)
         and e.kv_bytes in (None, kv_bytes)
         and (e.window is None or 0 <= window <= e.window)
+        and e.page in (None, page)
     ]
     if not held:
         call = f"the {kernel} kernel with {attention} on sm_{arch}, head_dim {head_dim}, {rows} rows"
@@ -138,24 +146,26 @@ def lookup(
 
 @functools.lru_cache(maxsize=1024)  # a launch outside of a graph asks each time
 def _choose(
-    kernel: str, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int
+    kernel: str, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int, page: int
 ) -> Config:
-    entry = lookup(table(), kernel, "mla" if shared_kv else "gqa", arch, head_dim, rows, kv_bytes, window)
+    entry = lookup(table(), kernel, "mla" if shared_kv else "gqa", arch, head_dim, rows, kv_bytes, window, page)
     return fitted(entry.config, arch, shared_kv, head_dim, v_dim, kv_bytes)
 
 
-def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int = -1) -> Config:
-    """Settings of the split kernel for `rows` query rows per (request, KV head).
+def choose(
+    arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int = -1, page: int = 0
+) -> Config:
+    """Settings of the split kernel for `rows` query rows per (request, KV head), and pages of `page` tokens.
 
     Few rows are latency: one or two warps need no barriers, and several such programs share an SM. From 64 rows on the tensor
     cores' warpgroup instructions apply.
     """
-    return _choose("split", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, window)
+    return _choose("split", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, window, page)
 
 
 def choose_ragged(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> Config:
     """Settings of the ragged kernel for up to `rows` query rows per (request, KV head)."""
-    return _choose("ragged", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, -1)
+    return _choose("ragged", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, -1, 0)
 
 
 def head_parts(head_dim: int) -> tuple[int, int]:

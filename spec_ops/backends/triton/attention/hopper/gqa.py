@@ -234,7 +234,7 @@ def _attend(
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
     index, share, longer, range_begin, stop, length, b, begin, hm,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, MASK_LEN: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, BOX: gl.constexpr, TOGETHER: gl.constexpr, WARPGROUPS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, BOX: gl.constexpr, TOGETHER: gl.constexpr, Q_HELD: gl.constexpr, WARPGROUPS: gl.constexpr,
     WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 rows and all blocks of each of its program's tiles."""
@@ -283,6 +283,9 @@ def _attend(
             q = q_smem.index(side * WARPGROUPS + WARPGROUP)
 
             mbarrier.wait(full.index(side), _turn(segments, Q_BUFFERS))
+            if Q_HELD:
+                q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+                arrive(free.index(side))
             await_copies(full.index(KEYS + 2 * stage), phase, BOX)
             s = warpgroup_mma_wait(0, [_logits(q, k_smem.index(stage), BLOCK_N)])
             arrive(free.index(KEYS + 2 * stage))
@@ -307,7 +310,8 @@ def _attend(
                 stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
                 Q_LEN, MASK_LEN, STAGES, True, WARPGROUP, WARPGROUPS, BOX, TOGETHER,
             )  # fmt: skip
-            arrive(free.index(side))
+            if not Q_HELD:
+                arrive(free.index(side))
             segments += 1
 
             if last * BLOCK_N > some_seen:
@@ -342,7 +346,7 @@ def gqa_hopper_attention(
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, D: gl.constexpr,
     PAGE: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr, BS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr, MIN_BLOCKS: gl.constexpr, WARPGROUPS: gl.constexpr,
-    TOGETHER: gl.constexpr, PDL: gl.constexpr,
+    TOGETHER: gl.constexpr, Q_HELD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN, KV_HEADS * GROUP, D]`, 64 rows by 64; caches `[tokens, KV_HEADS * D]`, `BOX` by 64
     (`pages.py`)."""
@@ -409,13 +413,13 @@ def gqa_hopper_attention(
                     q_smem, k_smem, v_smem, full, free, cleared, order,
                     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                     index, share, longer, position, stop, length, b, begin, hm,
-                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, 2, 0,
+                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, Q_HELD, 2, 0,
                 )),
                 (_attend, (
                     q_smem, k_smem, v_smem, full, free, cleared, order,
                     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                     index, share, longer, position, stop, length, b, begin, hm,
-                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, 2, 1,
+                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, Q_HELD, 2, 1,
                 )),
                 (_load, (
                     q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
@@ -433,19 +437,19 @@ def gqa_hopper_attention(
                     q_smem, k_smem, v_smem, full, free, cleared, order,
                     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                     index, share, longer, position, stop, length, b, begin, hm,
-                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, 3, 0,
+                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, Q_HELD, 3, 0,
                 )),
                 (_attend, (
                     q_smem, k_smem, v_smem, full, free, cleared, order,
                     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                     index, share, longer, position, stop, length, b, begin, hm,
-                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, 3, 1,
+                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, Q_HELD, 3, 1,
                 )),
                 (_attend, (
                     q_smem, k_smem, v_smem, full, free, cleared, order,
                     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                     index, share, longer, position, stop, length, b, begin, hm,
-                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, 3, 2,
+                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, Q_HELD, 3, 2,
                 )),
                 (_load, (
                     q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
@@ -490,7 +494,7 @@ def supports(arch: int, call: AttentionCall) -> bool:
 
 def mha(
     call: AttentionCall, blocks: tuple[int, int] | None = None, min_blocks: int = 1, warpgroups: int = 2,
-    together: bool = False,
+    together: bool = False, q_held: bool = False,
 ) -> torch.Tensor:
     """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so; `blocks` in place of `blocks_of`."""
     q, k_cache, v_cache, seq_lens = call.q, call.k_cache, call.v_cache, call.seq_lens.contiguous()
@@ -523,7 +527,7 @@ def mha(
         Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, D=dim, PAGE=page_size,
         MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
         BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box, STRIPED=striped(ranges, bs),
-        MIN_BLOCKS=min_blocks, WARPGROUPS=warpgroups, TOGETHER=together, num_warps=4,
+        MIN_BLOCKS=min_blocks, WARPGROUPS=warpgroups, TOGETHER=together, Q_HELD=q_held, num_warps=4,
         # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,
     )  # fmt: skip

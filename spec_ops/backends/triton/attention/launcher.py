@@ -101,7 +101,7 @@ def _launch_split(o: Operands) -> None:
             BS=max(2, triton.next_power_of_2(bs)), MIN_BLOCKS=config.min_blocks, COOPERATIVE=cooperative,
             BOXES=keys.tma and keys.constants["PAGE"] < config.block_n,
             WARPS=config.num_warps, TILE=triton.next_power_of_2(min(o.rows, config.block_m)) * keys.block_dv,
-            maxnreg=config.max_registers, early=config.full and keys.tma, **keys.constants, num_warps=config.num_warps,
+            maxnreg=config.max_registers, early=config.full, **keys.constants, num_warps=config.num_warps,
             launch_cooperative_grid=cooperative,
         )  # fmt: skip
         return True

@@ -26,7 +26,7 @@ class Config:
     `min_blocks`: shortest range of key blocks; `tma`: read through tensor descriptors where the cache's layout allows;
     `cooperative`: the programs of a tile share the work of combining it. `clear`: the loop over blocks takes a request's last,
     partly filled one too, and clears the values after its end. `full`: no SM has room for more than `programs` that
-    read through descriptors. `fitted` decides on both. `ordered`: how weights are summed (`tile.row_sums`). `boxes`: blocks of keys
+    read through descriptors (`operands` asks again for pointers). `fitted` decides on both. `ordered`: how weights are summed (`tile.row_sums`). `boxes`: blocks of keys
     that lie in several pages are read through descriptors too (`tile_boxes.py`): for up to 32 rows of 16-bit caches.
     """
 
@@ -212,6 +212,8 @@ def _block_bytes(config: Config, arch: int, shared_kv: bool, head_dim: int, v_di
     copied_keys, copied_values = 2 * config.block_n * keys, 2 * config.block_n * values
     on_their_way = (config.num_stages - 1) * block
     tensor_memory = 100 <= arch < 120
+    if config.boxes:
+        return on_their_way + block
     if config.block_m < 64:  # operands of `mma.sync` are registers: only what is cleared passes through a copy
         if config.clear:
             return on_their_way + config.block_n * values * kv_bytes + copied_values
@@ -251,9 +253,16 @@ def fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int
             config = replace(config, block_n=config.block_n // 2)
     cleared = needed(replace(config, clear=True))
     clear = config.block_m < 64 and not shared_kv and config.programs * cleared <= limit
+    config = replace(config, clear=clear)
+    return replace(config, full=fills(config, arch, shared_kv, head_dim, v_dim, kv_bytes))
+
+
+def fills(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> bool:
+    """`Config.full` of a config that fits."""
     # Eight warps fill the registers: of at most 255 a thread these kernels take 225 and more. Fp8 may need little for `clear`.
     # What keys in two parts need (head_dim 96, 192) differs between versions of Triton.
-    least = cleared if clear and kv_bytes > 1 else needed(config)
+    clear = config.clear and config.tma and kv_bytes > 1
+    least = shared_bytes(replace(config, clear=clear), arch, shared_kv, head_dim, v_dim, kv_bytes)
+    limit = SHARED.get(arch, 99) * 1024
     filled = config.programs * config.num_warps >= 8 or (config.programs + 1) * least > limit + 1024
-    full = filled and (shared_kv or head_dim.bit_count() == 1)
-    return replace(config, clear=clear, full=full)
+    return filled and (shared_kv or head_dim.bit_count() == 1)

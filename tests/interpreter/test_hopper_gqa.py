@@ -86,7 +86,7 @@ def test_right_and_over(runs, seed):
     lens = [max(n, q_len + 3) if n else 0 for n in lens]
     call = call_of(rng, dim, group, q_len, lens, rng.choice([1, 16, 64, 128]), rng.random() < 0.6)
     out = torch.full(call.q.shape, float("nan"))
-    blocks = rng.choice([(64, 2), (64, 4)] + ([(128, 2)] if warpgroups == 2 else []))
-    gqa.mha(dataclasses.replace(call, out=out), blocks, min_blocks=rng.choice([1, 2]), warpgroups=warpgroups, together=rng.random() < 0.5, q_held=rng.random() < 0.5)
+    tiling = gqa.Tiling(warpgroups, *rng.choice([(64, 2), (64, 4)] + ([(128, 2)] if warpgroups == 2 else [])))
+    gqa.mha(dataclasses.replace(call, out=out), tiling, rng.choice([1, 2]))
     exact = {name: torch.nan_to_num(getattr(call, name).double()) for name in ("q", "k_cache", "v_cache")}
     torch.testing.assert_close(out.double(), reference(dataclasses.replace(call, **exact)), rtol=1e-2, atol=1e-2)

@@ -15,6 +15,7 @@ Weights stay in registers. Masks are applied in a loop of its own, over the last
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -182,11 +183,12 @@ def _iterate(
     iterations, start, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l, stage, phase, v_stage, issued, clears,
     seq_len, query, words, slots, qk_scale, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, STAGES: gl.constexpr,
     MASKED: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, BOX: gl.constexpr,
-    TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """Weights of `iterations` blocks from key `start` on, and the outputs of the blocks one before, whose values are loaded."""
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     HOLES: gl.constexpr = MASK_LEN > Q_LEN
+    # Three warpgroups have too few registers for weights beside new logits. Nor need one overlap its products: two others do.
+    TOGETHER: gl.constexpr = WARPGROUPS == 3 and (v_smem.shape[2] == 128 or BOX == 1)
     for i in range(iterations):
         if MASKED and HOLES:  # else only a request's last block has values that no query sees
             before = start + (i - 1) * BLOCK_N
@@ -234,8 +236,8 @@ def _attend(
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
     index, share, longer, range_begin, stop, length, b, begin, hm,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, MASK_LEN: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, BOX: gl.constexpr, TOGETHER: gl.constexpr, Q_HELD: gl.constexpr, WARPGROUPS: gl.constexpr,
-    WARPGROUP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, BOX: gl.constexpr,
+    WARPGROUPS: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 rows and all blocks of each of its program's tiles."""
     Q_BUFFERS: gl.constexpr = q_smem.shape[0] // WARPGROUPS
@@ -283,9 +285,6 @@ def _attend(
             q = q_smem.index(side * WARPGROUPS + WARPGROUP)
 
             mbarrier.wait(full.index(side), _turn(segments, Q_BUFFERS))
-            if Q_HELD:
-                q = q.load(gl.DotOperandLayout(0, s_layout, 2))
-                arrive(free.index(side))
             await_copies(full.index(KEYS + 2 * stage), phase, BOX)
             s = warpgroup_mma_wait(0, [_logits(q, k_smem.index(stage), BLOCK_N)])
             arrive(free.index(KEYS + 2 * stage))
@@ -303,15 +302,14 @@ def _attend(
             acc, p, m, l, stage, phase, v_stage, issued, clears = _iterate(
                 seen - first - 1, (first + 1) * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
                 stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
-                Q_LEN, MASK_LEN, STAGES, False, WARPGROUP, WARPGROUPS, BOX, TOGETHER,
+                Q_LEN, MASK_LEN, STAGES, False, WARPGROUP, WARPGROUPS, BOX,
             )  # fmt: skip
             acc, p, m, l, stage, phase, v_stage, issued, clears = _iterate(
                 last - seen, seen * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
                 stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
-                Q_LEN, MASK_LEN, STAGES, True, WARPGROUP, WARPGROUPS, BOX, TOGETHER,
+                Q_LEN, MASK_LEN, STAGES, True, WARPGROUP, WARPGROUPS, BOX,
             )  # fmt: skip
-            if not Q_HELD:
-                arrive(free.index(side))
+            arrive(free.index(side))
             segments += 1
 
             if last * BLOCK_N > some_seen:
@@ -346,7 +344,7 @@ def gqa_hopper_attention(
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, D: gl.constexpr,
     PAGE: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr, BS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr, MIN_BLOCKS: gl.constexpr, WARPGROUPS: gl.constexpr,
-    TOGETHER: gl.constexpr, Q_HELD: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN, KV_HEADS * GROUP, D]`, 64 rows by 64; caches `[tokens, KV_HEADS * D]`, `BOX` by 64
     (`pages.py`)."""
@@ -413,13 +411,13 @@ def gqa_hopper_attention(
                     q_smem, k_smem, v_smem, full, free, cleared, order,
                     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                     index, share, longer, position, stop, length, b, begin, hm,
-                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, Q_HELD, 2, 0,
+                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, 2, 0,
                 )),
                 (_attend, (
                     q_smem, k_smem, v_smem, full, free, cleared, order,
                     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                     index, share, longer, position, stop, length, b, begin, hm,
-                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, Q_HELD, 2, 1,
+                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, 2, 1,
                 )),
                 (_load, (
                     q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
@@ -437,19 +435,19 @@ def gqa_hopper_attention(
                     q_smem, k_smem, v_smem, full, free, cleared, order,
                     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                     index, share, longer, position, stop, length, b, begin, hm,
-                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, Q_HELD, 3, 0,
+                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, 3, 0,
                 )),
                 (_attend, (
                     q_smem, k_smem, v_smem, full, free, cleared, order,
                     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                     index, share, longer, position, stop, length, b, begin, hm,
-                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, Q_HELD, 3, 1,
+                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, 3, 1,
                 )),
                 (_attend, (
                     q_smem, k_smem, v_smem, full, free, cleared, order,
                     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
                     index, share, longer, position, stop, length, b, begin, hm,
-                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, TOGETHER, Q_HELD, 3, 2,
+                    Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, 3, 2,
                 )),
                 (_load, (
                     q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
@@ -458,17 +456,28 @@ def gqa_hopper_attention(
                 )),
             ],
             [4, 4, loading_warps(BOX)],
-            [160, 160, 24] if BOX >= 64 else [152, 152, 40],
+            [160, 160, 24] if BOX >= 16 else [152, 152, 40],
         )  # fmt: skip
 
 
-def blocks_of(head_dim: int, rows: int, bs: int, page_size: int) -> tuple[int, int]:
-    """Keys of a block, and how many blocks are loaded ahead, for `rows` of a KV head (figures: `docs/notebook/pages.md`)."""
+class Tiling(NamedTuple):
+    """Of a program: how many warpgroups have 64 rows each, keys of a block, how many blocks are loaded ahead."""
+
+    warpgroups: int
+    block_n: int
+    stages: int
+
+
+def tiling_of(head_dim: int, rows: int, bs: int, page_size: int) -> Tiling:
+    """For `rows` of a KV head (figures: `docs/notebook/pages.md`)."""
+    # Three warpgroups have too few registers for blocks of 128 keys, and so twice the barriers.
+    if 128 < rows <= 192 or (head_dim == 64 and 256 < rows <= 384):
+        return Tiling(3, 64, 512 // head_dim)
     if head_dim == 64:
-        return 128, 5
+        return Tiling(2, 128, 5)
     # Several tiles of rows read the same keys, so that less need be on its way; but one request has few blocks a program, and
     # with more ids of pages the loop over 128 keys spills: pages of 72 tokens are read row by row (`box_of`).
-    return (64, 4) if rows <= 128 or bs == 1 or math.gcd(page_size, 128) < 64 else (128, 2)
+    return Tiling(2, 64, 4) if rows <= 128 or bs == 1 or math.gcd(page_size, 128) < 64 else Tiling(2, 128, 2)
 
 
 def supports(arch: int, call: AttentionCall) -> bool:
@@ -492,11 +501,8 @@ def supports(arch: int, call: AttentionCall) -> bool:
     )
 
 
-def mha(
-    call: AttentionCall, blocks: tuple[int, int] | None = None, min_blocks: int = 1, warpgroups: int = 2,
-    together: bool = False, q_held: bool = False,
-) -> torch.Tensor:
-    """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so; `blocks` in place of `blocks_of`."""
+def mha(call: AttentionCall, tiling: Tiling | None = None, min_blocks: int = 1) -> torch.Tensor:
+    """mha_draft_decode, mha_target_verify, mha_draft_extend, where `supports` says so; `tiling` in place of `tiling_of`."""
     q, k_cache, v_cache, seq_lens = call.q, call.k_cache, call.v_cache, call.seq_lens.contiguous()
     block_tables, sinks = unit_rows(call.block_tables), packed(call.sinks)
     tree_mask, mask_stride, mask_len = tree_arguments(call)
@@ -508,7 +514,7 @@ def mha(
         q = q.clone(memory_format=torch.contiguous_format)
     page_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    block_n, stages = blocks or blocks_of(dim, q_len * group, bs, k_cache.shape[1])
+    warpgroups, block_n, stages = tiling or tiling_of(dim, q_len * group, bs, page_size)
     row_blocks = triton.cdiv(q_len * group, 64 * warpgroups)
     tiles = kv_heads * row_blocks
     ranges = aligned_ranges(max(1, num_sms(q.device) // tiles), bs)
@@ -527,7 +533,7 @@ def mha(
         Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, D=dim, PAGE=page_size,
         MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
         BS=max(32, triton.next_power_of_2(bs)), BLOCK_N=block_n, STAGES=stages, BOX=box, STRIPED=striped(ranges, bs),
-        MIN_BLOCKS=min_blocks, WARPGROUPS=warpgroups, TOGETHER=together, Q_HELD=q_held, num_warps=4,
+        MIN_BLOCKS=min_blocks, WARPGROUPS=warpgroups, num_warps=4,
         # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,
     )  # fmt: skip

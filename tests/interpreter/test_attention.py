@@ -72,6 +72,19 @@ def test_every_cut(kind, mode, cut):
     check(case, run(case, cut))
 
 
+@pytest.mark.parametrize("mode", ["draft_chain", "draft_tree", "verify_chain", "verify_tree"])
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("window", [-1, 20])
+def test_boxes(mode, page_size, window):
+    """Blocks of 64 keys in two or four pages, each read through a descriptor."""
+    wanted = {"heads": 4, "kv_heads": 2, "page_size": page_size, "window_left": window}
+    config = Config(16, 64, num_warps=1, num_stages=2, programs=1, boxes=True)
+    for sms, lens in ((1, [0, 26, 69]), (3, [100, 1, 64]), (9, [33, 16, 129])):
+        case = made("mha", mode, lens=lens, seed=sms, sinks=sms == 3, softcap=3.0 if sms == 1 else 0.0, **wanted)
+        with mock.patch.object(steps, "num_sms", return_value=sms):
+            check(case, steps.attention(case.call(), config))
+
+
 @pytest.mark.parametrize(
     ("head_dim", "v_dim"), [(16, 16), (32, 64), (48, 48), (64, 64), (80, 80), (96, 96), (192, 128), (256, 256)], ids=str
 )

@@ -45,8 +45,10 @@ def call_of(rng: random.Random, lens: list[int], heads: int, q_len: int, page_si
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_right_however_requests_are_divided(runs, seed):
+def test_right_however_requests_are_divided(runs, seed, monkeypatch):
     rng = random.Random(seed)
+    monkeypatch.setattr(mla, "EXTRA", rng.choice([0, 1, 3, 5]))
+    monkeypatch.setattr(mla, "EXTRA_FROM", rng.choice([0, 1, 2]))
     heads, q_len = rng.choice(HEADS_AND_QUERIES)
     lens = [rng.choice([0, 1, 5, 64, 65, 128, 190, 256, 300, 448, 700, 1000]) for _ in range(rng.choice([1, 2, 3, 5, 8]))]
     if rng.random() < 0.3:
@@ -56,10 +58,7 @@ def test_right_however_requests_are_divided(runs, seed):
         lens, ranges = [5, rng.choice([1200, 2300, 2600]), 100], 45
     call = call_of(rng, [max(n, q_len) if n else 0 for n in lens], heads, q_len, rng.choice([1, 16, 64]))
     out = torch.full((*call.q.shape[:-1], 512), float("nan"))
-    mla.mla(
-        dataclasses.replace(call, out=out), 1 if ranges == 45 else rng.choice([1, 2]), ranges=ranges,
-        extra=rng.choice([0, 1, 3, 5]), extra_from=rng.choice([0, 1, 2]),
-    )  # fmt: skip
+    mla.mla(dataclasses.replace(call, out=out), 1 if ranges == 45 else rng.choice([1, 2]), ranges=ranges)
     cache = torch.nan_to_num(call.k_cache.double())
     exact = reference(dataclasses.replace(call, q=call.q.double(), k_cache=cache, v_cache=cache))
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)

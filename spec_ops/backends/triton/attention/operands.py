@@ -174,9 +174,10 @@ def operands(
         page = k_cache.shape[1] if _are_token_rows(k_cache, call.v_cache, head_dim, v_dim, k_cache.shape[1]) else 0
         config = choose(arch_of(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows, window, page)
     keys = kernel_keys(q, k_cache, call.v_cache, v_dim, shared_kv, config)
-    if config.full and not keys.tma:  # then it was said of descriptors, where those are read through
+    if config.full and not keys.tma:  # it was said of descriptors; of pointers it was compared with binaries of sm_90
         by_pointers, sizes = replace(config, tma=False), (shared_kv, head_dim, v_dim, k_cache.element_size())
-        config = replace(config, full=config.tma and tuning.fills(by_pointers, arch_of(q.device), *sizes))
+        full = config.tma and arch_of(q.device) == 90 and tuning.fills(by_pointers, 90, *sizes)
+        config = replace(config, full=full)
     return Operands(
         out,
         q,

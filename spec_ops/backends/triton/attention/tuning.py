@@ -60,9 +60,9 @@ class Entry:
             head).
         arch: first and last architecture, as in `(90, 90)`. config: see there.
         measured: on which machine and with which versions `python -m benchmarks tune` found it; "" if it was entered by hand.
-        kv_bytes: 1 for caches of 8-bit numbers alone; None for any.
+        kv_bytes: 1 for caches of 8-bit numbers alone, 2 for those of 16 bits; None for any.
         window: the longest `window_left` of the class; None for any, and for calls without a window.
-        page: the tokens of a page; None for any.
+        page: the tokens of a page that a tensor descriptor can read; None for any pages.
     """
 
     kernel: str

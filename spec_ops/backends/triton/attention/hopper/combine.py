@@ -185,16 +185,14 @@ def combine_unfinished(
             slots = first_range * 2 * TILES + tile
             o = out + b.to(gl.int64) * (ROWS * KV_HEADS * D)
             if STRIPED:
-                # One iteration for the usual numbers of splits: 64 values a thread for GQA's 8 strips, 128 for MLA's 32. A long
-                # request among short ones has any number: then a strip a program, so that most programs have one.
+                # One iteration for the usual numbers of splits: 64 values a thread for GQA's 8 strips, 128 for MLA's 32.
                 LOADS: gl.constexpr = 32 if COLUMNS == 256 else 16
                 STEP: gl.constexpr = 1 if COLUMNS == 256 else 2
-                MOST: gl.constexpr = 5 if COLUMNS == 256 else 4
-                for few in gl.static_range(2, MOST + 1, STEP):
-                    if ((few == 2) | (splits > 2 ** (few - STEP))) & ((few == MOST) | (splits <= 2**few)):
+                for few in gl.static_range(2, 5, STEP):
+                    if ((few == 2) | (splits > 2 ** (few - STEP))) & ((few == 4) | (splits <= 2**few)):
                         _combine_strips(
                             partial_acc, partial_ml, o, sinks, unit, splits, slots, row0, rows, kv_head, v_scale,
-                            TILES, GROUP, KV_HEADS, D, HAS_SINKS, COLUMN0, COLUMNS, 2**few, LOADS // 2**few, few == MOST,
+                            TILES, GROUP, KV_HEADS, D, HAS_SINKS, COLUMN0, COLUMNS, 2**few, LOADS // 2**few, few == 4,
                         )  # fmt: skip
             else:
                 lanes: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 2, 16], [1, 256 // COLUMNS, COLUMNS // 64], [2, 1, 0])

@@ -4,7 +4,8 @@ Same contract and division of work as `split_kv.py` (see `schedule.py`); what di
 per KV head the exponentials take about as long as the products, and both together longer than the loads, so they have to
 overlap, as in FlashAttention-3 (arXiv:2407.08608):
 
-- two warpgroups have 64 rows each, and one's softmax overlaps the other's products,
+- two warpgroups have 64 rows each, or three where two tiles of 128 would be half empty, and one's softmax overlaps the others'
+  products,
 - a warpgroup starts the products of queries and keys of block `n + 1` before it multiplies the weights of block `n` with their
   values, and the latter runs during the softmax of the former,
 - a third partition loads queries, keys and values, some blocks ahead (`pages.py`).
@@ -67,6 +68,7 @@ from spec_ops.backends.triton.runtime.launch import launch, num_sms
 
 HEAD_DIMS = (64, 128)
 MIN_ROWS = 65  # one tile of 64 rows leaves a warpgroup idle
+MIN_ROWS_OF_SMALL_PAGES = 17  # with heads of 128: the other kernel reads them by pointers
 
 # Barriers `full` (TMA has written) and `free` (both warpgroups have read): of the queries' two buffers, then of the keys' and
 # values' `STAGES` buffers in turn.
@@ -188,7 +190,7 @@ def _iterate(
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     HOLES: gl.constexpr = MASK_LEN > Q_LEN
     # Three warpgroups have too few registers for weights beside new logits. Nor need one overlap its products: two others do.
-    TOGETHER: gl.constexpr = WARPGROUPS == 3 and (v_smem.shape[2] == 128 or BOX == 1)
+    TOGETHER: gl.constexpr = WARPGROUPS == 3 and v_smem.shape[2] == 128
     for i in range(iterations):
         if MASKED and HOLES:  # else only a request's last block has values that no query sees
             before = start + (i - 1) * BLOCK_N
@@ -456,7 +458,7 @@ def gqa_hopper_attention(
                 )),
             ],
             [4, 4, loading_warps(BOX)],
-            [160, 160, 24] if BOX >= 16 else [152, 152, 40],
+            [160, 160, 24],
         )  # fmt: skip
 
 
@@ -470,9 +472,10 @@ class Tiling(NamedTuple):
 
 def tiling_of(head_dim: int, rows: int, bs: int, page_size: int) -> Tiling:
     """For `rows` of a KV head (figures: `docs/notebook/pages.md`)."""
-    # Three warpgroups have too few registers for blocks of 128 keys, and so twice the barriers.
-    if 128 < rows <= 192 or (head_dim == 64 and 256 < rows <= 384):
-        return Tiling(3, 64, 512 // head_dim)
+    # Timed with several requests and whole blocks in a page; with less the loading warps need registers that three leave not.
+    three = 128 < rows <= 192 or (head_dim == 64 and 256 < rows <= 384)
+    if three and bs > 1 and page_size % 64 == 0:
+        return Tiling(3, 64, 512 // head_dim)  # nor are there any for blocks of 128 keys
     if head_dim == 64:
         return Tiling(2, 128, 5)
     # Several tiles of rows read the same keys, so that less need be on its way; but one request has few blocks a program, and
@@ -485,6 +488,7 @@ def supports(arch: int, call: AttentionCall) -> bool:
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     pages, page_size, kv_heads, head_dim = k_cache.shape
     group = q.shape[2] // max(kv_heads, 1)
+    small = head_dim == 128 and page_size % 64 > 0
     return (
         arch == 90
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -492,7 +496,7 @@ def supports(arch: int, call: AttentionCall) -> bool:
         and head_dim == v_cache.shape[3]
         and head_dim in HEAD_DIMS
         and group in (1, 2, 4, 8, 16, 32, 64)
-        and group * q.shape[1] >= MIN_ROWS
+        and group * q.shape[1] >= (MIN_ROWS_OF_SMALL_PAGES if small else MIN_ROWS)
         and pages > 0
         and is_token_rows(k_cache)
         and is_token_rows(v_cache)

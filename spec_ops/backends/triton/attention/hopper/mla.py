@@ -85,6 +85,8 @@ O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
 O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
 P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT.value, 2))
 ROW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# Blocks that a request counts beyond its own, where ranges have at least so many; timed (`docs/notebook/pages.md`).
+EXTRA, EXTRA_FROM = 5, 8
 
 
 @gluon.jit
@@ -336,14 +338,14 @@ def _attend(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance", "pool", "EXTRA", "EXTRA_FROM"])
+@gluon.jit(do_not_specialize=["bs", "ranges", "table_stride", "mask_stride", "kv_distance", "pool"])
 def mla_hopper_attention(
     q_rows, kv_rows, kv_distance, pool, out, block_tables, seq_lens, tree_mask, sinks,
     partial_acc, partial_ml, counters,
-    qk_scale, v_scale, bs, ranges, table_stride, mask_stride, EXTRA, EXTRA_FROM,
+    qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr,
     HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr,
-    MIN_BLOCKS: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr,
+    MIN_BLOCKS: gl.constexpr, EXTRA: gl.constexpr, EXTRA_FROM: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr,
     path_rows=None,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in `BOX` x 64 (`pages.py`).
@@ -383,9 +385,10 @@ def mla_hopper_attention(
     longer = total - share * ranges
     plan, plan_stride, extra = None, None, None
     if PIECE == 0:
-        # More blocks than there are for a request, unless requests end where ranges end.
+        # Where a range goes on into another request it loads queries and writes results once more. So a request counts as more
+        # blocks than it has, unless requests end where ranges end.
         apart = (longer > 0) | (gl.sum(counts % gl.maximum(share, 1), 0) > 0)
-        extra = gl.where(apart & (share >= EXTRA_FROM), EXTRA, 0)
+        extra = gl.where(apart & (share >= EXTRA_FROM) & (bs > 1), EXTRA, 0)
         counts = gl.where(counts > 0, counts + extra, 0)
         total = gl.sum(counts, 0)
         share = total // ranges
@@ -421,8 +424,8 @@ def mla_hopper_attention(
             )),
             (load, (
                 q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
-                block_tables, seq_lens, table_stride, pool, position, stop, b, begin, extra, hm * 64, path_rows, plan, plan_stride,
-                ROWS, PAGE, Q_BOX, BOX, MASK_LEN, PIECE,
+                block_tables, seq_lens, table_stride, pool, position, stop, b, begin, extra, hm * 64, path_rows, plan,
+                plan_stride, ROWS, PAGE, Q_BOX, BOX, MASK_LEN, PIECE,
             )),
         ],
         [4, loading_warps(BOX)],
@@ -447,10 +450,7 @@ def supports(call: AttentionCall) -> bool:
     )
 
 
-def mla(
-    call: AttentionCall, min_blocks: int | None = None, piece: int = 0, ranges: int | None = None, extra: int = 0,
-    extra_from: int = 8,
-) -> torch.Tensor:
+def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, ranges: int | None = None) -> torch.Tensor:
     """mla_draft_decode, mla_target_verify, mla_draft_extend, where `supports` says so.
 
     Args:
@@ -485,12 +485,12 @@ def mla(
         out, block_tables, seq_lens, tree_mask, sinks,
         partial, partial[slots * 64 * 512 :], arrival_counters(q.device, bs * tiles, "mla_hopper"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
-        block_tables.stride(0), mask_stride, extra, extra_from,
+        block_tables.stride(0), mask_stride,
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],
         MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
         BS=max(256 if piece else 32, triton.next_power_of_2(bs)), Q_BOX=q_box, BOX=box,
         STRIPED=not piece and striped(ranges, bs), MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), PIECE=piece,
-        path_rows=path_rows,
+        EXTRA=EXTRA, EXTRA_FROM=EXTRA_FROM, path_rows=path_rows,
         num_warps=4, **({"enable_fp_fusion": False} if piece else {}),
         # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,

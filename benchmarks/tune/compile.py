@@ -74,9 +74,7 @@ def variants(cases: Sequence[Case]) -> list[Case]:
     return list({(case.batch.bs, case.q_len): case for case in cases}.values())
 
 
-def launch_of(
-    kernel: str, case: Case, config: Config, kv_dtype: torch.dtype = DTYPE, page_size: int = PAGE_SIZE
-) -> Launch:
+def launch_of(kernel: str, case: Case, config: Config, kv_dtype: torch.dtype = DTYPE, page_size: int = PAGE_SIZE) -> Launch:
     """What `call` launches for the case on a GPU; nothing runs, and no memory is taken."""
     bs, heads = case.batch.bs, case.heads
     empty = functools.partial(torch.empty, device="meta")
@@ -129,9 +127,7 @@ def compile_candidate(shape: ShapeClass, config: Config) -> Outcome:
     """Compiles every binary of the candidate for the current GPU, up to the first that refuses it."""
     found: list[Resources] = []
     for case in variants(shape.cases()):
-        kernel, arguments, options, early = launch_of(
-            shape.entry.kernel, case, config, shape.kv_dtype, shape.page_size
-        )
+        kernel, arguments, options, early = launch_of(shape.entry.kernel, case, config, shape.kv_dtype, shape.page_size)
         try:
             found.append(resources(kernel.warmup(grid=(1,), **arguments, **options, **pdl_arguments(kernel, early))))
         except Exception as error:  # of the compiler, about this candidate alone

@@ -156,8 +156,8 @@ class Machine:
             "gl": self._language(), "mbarrier": self._mbarrier(), "fence_async_shared": lambda: None, "opaque_zero": lambda: 0,
             "tma": SimpleNamespace(async_copy_global_to_shared=self._copy_box), "warpgroup_mma": self._product,
             "async_copy": SimpleNamespace(async_copy_global_to_shared=self._copy_rows, mbarrier_arrive=self._copied),
-            "warpgroup_mma_wait": lambda count, tokens: tuple(tokens) if len(tokens) > 1 else tokens[0], "barrier": lambda: None,
-            "await_predecessors": lambda pdl: None,
+            "warpgroup_mma_wait": lambda count, tokens: tuple(tokens) if len(tokens) > 1 else tokens[0],
+            "barrier": lambda: None, "await_predecessors": lambda pdl: None,
         }  # fmt: skip
         for module in modules:
             for name, found in list(vars(module).items()):

@@ -7,16 +7,14 @@ import dataclasses
 import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
 from spec_ops.backends.call import AttentionCall
-from spec_ops.backends.triton.attention.hopper import mla, program
+from spec_ops.backends.triton.attention.hopper import mla
 from spec_ops.ops.reference.attention import attention as reference
-from tests.helpers.gluon_in_numpy import Machine, value
 from tests.interpreter.test_hopper_trees import Runs
 
 HEADS_AND_QUERIES = [(16, 4), (128, 1), (16, 6), (8, 2)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest

@@ -45,7 +45,7 @@ def serves(
         {}, {"q_len": 9}, {"q_len": 40}, {"heads": 32, "q_len": 17}, {"heads": 64, "kv_heads": 1, "q_len": 2},
         {"page_size": 128}, {"page_size": 192}, {"page_size": 16}, {"page_size": 1}, {"dtype": FP16, "kv_dtype": FP16},
         {"bs": 2048}, {"head_dim": 128, "v_dim": 128}, {"heads": 32, "q_len": 24, "head_dim": 128, "v_dim": 128},
-        *({"heads": 32, "q_len": q_len, "head_dim": 128, "v_dim": 128, "page_size": n} for q_len in (5, 16) for n in (1, 16, 96)),
+        *({"heads": 32, "q_len": q, "head_dim": 128, "v_dim": 128, "page_size": n} for q in (5, 16) for n in (1, 16, 96)),
     ],
     ids=str,
 )  # fmt: skip
@@ -57,7 +57,8 @@ def test_serves(call: dict[str, Any]):
     "call",
     [
         {"arch": 80}, {"arch": 100}, {"q_len": 8}, {"heads": 32, "q_len": 16}, {"heads": 40}, {"heads": 128, "kv_heads": 1},
-        {"heads": 32, "head_dim": 128, "v_dim": 128}, {"q_len": 8, "page_size": 16}, {"head_dim": 256, "v_dim": 256}, {"v_dim": 128}, {"pages": 0},
+        {"heads": 32, "head_dim": 128, "v_dim": 128}, {"q_len": 8, "page_size": 16}, {"head_dim": 256, "v_dim": 256},
+        {"v_dim": 128}, {"pages": 0},
         *({"heads": 32, "q_len": q, "head_dim": 128, "v_dim": 128, "page_size": n} for q, n in ((4, 16), (16, 64), (5, 128))),
         {"dtype": torch.float32, "kv_dtype": torch.float32}, {"kv_dtype": FP8}, {"kv_dtype": FP16}, {"window_left": 100},
         {"softcap": 30.0},

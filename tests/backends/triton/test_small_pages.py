@@ -56,7 +56,14 @@ def test_pages_that_lie_apart_take_the_block_shape_of_any_pages():
 def test_boxes_are_whole_pages_of_a_block():
     """Elsewhere a config with `boxes` reads as one without them."""
     config = tuning.Config(16, 64, 1, 3, 2, boxes=True)
-    for page_size, tma, boxes in ((16, True, True), (32, True, True), (64, True, False), (128, True, False), (48, False, False), (8, False, False)):
+    for page_size, tma, boxes in (
+        (16, True, True),
+        (32, True, True),
+        (64, True, False),
+        (128, True, False),
+        (48, False, False),
+        (8, False, False),
+    ):
         call = variants.call_of(variants.GQA_128, 8, 1, page_size=page_size)
         (launch,) = variants.launches_of(lambda call=call: launcher.attention(call, config))
         assert (launch.arguments["TMA"], launch.arguments["BOXES"]) == (tma, boxes), page_size

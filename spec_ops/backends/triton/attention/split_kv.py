@@ -107,8 +107,9 @@ def split_kv_attention_kernel(
     """`q [bs, Q_LEN, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
 
     `TMA`: the caches are tensor descriptors of `[tokens, heads * dim]` (`k_rest` with a block of `D1` columns) and `PAGE %
-    BLOCK_N == 0`; otherwise pointers. `BOXES`: descriptors of a page's rows, and `BLOCK_N % PAGE == 0`. `COOPERATIVE`: all programs are resident at once, so that each can wait for the
-    others of its tile and combine a share of it; otherwise the last to arrive combines alone.
+    BLOCK_N == 0`; otherwise pointers. `BOXES`: descriptors of a page's rows, and `BLOCK_N % PAGE == 0` (`tile_boxes.py`).
+    `COOPERATIVE`: all programs are resident at once, so that each can wait for the others of its tile and combine a share of
+    it; otherwise the last to arrive combines alone.
 
     Keys are read in two parts, `D0` (a power of two) and `D1` (the rest, 0 if none). `SHARED_KV`: values are the first
     `DV == D0` entries of the keys (MLA), and are loaded once. `softcap` comes times log2(e), `qk_scale` too unless there is a
@@ -171,7 +172,7 @@ def split_kv_attention_kernel(
 
         table = block_tables + b.to(tl.int64) * table_stride
         if BOXES:
-            pages = box_pages(table, first_key, last_key, PAGE, BLOCK_N)
+            pages = box_pages(table, first_key, last_key, seq_len, PAGE, BLOCK_N)
         else:
             pages = first_pages(table, first_key, last_key, seq_len, PAGE, BLOCK_N)
         # As `times`, but in place: with calls of it Triton 3.6 orders the products otherwise, and GQA 32/8 spills 8 bytes.

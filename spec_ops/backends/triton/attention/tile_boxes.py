@@ -8,16 +8,17 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.attention.mask import seen_by_any, visible
-from spec_ops.backends.triton.attention.tile import capped
+from spec_ops.backends.triton.attention.tile import capped, logits, outputs, read
 
 
 @triton.jit
-def box_pages(table, key, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page ids of the block that begins at `key`; page 0 for keys from `end` on, where the table may end."""
+def box_pages(table, key, last_key, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page ids of the block that begins at `key`; page 0 from `last_key` on, and from `seq_len` on, where the table may end."""
+    end = tl.minimum(last_key, seq_len)
     pages = ()
     for i in tl.static_range(BLOCK_N // PAGE):
         first = key + i * PAGE
-        pages = pages + (tl.load(table + first // PAGE, mask=first < end, other=0),)  # noqa: RUF005  Triton unpacks no tuples
+        pages += (tl.load(table + first // PAGE, mask=first < end, other=0),)  # type: ignore[assignment]
     return pages
 
 
@@ -37,13 +38,13 @@ def attend_boxes(
         masked = (WINDOW >= 0) | (start + BLOCK_N > all_seen)
         s = ()
         for i in tl.static_range(BOXES):
-            k = k_cache.load([pages[i] * PAGE, kv_head * D])
-            x, logit_scale = capped(tl.dot(q, tl.trans(k)), qk_scale, softcap, HAS_SOFTCAP)
+            k = read(k_cache.load([pages[i] * PAGE, kv_head * D]), q.dtype)
+            x, logit_scale = capped(logits(q, q, k, None), qk_scale, softcap, HAS_SOFTCAP)
             if masked:
                 n = start + i * PAGE + tl.arange(0, PAGE)
                 x = tl.where(visible(n, seq_len, position, words, MASK_LEN, WINDOW), x, float("-inf"))
-            s = s + (x,)  # noqa: RUF005
-        most = s[0]
+            s += (x,)  # type: ignore[assignment]
+        most = s[0]  # type: ignore[misc]
         for i in tl.static_range(1, BOXES):
             most = tl.maximum(most, s[i])
         m_new = tl.maximum(m, tl.max(most, 1) * logit_scale)
@@ -58,13 +59,13 @@ def attend_boxes(
         for i in tl.static_range(BOXES):
             p = tl.exp2(s[i] * logit_scale - shift[:, None])
             sums += p
-            v = v_cache.load([pages[i] * PAGE, kv_head * DV])
+            v = read(v_cache.load([pages[i] * PAGE, kv_head * DV]), q.dtype)
             if unseen:
                 n = start + i * PAGE + tl.arange(0, PAGE)
                 valid = seen_by_any(n, first_seen, seq_len, slots, MASK_LEN, WINDOW, HOLES)
-                acc = tl.dot(p.to(q.dtype), tl.where(valid[:, None], v, 0), acc)
+                acc, _ = outputs(p, tl.where(valid[:, None], v, 0), acc, acc, q.dtype)
             else:
-                acc = tl.dot(p.to(q.dtype), v, acc)
+                acc, _ = outputs(p, v, acc, acc, q.dtype)
         l = l * shrink + tl.sum(sums, 1)
-        pages = box_pages(table, start + BLOCK_N, last_key, PAGE, BLOCK_N)
+        pages = box_pages(table, start + BLOCK_N, last_key, seq_len, PAGE, BLOCK_N)
     return m, l, acc

@@ -24,10 +24,11 @@ class Config:
     """`block_m` query rows by `block_n` keys, `num_stages` blocks in flight; `programs` resident per SM.
 
     `min_blocks`: shortest range of key blocks; `tma`: read through tensor descriptors where the cache's layout allows;
-    `cooperative`: the programs of a tile share the work of combining it. `clear`: the loop over blocks takes a request's last,
-    partly filled one too, and clears the values after its end. `full`: no SM has room for more than `programs` that
-    read through descriptors (`operands` asks again for pointers). `fitted` decides on both. `ordered`: how weights are summed (`tile.row_sums`). `boxes`: blocks of keys
-    that lie in several pages are read through descriptors too (`tile_boxes.py`): for up to 32 rows of 16-bit caches.
+    `cooperative`: the programs of a tile share the work of combining it. `ordered`: how weights are summed (`tile.row_sums`).
+    `boxes`: blocks of keys that lie in several pages are read through descriptors too (`tile_boxes.py`), for up to 16 rows of
+    16-bit caches. `clear`: the loop over blocks takes a request's last, partly filled one too, and clears the values after its
+    end. `full`: no SM has room for more than `programs` that read through descriptors; `operands` asks again where pointers are
+    read. `fitted` decides on both.
     """
 
     block_m: int

@@ -195,7 +195,9 @@ def _on_hopper(name: str, shape: Shape, bs: int, q_len: int, tree: bool) -> Iter
             suffix += f", pages of {page_size}" if page_size < 64 else ""
             # With 128 keys of head_dim 128 a word lies on the stack (64 keys took longer all the same), with three warpgroups
             # too, in the loop with masks.
-            wide = not call.is_mla and shape.head_dim == 128 and launch.arguments["BLOCK_N"] * launch.arguments["WARPGROUPS"] > 128
+            wide = (
+                not call.is_mla and shape.head_dim == 128 and launch.arguments["BLOCK_N"] * launch.arguments["WARPGROUPS"] > 128
+            )
             yield variant_of(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=page_size > 1 and not wide)
 
 

@@ -108,6 +108,15 @@ def test_boxes(mode, page_size, window):
 
 
 @pytest.mark.parametrize(
+    "wanted", [{"head_dim": 96, "v_dim": 64}, {"kv_dtype": FP8}, {"page_size": 8}, {"page_size": 48}], ids=str
+)
+def test_what_boxes_do_not_serve(wanted):
+    """Keys in two parts, pairs of e4m3, and pages that are no whole part of a block are read by pointers."""
+    case = made("mha", "verify_tree", **{"heads": 4, "kv_heads": 2, "page_size": 16, "lens": [26, 69], **wanted})
+    check(case, steps.attention(case.call(), Config(16, 64, num_warps=1, num_stages=2, programs=1, boxes=True)))
+
+
+@pytest.mark.parametrize(
     ("head_dim", "v_dim"), [(16, 16), (32, 64), (48, 48), (64, 64), (80, 80), (96, 96), (192, 128), (256, 256)], ids=str
 )
 @pytest.mark.parametrize("mode", ["verify_tree", "extend"])

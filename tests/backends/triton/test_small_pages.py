@@ -34,6 +34,7 @@ def launched(call: AttentionCall) -> Launch:
         (variants.GQA_64, 1, (False, False, 64, 2)),
         (variants.GQA_64, 8, (False, False, 64, 1)),
         (GQA_96, 16, (False, False, 64, 2)),  # a descriptor cannot mask what a head is padded with
+        (variants.Shape("", 32, 8, 96, 128), 16, (False, False, 64, 2)),  # keys in two parts
         (variants.GQA_FP8, 16, (False, False, 64, 2)),
     ],
 )

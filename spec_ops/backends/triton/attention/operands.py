@@ -42,7 +42,8 @@ def kernel_keys(q, k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning
         k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
     # A descriptor holds a block of one page, or with `boxes` a page of one block; a product is at least 16 long.
     page = k_cache.shape[1]
-    rows = page if config.boxes and page >= 16 and config.block_n % page == 0 else config.block_n
+    boxes = config.boxes and page >= 16 and config.block_n % page == 0 and per == 1 and not d1 and not shared_kv
+    rows = page if boxes else config.block_n
     tma = config.tma and _are_token_rows(k_cache, v_cache, head_dim, v_dim, rows)
     tensors = (k_cache, None, v_cache)
     if tma:
@@ -171,7 +172,9 @@ def operands(
     group = heads // kv_heads
     rows = (q.shape[1] if q_indptr is None else call.max_q_len) * group
     if config is None:
-        page = k_cache.shape[1] if _are_token_rows(k_cache, call.v_cache, head_dim, v_dim, k_cache.shape[1]) else 0
+        page = k_cache.shape[1]
+        if tuning.head_parts(head_dim)[1] or not _are_token_rows(k_cache, call.v_cache, head_dim, v_dim, page):
+            page = 0
         config = choose(arch_of(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows, window, page)
     keys = kernel_keys(q, k_cache, call.v_cache, v_dim, shared_kv, config)
     if config.full and not keys.tma:  # it was said of descriptors; of pointers it was compared with binaries of sm_90

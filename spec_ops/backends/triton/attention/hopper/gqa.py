@@ -8,15 +8,12 @@ overlap, as in FlashAttention-3 (arXiv:2407.08608):
   products,
 - a warpgroup starts the products of queries and keys of block `n + 1` before it multiplies the weights of block `n` with their
   values, and the latter runs during the softmax of the former,
-- a third partition loads queries, keys and values, some blocks ahead (`pages.py`).
+- one more partition loads queries, keys and values, some blocks ahead (`pages.py`).
 
 Weights stay in registers. Masks are applied in a loop of its own, over the last blocks.
 """
 
 from __future__ import annotations
-
-import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -34,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
 from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums
+from spec_ops.backends.triton.attention.hopper.gqa_tiling import Tiling, tiling_of
 from spec_ops.backends.triton.attention.hopper.host import (
     aligned_ranges,
     box_of,
@@ -42,7 +40,7 @@ from spec_ops.backends.triton.attention.hopper.host import (
     token_rows,
     tree_arguments,
 )
-from spec_ops.backends.triton.attention.hopper.mask import seen_by_any, seen_slots, visible
+from spec_ops.backends.triton.attention.hopper.mask import clear_rows, seen_slots, visible
 from spec_ops.backends.triton.attention.hopper.pages import (
     announce,
     arrivals,
@@ -73,30 +71,6 @@ MIN_ROWS_OF_SMALL_PAGES = 17  # with heads of 128: the other kernel reads them b
 # Barriers `full` (TMA has written) and `free` (both warpgroups have read): of the queries' two buffers, then of the keys' and
 # values' `STAGES` buffers in turn.
 KEYS, VALUES = gl.constexpr(2), gl.constexpr(3)
-
-
-@gluon.jit
-def _clear_rows(
-    v, valid, slots, cleared, clears, MASK_LEN: gl.constexpr, HOLES: gl.constexpr, WARPGROUP: gl.constexpr
-):  # fmt: skip
-    """Clear the rows of `v [BLOCK_N, D]` that no query sees (`seen_by_any`), where there may be NaN, and 0 * NaN is NaN: two
-    warpgroups half of the block each, for all. How often that was done, `clears` times before."""
-    BLOCK_N: gl.constexpr = v.shape[0]
-    D: gl.constexpr = v.shape[1]
-    HALF: gl.constexpr = BLOCK_N // 2
-    if WARPGROUP < 2:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        chunks = v._reinterpret(v.dtype, [D // 64, BLOCK_N, 64], v.layout)
-        row = WARPGROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-        seen = gl.expand_dims(seen_by_any(row, valid, slots, MASK_LEN, HOLES), 1)
-        for c in gl.static_range(D // 64):
-            chunk = chunks.index(c).slice(WARPGROUP * HALF, HALF)
-            x = chunk.load(layout)
-            chunk.store(gl.where(seen, x, gl.zeros_like(x)))
-        fence_async_shared()
-    arrive(cleared.index(0))
-    mbarrier.wait(cleared.index(0), clears & 1)
-    return clears + 1
 
 
 @gluon.jit
@@ -195,7 +169,7 @@ def _iterate(
         if MASKED and HOLES:  # else only a request's last block has values that no query sees
             before = start + (i - 1) * BLOCK_N
             if before + BLOCK_N > seq_len - MASK_LEN:
-                clears = _clear_rows(
+                clears = clear_rows(
                     v_smem.index(v_stage), seq_len - before, slots, cleared, clears, MASK_LEN, HOLES, WARPGROUP
                 )  # fmt: skip
         await_copies(full.index(KEYS + 2 * stage), phase, BOX)
@@ -315,7 +289,7 @@ def _attend(
             segments += 1
 
             if last * BLOCK_N > some_seen:
-                clears = _clear_rows(
+                clears = clear_rows(
                     v_smem.index(v_stage), seq_len - (last - 1) * BLOCK_N, slots, cleared, clears, MASK_LEN, HOLES, WARPGROUP
                 )  # fmt: skip
             o_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
@@ -460,27 +434,6 @@ def gqa_hopper_attention(
             [4, 4, loading_warps(BOX)],
             [160, 160, 24],
         )  # fmt: skip
-
-
-class Tiling(NamedTuple):
-    """Of a program: how many warpgroups have 64 rows each, keys of a block, how many blocks are loaded ahead."""
-
-    warpgroups: int
-    block_n: int
-    stages: int
-
-
-def tiling_of(head_dim: int, rows: int, bs: int, page_size: int) -> Tiling:
-    """For `rows` of a KV head (figures: `docs/notebook/pages.md`)."""
-    # Timed with several requests and whole blocks in a page; with less the loading warps need registers that three leave not.
-    three = 128 < rows <= 192 or (head_dim == 64 and 256 < rows <= 384)
-    if three and bs > 1 and page_size % 64 == 0:
-        return Tiling(3, 64, 512 // head_dim)  # nor are there any for blocks of 128 keys
-    if head_dim == 64:
-        return Tiling(2, 128, 5)
-    # Several tiles of rows read the same keys, so that less need be on its way; but one request has few blocks a program, and
-    # with more ids of pages the loop over 128 keys spills: pages of 72 tokens are read row by row (`box_of`).
-    return Tiling(2, 64, 4) if rows <= 128 or bs == 1 or math.gcd(page_size, 128) < 64 else Tiling(2, 128, 2)
 
 
 def supports(arch: int, call: AttentionCall) -> bool:

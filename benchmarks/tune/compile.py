@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels.cases import Case
-from benchmarks.tune.shapes import DTYPE, ShapeClass
+from benchmarks.tune.shapes import DTYPE, PAGE_SIZE, ShapeClass
 from spec_ops.backends import AttentionCall
 from spec_ops.backends.triton.attention import launcher as steps
 from spec_ops.backends.triton.attention.tuning import SHARED, Config
 from spec_ops.backends.triton.runtime.ahead import SHARED_LIMIT, Resources, resident_blocks, resources
 from spec_ops.backends.triton.runtime.launch import Launch, pdl_arguments, recorded
 
-PAGE_SIZE = 64
 CHECKED_BATCH = 8  # requests, at most, of binaries that must not spill at all: as many as `benchmarks/ahead.py` compiles for
 
 
@@ -75,12 +74,12 @@ def variants(cases: Sequence[Case]) -> list[Case]:
     return list({(case.batch.bs, case.q_len): case for case in cases}.values())
 
 
-def launch_of(kernel: str, case: Case, config: Config, kv_dtype: torch.dtype = DTYPE) -> Launch:
+def launch_of(kernel: str, case: Case, config: Config, kv_dtype: torch.dtype = DTYPE, page_size: int = PAGE_SIZE) -> Launch:
     """What `call` launches for the case on a GPU; nothing runs, and no memory is taken."""
     bs, heads = case.batch.bs, case.heads
     empty = functools.partial(torch.empty, device="meta")
     widths = [heads.head_dim] if heads.kind == "mla" else [heads.head_dim, heads.v_head_dim]
-    rows = (1024, PAGE_SIZE) if heads.kind == "mla" else (1024, PAGE_SIZE, heads.num_kv_heads)
+    rows = (1024, page_size) if heads.kind == "mla" else (1024, page_size, heads.num_kv_heads)
     with recorded() as launches:
         call(
             kernel,
@@ -88,7 +87,7 @@ def launch_of(kernel: str, case: Case, config: Config, kv_dtype: torch.dtype = D
             config,
             empty(bs, case.q_len, heads.num_heads, heads.head_dim, dtype=DTYPE),
             [empty(*rows, width, dtype=kv_dtype) for width in widths],
-            empty(bs, -(-case.batch.low // PAGE_SIZE), dtype=torch.int32),
+            empty(bs, -(-case.batch.low // page_size), dtype=torch.int32),
             empty(bs, dtype=torch.int32),
             empty(bs, case.q_len, dtype=torch.int64) if case.mask == "tree" else None,
             empty(bs + 1, dtype=torch.int32),
@@ -128,7 +127,7 @@ def compile_candidate(shape: ShapeClass, config: Config) -> Outcome:
     """Compiles every binary of the candidate for the current GPU, up to the first that refuses it."""
     found: list[Resources] = []
     for case in variants(shape.cases()):
-        kernel, arguments, options, early = launch_of(shape.entry.kernel, case, config, shape.kv_dtype)
+        kernel, arguments, options, early = launch_of(shape.entry.kernel, case, config, shape.kv_dtype, shape.page_size)
         try:
             found.append(resources(kernel.warmup(grid=(1,), **arguments, **options, **pdl_arguments(kernel, early))))
         except Exception as error:  # of the compiler, about this candidate alone

@@ -19,7 +19,7 @@ import torch
 from benchmarks.kernels.cases import Pool, Problem, num_sets, pages_needed
 from benchmarks.kernels.measure import MAX_ERROR_RATIO, Expected
 from benchmarks.timing import side_stream, time_calls
-from benchmarks.tune.compile import PAGE_SIZE, Outcome, call
+from benchmarks.tune.compile import Outcome, call
 from benchmarks.tune.shapes import DTYPE, ShapeClass
 from spec_ops.backends.triton.attention.tuning import Config
 
@@ -110,8 +110,8 @@ def measure_class(
     place = torch.device(device)
     l2 = torch.cuda.get_device_properties(place).L2_cache_size if place.type == "cuda" else 0
     cases = [(case, num_sets(case, shape.kv_dtype.itemsize, l2)) for case in shape.cases()]
-    pages = max(pages_needed(c, PAGE_SIZE) * sets for c, sets in cases)
-    pool = Pool(shape.heads, pages, PAGE_SIZE, DTYPE, shape.kv_dtype, place)
+    pages = max(pages_needed(c, shape.page_size) * sets for c, sets in cases)
+    pool = Pool(shape.heads, pages, shape.page_size, DTYPE, shape.kv_dtype, place)
     times: Times = {config: {} for config in configs}
     failures: dict[Config, str] = {}
     for case, sets in cases:

@@ -16,6 +16,7 @@ from spec_ops.ops.tree import MAX_TREE_TOKENS
 
 DTYPE = torch.bfloat16  # of queries, and of caches but for fp8's
 MAX_CANDIDATES = 24
+PAGE_SIZE = 64  # of classes that hold any
 BATCHES = (Batch(1, 4096, 4096), Batch(8, 1024, 1024), Batch(8, 8192, 8192), Batch(64, 8192, 8192))
 RAGGED_BATCHES = BATCHES[:3]
 PREFILL = 512  # new tokens per request of the ragged kernel's largest class
@@ -50,6 +51,11 @@ class ShapeClass:
     def window(self) -> int:
         """`window_left` of its cases."""
         return -1 if self.entry.window is None else self.entry.window
+
+    @property
+    def page_size(self) -> int:
+        """Of the caches of its cases."""
+        return self.entry.page or PAGE_SIZE
 
     @property
     def present(self) -> Config:
@@ -123,7 +129,7 @@ def classes(entries: Sequence[Entry], arch: int) -> list[ShapeClass]:
         shape = ShapeClass(entry, arch, heads, q_lens)
         width, most = shape.heads.head_dim, shape.rows
         item = shape.kv_dtype.itemsize
-        if lookup(entries, entry.kernel, entry.attention, arch, width, most, item, shape.window) == entry:
+        if lookup(entries, entry.kernel, entry.attention, arch, width, most, item, shape.window, shape.page_size) == entry:
             made[shape.entry.class_name] = shape
     return list(made.values())
 

@@ -19,7 +19,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Config) if f.compare}  # what `fi
 def _row(entry: Entry) -> dict:
     config = {name: value for name, value in asdict(entry.config).items() if value != _DEFAULTS.get(name, value)}
     shape = {"kernel": entry.kernel, "attention": entry.attention, "head_dim": entry.head_dim, "rows": entry.rows}
-    shape |= {name: n for name in ("kv_bytes", "window") if (n := getattr(entry, name)) is not None}
+    shape |= {name: n for name in ("kv_bytes", "window", "page") if (n := getattr(entry, name)) is not None}
     return shape | {"arch": list(entry.arch)} | config | ({"measured": entry.measured} if entry.measured else {})
 
 

@@ -52,7 +52,8 @@ def test_table_round_trips(tmp_path):
     assert (tmp_path / "t.json").read_text() == tuning.PATH.read_text()
     assert tuning.read(tmp_path / "t.json") == tuning.table()
     # Everything that an entry can hold, the options that no entry has now included.
-    odd = Entry("split", "gqa", None, 16, (90, 90), Config(16, 32, 2, 3, 1, 4, False, False), "some GPU, triton 3", 1, 0)
+    config = Config(16, 32, 2, 3, 1, 4, False, False, boxes=True)
+    odd = Entry("split", "gqa", None, 16, (90, 90), config, "some GPU, triton 3", 1, 0, 16)
     tune_table.write([odd], tmp_path / "odd.json")
     assert tuning.read(tmp_path / "odd.json") == (odd,)
 
@@ -66,11 +67,11 @@ def test_entry_is_chosen_where_it_says_and_fits(entry):
     fits = []
     for arch in (a for a in ARCHS if entry.arch[0] <= a <= entry.arch[1]):
         rows = entry.rows or 4096
-        item, window = entry.kv_bytes or 2, -1 if entry.window is None else entry.window
-        found = tuning.lookup(tuning.table(), entry.kernel, entry.attention, arch, head_dim, rows, item, window)
+        item, window, page = entry.kv_bytes or 2, -1 if entry.window is None else entry.window, entry.page or 64
+        found = tuning.lookup(tuning.table(), entry.kernel, entry.attention, arch, head_dim, rows, item, window, page)
         assert found.class_name == entry.class_name
         if found == entry:
-            config = choose(arch, mla, head_dim, v_dim, item, rows, *([window] if entry.kernel == "split" else []))
+            config = choose(arch, mla, head_dim, v_dim, item, rows, *([window, page] if entry.kernel == "split" else []))
             assert config == tuning.fitted(entry.config, arch, mla, head_dim, v_dim, item)
             fits.append(config == entry.config)
     assert any(fits)
@@ -99,8 +100,8 @@ def test_choices_measured_before_the_table_was_a_file():
 
 
 def test_lookup_prefers_small_classes_then_few_architectures():
-    def entry(head_dim, rows, arch, block_n, kv_bytes=None, window=None):
-        return Entry("split", "gqa", head_dim, rows, arch, Config(16, block_n, 1, 2, 1), "", kv_bytes, window)
+    def entry(head_dim, rows, arch, block_n, kv_bytes=None, window=None, page=None):
+        return Entry("split", "gqa", head_dim, rows, arch, Config(16, block_n, 1, 2, 1), "", kv_bytes, window, page)
 
     entries = [entry(None, None, (0, 999), 16), entry(128, 16, (0, 119), 32), entry(128, 16, (90, 90), 64)]
     # Those for some calls of a class come before those for all of it, whatever their architectures; windows before caches.
@@ -109,6 +110,11 @@ def test_lookup_prefers_small_classes_then_few_architectures():
     calls = ((2, -1), (1, -1), (2, 65), (2, 64), (2, 9), (2, 8), (1, 0), (1, 65))
     chosen = [tuning.lookup(some, "split", "gqa", 90, 128, 16, *call).config.block_n for call in calls]
     assert chosen == [64, 8, 64, 4, 4, 2, 2, 8]
+    # Pages after windows, before caches; each size is its own class.
+    some += [entry(128, 16, (0, 119), 1, page=16), entry(128, 16, (0, 119), 3, kv_bytes=2, page=16)]
+    calls = ((2, -1, 16), (1, -1, 16), (2, -1, 32), (2, 8, 16), (2, 65, 16))
+    chosen = [tuning.lookup(some, "split", "gqa", 90, 128, 16, *call).config.block_n for call in calls]
+    assert chosen == [3, 1, 64, 2, 3]
     assert tuning.lookup(some, "split", "gqa", 90, 128, 17, 1, 0).config.block_n == 16  # of a larger class
 
     def block_n(arch, head_dim, rows):
@@ -130,6 +136,7 @@ def test_classes_are_those_of_the_table():
         *(f"split/gqa/{name}/fp8" for name in ("64/32", *(f"128/{n}" for n in (16, 64, "more")))),
         *(f"split/gqa/any/{rows}/fp8" for rows in (16, 32, 64, "more")),
         *(f"split/gqa/64/more/window-{n}" for n in (128, 1024)),
+        *(f"split/gqa/{d}/16/pages-{n}" for d, n in ((64, 1), (64, 16), (128, 16), (128, 32))),
         *("ragged/gqa/128/64", "ragged/gqa/128/more", "ragged/gqa/any/more", "ragged/mla/any/16", "ragged/mla/any/more"),
     }
     assert "split/gqa/64/16" not in {str(s) for s in tune_shapes.classes(tuning.table(), 120)}
@@ -142,7 +149,7 @@ def test_cases_lie_in_their_class(shape):
     for case in shape.cases():
         assert case.q_len <= min(case.batch.lens())
         kernel, attention = shape.entry.kernel, shape.entry.attention
-        call = shape.arch, heads.head_dim, case.q_len * group, shape.kv_dtype.itemsize, case.window
+        call = shape.arch, heads.head_dim, case.q_len * group, shape.kv_dtype.itemsize, case.window, shape.page_size
         assert tuning.lookup(tuning.table(), kernel, attention, *call) == shape.entry
 
 
@@ -174,7 +181,7 @@ def test_select():
     ]  # fmt: skip
     # A class that is the beginning of others' names is meant alone.
     assert [str(s) for s in tune_shapes.select(shapes, ["split/gqa/64/more"])] == ["split/gqa/64/more"]
-    assert len(tune_shapes.select(shapes, ["split/gqa/64"])) == 7
+    assert len(tune_shapes.select(shapes, ["split/gqa/64"])) == 9
     with pytest.raises(ValueError, match=r"must name a class or begin one, as in \['split/gqa/64/16', .*got 'split/gqa/6'"):
         tune_shapes.select(shapes, ["split/gqa/6"])
 

@@ -132,6 +132,18 @@ def test_mha_pages_and_lengths_around_their_boundaries(mode, page_size):
     check_accuracy(made("mha", mode, page_size=page_size, head_dim=64, v_dim=64))
 
 
+@pytest.mark.parametrize("window_left", [-1, 40])
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("mode", ["draft_chain", "draft_tree", "verify_chain", "verify_tree"])
+def test_boxes(mode, page_size, window_left):
+    """Up to 16 rows of head_dim 128, whose blocks of keys lie in several pages on Hopper; their values may be NaN."""
+    wanted = {"head_dim": 128, "v_dim": 128, "kv_heads": 4, "dtype": BF16, "lens": [0, 15, 33, 100, 700, 3000]}
+    case = made("mha", mode, page_size=page_size, window_left=window_left, **wanted)
+    check_accuracy(case)
+    poison_unseen(case)
+    check_accuracy(case)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("mode", ["draft_chain", "verify_tree", "extend"])
 def test_mla_pages_and_lengths_around_their_boundaries(mode, page_size):

@@ -129,7 +129,9 @@ def test_one_request_with_heads_of_128(length, q_len, group):
 
 
 def test_more_rows_than_a_program_has():
-    check_long(made(20, lens=[300, 65, 0, 193, 1000]))  # 160 rows: two programs, a warpgroup without rows
+    # 200 rows: two programs, a warpgroup without rows; 120, and one of three has none.
+    for q_len, options in ((25, {}), (15, {"tiling": (3, 64, 8)})):
+        check_long(made(q_len, lens=[300, 65, 0, 193, 1000], options=options))
 
 
 # 4, 16 and more splits have each their way of combining.
@@ -139,7 +141,24 @@ def test_one_request_over_many_programs(blocks, kv_heads):
     check_long(made(16, kv_heads=kv_heads, lens=[128 * blocks - 19]))
 
 
-@pytest.mark.parametrize("options", [{}, {"min_blocks": 3}, {"blocks": (128, 2)}, {"blocks": (64, 10)}], ids=str)
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize(("q_len", "group", "dim"), [(24, 8, 64), (17, 8, 64), (48, 8, 64), (48, 4, 128), (33, 4, 128)])
+def test_tiles_of_three_warpgroups(q_len, group, dim, tree, page_size):
+    lens = [*AROUND_BLOCKS, 300, 0, 193, 1000, 5000]
+    check_long(made(q_len, group, kv_heads=4, tree=tree, page_size=page_size, head_dim=dim, v_dim=dim, lens=lens))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 24, 32])
+@pytest.mark.parametrize("q_len", [5, 8, 16])
+def test_few_rows_of_small_pages(q_len, page_size):
+    lens = [*AROUND_BLOCKS, 700, 5000]
+    check_long(made(q_len, 4, kv_heads=8, page_size=page_size, head_dim=128, v_dim=128, lens=lens))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"min_blocks": 3}, {"tiling": (2, 128, 2)}, {"tiling": (2, 64, 10)}, {"tiling": (3, 64, 8)}], ids=str
+)
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_ranges_that_begin_and_end_inside_requests(options, tree):
     lens = [300, 64, 700, 0, 130, 65, 4000, 320, 5, 2000, 900, 128, 128, 0, 1]

@@ -14,7 +14,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from triton.experimental.gluon import language
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 PATIENCE = 60.0  # seconds
@@ -62,10 +64,21 @@ class Pointer:
 
 
 class Descriptor:
-    """Of a matrix in global memory, by TMA."""
+    """Of a matrix in global memory, or of several, by TMA."""
+
+    layout = None
 
     def __init__(self, array: np.ndarray) -> None:
         self.array, self.dtype = array, array.dtype
+
+
+def in_numpy(x: Any) -> Any:
+    """What a launch hands to a kernel, as the kernel takes it here."""
+    if isinstance(x, TensorDescriptor):
+        return Descriptor(torch.as_strided(x.base, tuple(x.shape), tuple(x.strides)).numpy())
+    if isinstance(x, torch.Tensor):
+        return Pointer(torch.as_strided(x, (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset(),), (1,)).numpy())
+    return np.float32(x) if isinstance(x, float) else x
 
 
 class Shared:
@@ -91,8 +104,8 @@ class Shared:
         return Shared(self.chunks, True, not self.turned)
 
     def _reinterpret(self, dtype, shape, layout) -> Shared:
-        assert list(shape[1:]) == [64, 64]
-        return Shared(self.chunks.reshape(shape[0], 1, 64, 64), False)
+        assert shape[-1] == 64
+        return Shared(self.chunks.reshape(shape[0], 1, *shape[1:]), False)
 
     def load(self, layout=None) -> Any:
         rows = np.concatenate(list(self.chunks), axis=1)
@@ -143,8 +156,8 @@ class Machine:
             "gl": self._language(), "mbarrier": self._mbarrier(), "fence_async_shared": lambda: None, "opaque_zero": lambda: 0,
             "tma": SimpleNamespace(async_copy_global_to_shared=self._copy_box), "warpgroup_mma": self._product,
             "async_copy": SimpleNamespace(async_copy_global_to_shared=self._copy_rows, mbarrier_arrive=self._copied),
-            "warpgroup_mma_wait": lambda count, tokens: tokens[0], "barrier": lambda: None,
-            "await_predecessors": lambda pdl: None,
+            "warpgroup_mma_wait": lambda count, tokens: tuple(tokens) if len(tokens) > 1 else tokens[0],
+            "barrier": lambda: None, "await_predecessors": lambda pdl: None,
         }  # fmt: skip
         for module in modules:
             for name, found in list(vars(module).items()):
@@ -216,11 +229,12 @@ class Machine:
 
     def _copy_box(self, rows: Descriptor, at: list[Any], bar: Barrier, to: Shared) -> None:
         self._stumble()
-        row, column = int(at[0]), int(at[1])
-        assert row >= 0
         box = np.zeros(to.chunks.shape[1:], rows.dtype)
-        found = rows.array[row : row + len(box), column : column + 64]
-        box[: len(found)] = found
+        found = rows.array
+        for axis, (start, length) in enumerate(zip(map(int, at), box.shape, strict=True)):
+            assert start >= 0
+            found = found[(slice(None),) * axis + (slice(start, start + length),)]
+        box[tuple(map(slice, found.shape))] = found
         to.chunks[0] = box
         with self.changed:
             bar.bytes -= box.nbytes
@@ -283,6 +297,7 @@ class Machine:
         return SimpleNamespace(
             int32=np.int32, int64=np.int64, float32=np.float32, constexpr=None,
             BlockedLayout=lambda *a: None, SliceLayout=lambda *a: None, NVMMASharedLayout=language.NVMMASharedLayout,
+            NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
             allocate_shared_memory=shared, warp_specialize=lambda parts, warps, registers: self._together(
                 [lambda f=f, args=args: f(*args) for f, args in parts]
             ),

@@ -20,6 +20,7 @@ from spec_ops.backends.triton.attention import mask as visibility  # noqa: E402
 from spec_ops.backends.triton.attention import schedule  # noqa: E402
 from spec_ops.backends.triton.attention.deterministic import launcher as deterministic  # noqa: E402
 from spec_ops.backends.triton.attention.operands import kernel_keys  # noqa: E402
+from spec_ops.backends.triton.attention.tile_boxes import box_pages  # noqa: E402
 from spec_ops.backends.triton.attention.tuning import Config  # noqa: E402
 from tests.helpers.pairs import pairwise  # noqa: E402
 from tests.ops.test_attention import FP8, KINDS, UNSEEN, Case, check, differs, make_case, poison_unseen, spread  # noqa: E402
@@ -70,6 +71,49 @@ def test_every_cut(kind, mode, cut):
     """Lengths at the edges of blocks of 16, 32 and 64 keys, on pages that tensor descriptors can read."""
     case = made(kind, mode, page_size=64, lens=[16, 26, 69], heads=4, kv_heads=2, q_lens=[0, 9, 5])
     check(case, run(case, cut))
+
+
+@triton.jit
+def _box_pages(table, out, key, last_key, seq_len, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    pages = box_pages(table, key, last_key, seq_len, PAGE, BLOCK_N)
+    for i in tl.static_range(BLOCK_N // PAGE):
+        tl.store(out + i, pages[i])
+
+
+@pytest.mark.parametrize(
+    ("key", "last_key", "seq_len", "expected"),
+    [(0, 128, 100, [9, 8, 7, 6]), (64, 128, 100, [5, 4, 3, 0]), (64, 128, 97, [5, 4, 3, 0]), (64, 128, 96, [5, 4, 0, 0]),
+     (64, 64, 100, [0] * 4), (128, 128, 300, [0] * 4)],
+)  # fmt: skip
+def test_no_page_from_the_end_on_is_looked_up(key, last_key, seq_len, expected):
+    """A table may be no wider than its longest request."""
+    table, out = torch.arange(9, 0, -1, dtype=torch.int32), torch.full((4,), -1, dtype=torch.int32)
+    _box_pages[(1,)](table, out, key, last_key, seq_len, 16, 64)
+    assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("mode", ["draft_chain", "draft_tree", "verify_chain", "verify_tree"])
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("window", [-1, 20])
+def test_boxes(mode, page_size, window):
+    """Blocks of 64 keys in two or four pages, each read through a descriptor."""
+    wanted = {"heads": 4, "kv_heads": 2, "page_size": page_size, "window_left": window}
+    config = Config(16, 64, num_warps=1, num_stages=2, programs=1, boxes=True)
+    for sms, lens in ((1, [0, 26, 69, 60]), (3, [124, 1, 64]), (9, [33, 16, 129])):
+        stored = {"kv_dtype": torch.bfloat16} if sms == 9 else {}
+        case = made("mha", mode, lens=lens, seed=sms, sinks=sms == 3, softcap=3.0 if sms == 1 else 0.0, **stored, **wanted)
+        poison_unseen(case)
+        with mock.patch.object(steps, "num_sms", return_value=sms):
+            check(case, steps.attention(case.call(), config))
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"head_dim": 96, "v_dim": 64}, {"kv_dtype": FP8}, {"page_size": 8}, {"page_size": 48}], ids=str
+)
+def test_what_boxes_do_not_serve(wanted):
+    """Keys in two parts, pairs of e4m3, and pages that are no whole part of a block are read by pointers."""
+    case = made("mha", "verify_tree", **{"heads": 4, "kv_heads": 2, "page_size": 16, "lens": [26, 69], **wanted})
+    check(case, steps.attention(case.call(), Config(16, 64, num_warps=1, num_stages=2, programs=1, boxes=True)))
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,12 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
-
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper import (
@@ -31,17 +28,7 @@ from spec_ops.ops.reference.attention import attention as reference
 from tests.helpers import gluon_in_numpy
 from tests.helpers.chains import as_chains
 from tests.helpers.dense_attention import PREFIX, mask_words
-from tests.helpers.gluon_in_numpy import Descriptor, Machine, Pointer
-
-
-def in_numpy(x: Any) -> Any:
-    if isinstance(x, TensorDescriptor):
-        rows, columns = x.shape
-        flat = torch.as_strided(x.base, (rows, columns), tuple(x.strides))
-        return Descriptor(flat.numpy())
-    if isinstance(x, torch.Tensor):
-        return Pointer(torch.as_strided(x, (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset(),), (1,)).numpy())
-    return np.float32(x) if isinstance(x, float) else x
+from tests.helpers.gluon_in_numpy import Machine, in_numpy
 
 
 class Runs:

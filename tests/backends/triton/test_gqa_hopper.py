@@ -45,6 +45,7 @@ def serves(
         {}, {"q_len": 9}, {"q_len": 40}, {"heads": 32, "q_len": 17}, {"heads": 64, "kv_heads": 1, "q_len": 2},
         {"page_size": 128}, {"page_size": 192}, {"page_size": 16}, {"page_size": 1}, {"dtype": FP16, "kv_dtype": FP16},
         {"bs": 2048}, {"head_dim": 128, "v_dim": 128}, {"heads": 32, "q_len": 24, "head_dim": 128, "v_dim": 128},
+        *({"heads": 32, "q_len": q, "head_dim": 128, "v_dim": 128, "page_size": n} for q in (5, 16) for n in (1, 16, 96)),
     ],
     ids=str,
 )  # fmt: skip
@@ -56,7 +57,9 @@ def test_serves(call: dict[str, Any]):
     "call",
     [
         {"arch": 80}, {"arch": 100}, {"q_len": 8}, {"heads": 32, "q_len": 16}, {"heads": 40}, {"heads": 128, "kv_heads": 1},
-        {"heads": 32, "head_dim": 128, "v_dim": 128}, {"head_dim": 256, "v_dim": 256}, {"v_dim": 128}, {"pages": 0},
+        {"heads": 32, "head_dim": 128, "v_dim": 128}, {"q_len": 8, "page_size": 16}, {"head_dim": 256, "v_dim": 256},
+        {"v_dim": 128}, {"pages": 0},
+        *({"heads": 32, "q_len": q, "head_dim": 128, "v_dim": 128, "page_size": n} for q, n in ((4, 16), (16, 64), (5, 128))),
         {"dtype": torch.float32, "kv_dtype": torch.float32}, {"kv_dtype": FP8}, {"kv_dtype": FP16}, {"window_left": 100},
         {"softcap": 30.0},
     ],
@@ -66,13 +69,26 @@ def test_leaves_to_the_other_kernel(call: dict[str, Any]):
     assert not serves(**call)
 
 
-def test_blocks_of_keys():
+def test_tiles_and_blocks_of_keys():
     """Where one tile has all rows, or one request all keys, more of them are asked for. Those of a block of 128 are in two
     pages at most."""
-    assert gqa_hopper.blocks_of(64, 128, 8, 64) == gqa_hopper.blocks_of(64, 512, 1, 1) == (128, 5)
-    assert all(gqa_hopper.blocks_of(128, *one) == (64, 4) for one in ((128, 8, 64), (256, 1, 64), (129, 2, 16)))
-    assert all(gqa_hopper.blocks_of(128, 129, 2, page_size) == (64, 4) for page_size in (72, 80, 96, 100))
-    assert all(gqa_hopper.blocks_of(128, 129, 2, page_size) == (128, 2) for page_size in (64, 128, 192))
+    assert gqa_hopper.tiling_of(64, 128, 8, 64) == gqa_hopper.tiling_of(64, 512, 1, 1) == (2, 128, 5)
+    assert all(gqa_hopper.tiling_of(128, *one) == (2, 64, 4) for one in ((128, 8, 64), (256, 1, 64), (129, 2, 16)))
+    assert all(gqa_hopper.tiling_of(128, 193, 2, page_size) == (2, 64, 4) for page_size in (72, 80, 96, 100))
+    assert all(gqa_hopper.tiling_of(128, 193, 2, page_size) == (2, 128, 2) for page_size in (64, 128, 192))
+
+
+def test_three_warpgroups_where_they_leave_fewer_rows_empty():
+    """And where they were timed: several requests, pages of whole blocks."""
+
+    def three(head_dim: int, bs: int = 8, page_size: int = 64) -> list[int]:
+        return [n for n in range(65, 513) if gqa_hopper.tiling_of(head_dim, n, bs, page_size).warpgroups == 3]
+
+    assert three(64) == three(64, 2, 128) == [*range(129, 193), *range(257, 385)]
+    assert three(128) == [*range(129, 193)]
+    assert three(64, bs=1) == three(64, page_size=16) == three(128, page_size=1) == []
+    assert gqa_hopper.tiling_of(64, 129, 8, 64) == (3, 64, 8)
+    assert gqa_hopper.tiling_of(128, 192, 8, 64) == (3, 64, 4)
 
 
 def test_layouts_of_caches():

@@ -99,8 +99,9 @@ def _launch_split(o: Operands) -> None:
             Q_LEN=q_len, GROUP=o.group, KV_HEADS=o.kv_heads, ROW_BLOCKS=row_blocks, MASK_LEN=o.mask_len,
             WINDOW=o.window, HAS_SINKS=o.sinks is not None, HAS_SOFTCAP=o.has_softcap,
             BS=max(2, triton.next_power_of_2(bs)), MIN_BLOCKS=config.min_blocks, COOPERATIVE=cooperative,
+            BOXES=keys.tma and keys.constants["PAGE"] < config.block_n,
             WARPS=config.num_warps, TILE=triton.next_power_of_2(min(o.rows, config.block_m)) * keys.block_dv,
-            maxnreg=config.max_registers, early=config.full and keys.tma, **keys.constants, num_warps=config.num_warps,
+            maxnreg=config.max_registers, early=config.full, **keys.constants, num_warps=config.num_warps,
             launch_cooperative_grid=cooperative,
         )  # fmt: skip
         return True
@@ -150,7 +151,7 @@ def _on_hopper(call: AttentionCall) -> torch.Tensor | None:
 SPLIT = Policy(
     "triton",
     choose=tuning.choose,
-    choose_ragged=lambda *shape: tuning.choose_ragged(*shape[:-1]),  # of any window
+    choose_ragged=lambda *shape: tuning.choose_ragged(*shape[:6]),  # of any window and pages
     uniform=_launch_split,
     ragged=_launch_ragged,
     clears_padding=True,

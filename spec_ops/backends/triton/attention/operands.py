@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,23 +40,21 @@ def kernel_keys(q, k_cache, v_cache, v_dim: int, shared_kv: bool, config: tuning
     if config.block_m < 64 and min(d0, d1 or d0, block_dv) >= 32 and all(map(_holds_pairs, (k_cache, v_cache))):
         per = 2
         k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
-    # Descriptors cannot mask a head's padding (the next head's numbers would stand there), and hold whole blocks of one page.
-    tma = (
-        config.tma
-        and d0 + d1 == head_dim
-        and block_dv == v_dim
-        and all(_is_token_rows(cache, config.block_n) for cache in (k_cache, v_cache))
-    )
+    # A descriptor holds a block of one page, or with `boxes` a page of one block; a product is at least 16 long.
+    page = k_cache.shape[1]
+    boxes = config.boxes and page >= 16 and config.block_n % page == 0 and per == 1 and not d1 and not shared_kv
+    rows = page if boxes else config.block_n
+    tma = config.tma and _are_token_rows(k_cache, v_cache, head_dim, v_dim, rows)
     tensors = (k_cache, None, v_cache)
     if tma:
-        k_rest = _descriptor(k_cache, config.block_n, d1 // per) if d1 else None
+        k_rest = _descriptor(k_cache, rows, d1 // per) if d1 else None
         tensors = (
-            _descriptor(k_cache, config.block_n, d0 // per),
+            _descriptor(k_cache, rows, d0 // per),
             k_rest,
-            None if shared_kv else _descriptor(v_cache, config.block_n, v_dim // per),
+            None if shared_kv else _descriptor(v_cache, rows, v_dim // per),
         )
     constants = {
-        "D": head_dim, "D0": d0, "D1": d1, "DV": v_dim, "BLOCK_DV": block_dv, "PAGE": k_cache.shape[1], "SHARED_KV": shared_kv,
+        "D": head_dim, "D0": d0, "D1": d1, "DV": v_dim, "BLOCK_DV": block_dv, "PAGE": page, "SHARED_KV": shared_kv,
         "TMA": tma, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
         "CLEAR": config.clear,
         "WIDE": is_wide(q, 1, q.dim() - 2) or (not tma and (is_wide(k_cache, 1) or is_wide(v_cache, 1))),
@@ -79,6 +78,13 @@ def _page_token_head(cache: torch.Tensor) -> tuple[int, int, int]:
 def is_wide(x: torch.Tensor, *dims: int) -> bool:
     """Whether one of the dimensions reaches over 2^31 elements or more."""
     return any((x.shape[dim] - 1) * x.stride(dim) >= 2**31 for dim in dims)
+
+
+def _are_token_rows(k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int, v_dim: int, block_n: int) -> bool:
+    """Whether descriptors of `block_n` tokens can read the caches. They cannot mask a head's padding: the next head's numbers
+    would stand there."""
+    whole = sum(tuning.head_parts(head_dim)) == head_dim and tuning.value_width(v_dim) == v_dim
+    return whole and all(_is_token_rows(cache, block_n) for cache in (k_cache, v_cache))
 
 
 def _is_token_rows(cache: torch.Tensor, block_n: int) -> bool:
@@ -166,11 +172,19 @@ def operands(
     group = heads // kv_heads
     rows = (q.shape[1] if q_indptr is None else call.max_q_len) * group
     if config is None:
-        config = choose(arch_of(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows, window)
+        page = k_cache.shape[1]
+        if tuning.head_parts(head_dim)[1] or not _are_token_rows(k_cache, call.v_cache, head_dim, v_dim, page):
+            page = 0
+        config = choose(arch_of(q.device), shared_kv, head_dim, v_dim, k_cache.element_size(), rows, window, page)
+    keys = kernel_keys(q, k_cache, call.v_cache, v_dim, shared_kv, config)
+    if config.full and not keys.tma:  # it was said of descriptors; of pointers it was compared with binaries of sm_90
+        by_pointers, sizes = replace(config, tma=False), (shared_kv, head_dim, v_dim, k_cache.element_size())
+        full = config.tma and arch_of(q.device) == 90 and tuning.fills(by_pointers, 90, *sizes)
+        config = replace(config, full=full)
     return Operands(
         out,
         q,
-        kernel_keys(q, k_cache, call.v_cache, v_dim, shared_kv, config),
+        keys,
         unit_rows(call.block_tables),
         call.seq_lens.contiguous(),
         tree_mask,

@@ -12,6 +12,7 @@ import triton.language as tl
 from spec_ops.backends.triton.attention.mask import query_rows, seen_of_request
 from spec_ops.backends.triton.attention.schedule import kv_blocks, pick, range_of, range_start, whole_ranges
 from spec_ops.backends.triton.attention.tile import attend, denominator, first_pages
+from spec_ops.backends.triton.attention.tile_boxes import attend_boxes, box_pages
 from spec_ops.backends.triton.runtime.arrival import arrive, await_all
 from spec_ops.backends.triton.runtime.launch import await_predecessors
 
@@ -100,14 +101,15 @@ def split_kv_attention_kernel(
     PAGE: tl.constexpr, MASK_LEN: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SHARED_KV: tl.constexpr, TMA: tl.constexpr,
     BS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, CLEAR: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, BOXES: tl.constexpr,
     COOPERATIVE: tl.constexpr, WARPS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`q [bs, Q_LEN, KV_HEADS * GROUP, D]`; a row of a tile is one (query, head of the group).
 
     `TMA`: the caches are tensor descriptors of `[tokens, heads * dim]` (`k_rest` with a block of `D1` columns) and `PAGE %
-    BLOCK_N == 0`; otherwise pointers. `COOPERATIVE`: all programs are resident at once, so that each can wait for the
-    others of its tile and combine a share of it; otherwise the last to arrive combines alone.
+    BLOCK_N == 0`; otherwise pointers. `BOXES`: descriptors of a page's rows, and `BLOCK_N % PAGE == 0` (`tile_boxes.py`).
+    `COOPERATIVE`: all programs are resident at once, so that each can wait for the others of its tile and combine a share of
+    it; otherwise the last to arrive combines alone.
 
     Keys are read in two parts, `D0` (a power of two) and `D1` (the rest, 0 if none). `SHARED_KV`: values are the first
     `DV == D0` entries of the keys (MLA), and are loaded once. `softcap` comes times log2(e), `qk_scale` too unless there is a
@@ -169,7 +171,10 @@ def split_kv_attention_kernel(
         last_key = (skipped + tl.minimum(last - begin, blocks)) * BLOCK_N
 
         table = block_tables + b.to(tl.int64) * table_stride
-        pages = first_pages(table, first_key, last_key, seq_len, PAGE, BLOCK_N)
+        if BOXES:
+            pages = box_pages(table, first_key, last_key, seq_len, PAGE, BLOCK_N)
+        else:
+            pages = first_pages(table, first_key, last_key, seq_len, PAGE, BLOCK_N)
         # As `times`, but in place: with calls of it Triton 3.6 orders the products otherwise, and GQA 32/8 spills 8 bytes.
         wide_query, wide_head = (query.to(tl.int64), head.to(tl.int64)) if WIDE else (query, head)
         q_row = q + b.to(tl.int64) * q_stride_b + wide_query * q_stride_q + wide_head * q_stride_h
@@ -196,13 +201,20 @@ def split_kv_attention_kernel(
         first_seen, slots = seen_of_request(seq_len, masks, Q_LEN, MASK_LEN, WINDOW, HOLES)
         row_position, row_words = query_rows(seq_len, query, Q_LEN, words, MASK_LEN, WINDOW)
 
-        m, l, acc = attend(
-            q0, q1, k_cache, k_rest, v_cache, table, pages, kv_head, first_key, last_key, seq_len, all_seen, row_position,
-            row_words, first_seen, slots, qk_scale, softcap,
-            k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
-            D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES,
-            CLEAR, HOLES, WIDE, "",
-        )  # fmt: skip
+        if BOXES:
+            m, l, acc = attend_boxes(
+                q0, k_cache, v_cache, table, pages, kv_head, first_key, last_key, seq_len, all_seen, row_position,
+                row_words, first_seen, slots, qk_scale, softcap,
+                D, DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, BLOCK_M, BLOCK_N, STAGES, HOLES,
+            )  # fmt: skip
+        else:
+            m, l, acc = attend(
+                q0, q1, k_cache, k_rest, v_cache, table, pages, kv_head, first_key, last_key, seq_len, all_seen, row_position,
+                row_words, first_seen, slots, qk_scale, softcap,
+                k_stride_page, k_stride_token, k_stride_h, v_stride_page, v_stride_token, v_stride_h,
+                D, D0, D1, DV, BLOCK_DV, PAGE, MASK_LEN, WINDOW, HAS_SOFTCAP, SHARED_KV, TMA, BLOCK_M, BLOCK_N, STAGES,
+                CLEAR, HOLES, WIDE, "",
+            )  # fmt: skip
 
         o = out + ((b * Q_LEN + query).to(tl.int64) * (KV_HEADS * GROUP) + head) * DV
         store_mask = in_use[:, None] & (dv < DV)[None, :]

@@ -24,9 +24,11 @@ class Config:
     """`block_m` query rows by `block_n` keys, `num_stages` blocks in flight; `programs` resident per SM.
 
     `min_blocks`: shortest range of key blocks; `tma`: read through tensor descriptors where the cache's layout allows;
-    `cooperative`: the programs of a tile share the work of combining it. `clear`: the loop over blocks takes a request's last,
-    partly filled one too, and clears the values after its end. `full`: no SM has room for more than `programs` that
-    read through descriptors. `fitted` decides on both. `ordered`: how weights are summed (`tile.row_sums`).
+    `cooperative`: the programs of a tile share the work of combining it. `ordered`: how weights are summed (`tile.row_sums`).
+    `boxes`: blocks of keys that lie in several pages are read through descriptors too (`tile_boxes.py`), for up to 16 rows of
+    16-bit caches. `clear`: the loop over blocks takes a request's last, partly filled one too, and clears the values after its
+    end. `full`: no SM has room for more than `programs` that read through descriptors; `operands` asks again where pointers are
+    read. `fitted` decides on both.
     """
 
     block_m: int
@@ -38,6 +40,7 @@ class Config:
     tma: bool = True
     cooperative: bool = True
     ordered: str = ""
+    boxes: bool = False
     # These follow from the others and the device.
     clear: bool = field(default=False, compare=False)
     full: bool = field(default=False, compare=False)
@@ -58,8 +61,9 @@ class Entry:
             head).
         arch: first and last architecture, as in `(90, 90)`. config: see there.
         measured: on which machine and with which versions `python -m benchmarks tune` found it; "" if it was entered by hand.
-        kv_bytes: 1 for caches of 8-bit numbers alone; None for any.
+        kv_bytes: 1 for caches of 8-bit numbers alone, 2 for those of 16 bits; None for any.
         window: the longest `window_left` of the class; None for any, and for calls without a window.
+        page: the tokens of a page that a tensor descriptor can read; None for any pages.
     """
 
     kernel: str
@@ -71,13 +75,15 @@ class Entry:
     measured: str = ""
     kv_bytes: int | None = None
     window: int | None = None
+    page: int | None = None
 
     @property
     def class_name(self) -> str:
-        """`"split/gqa/64/16"`; `any` and `more` where there is no largest; then `/fp8` and `/window-128`."""
+        """`"split/gqa/64/16"`; `any` and `more` where there is no largest; then `/fp8`, `/window-128` and `/pages-16`."""
         cache = "/fp8" if self.kv_bytes == 1 else ""
         window = "" if self.window is None else f"/window-{self.window}"
-        return f"{self.kernel}/{self.attention}/{self.head_dim or 'any'}/{self.rows or 'more'}{cache}{window}"
+        page = "" if self.page is None else f"/pages-{self.page}"
+        return f"{self.kernel}/{self.attention}/{self.head_dim or 'any'}/{self.rows or 'more'}{cache}{window}{page}"
 
 
 def read(path: Path = PATH) -> tuple[Entry, ...]:
@@ -108,9 +114,10 @@ def lookup(
     rows: int,
     kv_bytes: int = 2,
     window: int = -1,
+    page: int = 0,
 ) -> Entry:
-    """The entry of the smallest class that holds the call: by head_dim, rows, window, numbers of the cache; of several for one
-    class the one of the fewest architectures.
+    """The entry of the smallest class that holds the call: by head_dim, rows, window, pages, numbers of the cache; of several
+    for one class the one of the fewest architectures. `page`: tokens, 0 if no class of pages is meant.
 
     Raises:
         ValueError: there is none.
@@ -118,7 +125,8 @@ def lookup(
 
     def order(e: Entry) -> tuple[float, ...]:
         window = math.inf if e.window is None else e.window
-        return e.head_dim or math.inf, e.rows or math.inf, window, e.kv_bytes or math.inf, e.arch[1] - e.arch[0]
+        page = math.inf if e.page is None else e.page
+        return e.head_dim or math.inf, e.rows or math.inf, window, page, e.kv_bytes or math.inf, e.arch[1] - e.arch[0]
 
     held = [
         e
@@ -129,6 +137,7 @@ def lookup(
         and rows <= (e.rows or rows)
         and e.kv_bytes in (None, kv_bytes)
         and (e.window is None or 0 <= window <= e.window)
+        and e.page in (None, page)
     ]
     if not held:
         call = f"the {kernel} kernel with {attention} on sm_{arch}, head_dim {head_dim}, {rows} rows"
@@ -138,24 +147,26 @@ def lookup(
 
 @functools.lru_cache(maxsize=1024)  # a launch outside of a graph asks each time
 def _choose(
-    kernel: str, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int
+    kernel: str, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int, page: int
 ) -> Config:
-    entry = lookup(table(), kernel, "mla" if shared_kv else "gqa", arch, head_dim, rows, kv_bytes, window)
+    entry = lookup(table(), kernel, "mla" if shared_kv else "gqa", arch, head_dim, rows, kv_bytes, window, page)
     return fitted(entry.config, arch, shared_kv, head_dim, v_dim, kv_bytes)
 
 
-def choose(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int = -1) -> Config:
-    """Settings of the split kernel for `rows` query rows per (request, KV head).
+def choose(
+    arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int, window: int = -1, page: int = 0
+) -> Config:
+    """Settings of the split kernel for `rows` query rows per (request, KV head), and pages of `page` tokens.
 
     Few rows are latency: one or two warps need no barriers, and several such programs share an SM. From 64 rows on the tensor
     cores' warpgroup instructions apply.
     """
-    return _choose("split", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, window)
+    return _choose("split", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, window, page)
 
 
 def choose_ragged(arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int, rows: int) -> Config:
     """Settings of the ragged kernel for up to `rows` query rows per (request, KV head)."""
-    return _choose("ragged", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, -1)
+    return _choose("ragged", arch, shared_kv, head_dim, v_dim, kv_bytes, rows, -1, 0)
 
 
 def head_parts(head_dim: int) -> tuple[int, int]:
@@ -202,6 +213,8 @@ def _block_bytes(config: Config, arch: int, shared_kv: bool, head_dim: int, v_di
     copied_keys, copied_values = 2 * config.block_n * keys, 2 * config.block_n * values
     on_their_way = (config.num_stages - 1) * block
     tensor_memory = 100 <= arch < 120
+    if config.boxes:
+        return on_their_way + block
     if config.block_m < 64:  # operands of `mma.sync` are registers: only what is cleared passes through a copy
         if config.clear:
             return on_their_way + config.block_n * values * kv_bytes + copied_values
@@ -241,9 +254,16 @@ def fitted(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int
             config = replace(config, block_n=config.block_n // 2)
     cleared = needed(replace(config, clear=True))
     clear = config.block_m < 64 and not shared_kv and config.programs * cleared <= limit
+    config = replace(config, clear=clear)
+    return replace(config, full=fills(config, arch, shared_kv, head_dim, v_dim, kv_bytes))
+
+
+def fills(config: Config, arch: int, shared_kv: bool, head_dim: int, v_dim: int, kv_bytes: int) -> bool:
+    """`Config.full` of a config that fits."""
     # Eight warps fill the registers: of at most 255 a thread these kernels take 225 and more. Fp8 may need little for `clear`.
     # What keys in two parts need (head_dim 96, 192) differs between versions of Triton.
-    least = cleared if clear and kv_bytes > 1 else needed(config)
+    clear = config.clear and config.tma and kv_bytes > 1
+    least = shared_bytes(replace(config, clear=clear), arch, shared_kv, head_dim, v_dim, kv_bytes)
+    limit = SHARED.get(arch, 99) * 1024
     filled = config.programs * config.num_warps >= 8 or (config.programs + 1) * least > limit + 1024
-    full = filled and (shared_kv or head_dim.bit_count() == 1)
-    return replace(config, clear=clear, full=full)
+    return filled and (shared_kv or head_dim.bit_count() == 1)

@@ -7,7 +7,7 @@ they would launch is recorded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -67,9 +67,12 @@ UNIFORM = [
     *((shape, q_len, False) for shape in OTHER_SIZES for q_len in (1, 16)),
 ]  # fmt: skip
 RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SIZES]
-TREES_ON_HOPPER = [(GQA_128, 24), (GQA_128, 48)]  # queries; one tile of rows, and two
 FEW_ROWS = [(GQA_128, 4, False), (GQA_128, 4, True), (GQA_64, 1, False)]  # whose tiles are smaller on sm_90
+# Queries and pages of the plain kernel on sm_90, whose blocks of keys lie in several: boxes, then pointers.
+SMALL_PAGES = [(GQA_128, 1, 16), (GQA_128, 4, 16), (GQA_128, 4, 32), *((GQA_64, q, page) for q in (1, 4) for page in (16, 1))]
 PAGE_SIZES = (64, 16, 1)  # of Hopper's kernels: a block of keys in one piece, in four, row by row
+# Queries, pages: tiles of 128 rows, and of 192 in pages of whole blocks.
+TREES_ON_HOPPER = [(GQA_128, 24, PAGE_SIZES), (GQA_128, 48, PAGE_SIZES), (GQA_128, 64, PAGE_SIZES), (GQA_64, 24, (64,))]
 IN_PIECES = [
     (MLA_128, 4, False, 64), (MLA_16, 1, False, 16), (MLA_128, 6, True, 64), (MLA_16, 16, True, 16), (MLA_16, 16, True, 1),
 ]  # fmt: skip
@@ -180,8 +183,10 @@ def _deterministic() -> Iterator[Variant]:
         yield variant_of(f"deterministic {step}, {shape.label}, few rows", launch, config, (90,), False)
 
 
-def _on_hopper(name: str, shape: Shape, bs: int, q_len: int, tree: bool) -> Iterator[Variant]:
-    for page_size in PAGE_SIZES:
+def _on_hopper(
+    name: str, shape: Shape, bs: int, q_len: int, tree: bool, page_sizes: Sequence[int] = PAGE_SIZES
+) -> Iterator[Variant]:
+    for page_size in page_sizes:
         call = call_of(shape, bs, q_len, tree, page_size=page_size)
         mla = (mla_hopper_few if mla_hopper_few.preferred(call.q) else mla_hopper).mla
         kernel = mla if call.is_mla else gqa_hopper.mha
@@ -191,9 +196,22 @@ def _on_hopper(name: str, shape: Shape, bs: int, q_len: int, tree: bool) -> Iter
                 launch.arguments["STRIPED"] = striped
             suffix = ", many splits" if striped is False else ""
             suffix += f", pages of {page_size}" if page_size < 64 else ""
-            # With 128 keys of head_dim 128 a word lies on the stack; 64 keys took longer all the same.
-            wide = not call.is_mla and shape.head_dim * launch.arguments["BLOCK_N"] > 128 * 64
+            # With 128 keys of head_dim 128 a word lies on the stack (64 keys took longer all the same), with three warpgroups
+            # too, in the loop with masks.
+            wide = (
+                not call.is_mla and shape.head_dim == 128 and launch.arguments["BLOCK_N"] * launch.arguments["WARPGROUPS"] > 128
+            )
             yield variant_of(f"Hopper {name}{suffix}", launch, HOPPER, (90,), hot=page_size > 1 and not wide)
+
+
+def _of_small_pages() -> Iterator[Variant]:
+    for shape, q_len, page_size in SMALL_PAGES:
+        rows = q_len * shape.heads // shape.kv_heads
+        config = tuning.choose(90, False, shape.head_dim, shape.v_dim, shape.kv_dtype.itemsize, rows, -1, page_size)
+        call = call_of(shape, 8, q_len, page_size=page_size)
+        (launch,) = launches_of(functools.partial(steps.attention, call, config))
+        name = f"attention, {shape.label}, {q_len} causal, pages of {page_size}"
+        yield _counted_on(shape, config, variant_of(name, launch, config, (90,), hot=True))
 
 
 def _in_pieces() -> Iterator[Variant]:
@@ -210,6 +228,7 @@ def _in_pieces() -> Iterator[Variant]:
 def ahead() -> Iterator[Variant]:
     yield from _deterministic()
     yield from _in_pieces()
+    yield from _of_small_pages()
     for shape, q_len, tree in UNIFORM:
         bs = 8
         call = call_of(shape, bs, q_len, tree)
@@ -228,8 +247,8 @@ def ahead() -> Iterator[Variant]:
                 yield _counted_on(shape, config, variant_of(f"{name}{suffix}", launch, config, archs, hot))
         if gqa_on_hopper or (call.is_mla and shape.kv_dtype == BF16):
             yield from _on_hopper(name, shape, bs, q_len, tree)
-    for shape, q_len in TREES_ON_HOPPER:
-        yield from _on_hopper(f"attention, {shape.label}, {q_len} tree", shape, 8, q_len, True)
+    for shape, q_len, page_sizes in TREES_ON_HOPPER:
+        yield from _on_hopper(f"attention, {shape.label}, {q_len} tree", shape, 8, q_len, True, page_sizes)
     for shape in RAGGED:
         bs, most = 8, 512
         call = call_of(shape, bs, most, ragged=2048)

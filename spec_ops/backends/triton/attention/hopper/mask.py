@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from spec_ops.backends.triton.attention.hopper.program import arrive
 
 
 @gluon.jit
@@ -67,3 +69,27 @@ def zero_rows(v, valid, slots, MASK_LEN: gl.constexpr, HOLES: gl.constexpr):
         x = chunk.load(layout)
         chunk.store(gl.where(seen, x, gl.zeros_like(x)))
     fence_async_shared()
+
+
+@gluon.jit
+def clear_rows(
+    v, valid, slots, cleared, clears, MASK_LEN: gl.constexpr, HOLES: gl.constexpr, WARPGROUP: gl.constexpr
+):  # fmt: skip
+    """Clear the rows of `v [BLOCK_N, D]` that no query sees (`seen_by_any`), where there may be NaN, and 0 * NaN is NaN: two
+    warpgroups half of the block each, for all. How often that was done, `clears` times before."""
+    BLOCK_N: gl.constexpr = v.shape[0]
+    D: gl.constexpr = v.shape[1]
+    HALF: gl.constexpr = BLOCK_N // 2
+    if WARPGROUP < 2:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        chunks = v._reinterpret(v.dtype, [D // 64, BLOCK_N, 64], v.layout)
+        row = WARPGROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        seen = gl.expand_dims(seen_by_any(row, valid, slots, MASK_LEN, HOLES), 1)
+        for c in gl.static_range(D // 64):
+            chunk = chunks.index(c).slice(WARPGROUP * HALF, HALF)
+            x = chunk.load(layout)
+            chunk.store(gl.where(seen, x, gl.zeros_like(x)))
+        fence_async_shared()
+    arrive(cleared.index(0))
+    mbarrier.wait(cleared.index(0), clears & 1)
+    return clears + 1

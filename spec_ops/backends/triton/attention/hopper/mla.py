@@ -85,6 +85,8 @@ O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
 O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
 P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT.value, 2))
 ROW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# Blocks that a request counts beyond its own, where ranges have at least so many; timed (`docs/notebook/pages.md`).
+EXTRA, EXTRA_FROM = 5, 8
 
 
 @gluon.jit
@@ -118,7 +120,7 @@ def _logits(
 def _attend(
     q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
     out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-    index, share, longer, range_begin, stop, b, begin, hm, HM: gl.constexpr,
+    index, share, longer, range_begin, stop, b, begin, extra, hm, HM: gl.constexpr,
     ROWS: gl.constexpr, HEADS: gl.constexpr, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr,
     STRIPED: gl.constexpr, ODD: gl.constexpr, BOX: gl.constexpr, PIECE: gl.constexpr,
 ):  # fmt: skip
@@ -321,7 +323,7 @@ def _attend(
             begin = gl.where(passed, end, begin)
             b += passed.to(gl.int32)
         else:
-            begin = end
+            begin = end + gl.where(count > 0, extra, 0)
             b += 1
     if PIECE > 0:
         fold_pieces(
@@ -331,7 +333,7 @@ def _attend(
     else:
         combine_unfinished(
             partial_acc, partial_ml, counters, out, sinks, v_scale, index, share, longer, range_begin, stop, hm, row0, 0,
-            first_b, first_begin, b - 1, begin, HM, ROWS, HEADS, 1, 512, HAS_SINKS,
+            first_b, first_begin, b - 1, begin - extra, HM, ROWS, HEADS, 1, 512, HAS_SINKS,
             256 if ODD else 0, 256, STRIPED,
         )  # fmt: skip
 
@@ -343,7 +345,8 @@ def mla_hopper_attention(
     qk_scale, v_scale, bs, ranges, table_stride, mask_stride,
     Q_LEN: gl.constexpr, HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, PAGE: gl.constexpr, MASK_LEN: gl.constexpr,
     HAS_SINKS: gl.constexpr, BS: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr, STRIPED: gl.constexpr,
-    MIN_BLOCKS: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr, path_rows=None,
+    MIN_BLOCKS: gl.constexpr, EXTRA: gl.constexpr, EXTRA_FROM: gl.constexpr, PIECE: gl.constexpr, PDL: gl.constexpr,
+    path_rows=None,
 ):  # fmt: skip
     """Descriptors: queries `[bs * Q_LEN * HEADS, 576]` in `Q_BOX` x 64; cache `[tokens, 576]` in `BOX` x 64 (`pages.py`).
 
@@ -380,9 +383,18 @@ def mla_hopper_attention(
     ranges = gl.maximum(gl.minimum(ranges, gl.cdiv(total, MIN_BLOCKS)), 1)
     share = total // ranges
     longer = total - share * ranges
-    position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use, PIECE)
+    plan, plan_stride, extra = None, None, None
+    if PIECE == 0:
+        # Where a range goes on into another request it loads queries and writes results once more. So a request counts as more
+        # blocks than it has, unless requests end where ranges end.
+        apart = (longer > 0) | (gl.sum(counts % gl.maximum(share, 1), 0) > 0)
+        extra = gl.where(apart & (share >= EXTRA_FROM) & (bs > 1), EXTRA, 0)
+        counts = gl.where(counts > 0, counts + extra, 0)
+        total = gl.sum(counts, 0)
+        share = total // ranges
+        longer = total - share * ranges
+    position, stop, b, begin = place(index, ranges, share, longer, counts, ids, in_use, PIECE, extra)
 
-    plan, plan_stride = None, None
     if takes_turns(PIECE, MASK_LEN):
         plan = tree_mask + hm * plan_width(Q_LEN, HEADS)
         plan_stride = mask_stride
@@ -401,19 +413,19 @@ def mla_hopper_attention(
             (_attend, (
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
+                index, share, longer, position, stop, b, begin, extra, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
                 STRIPED, False, BOX, PIECE,
             )),
             (_attend, (
                 q_smem, q_rest_smem, kv_smem, kv_rest_smem, row_smem, bars,
                 out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                index, share, longer, position, stop, b, begin, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
+                index, share, longer, position, stop, b, begin, extra, hm, HM, ROWS, HEADS, Q_LEN, MASK_LEN, HAS_SINKS,
                 STRIPED, True, BOX, PIECE,
             )),
             (load, (
                 q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
-                block_tables, seq_lens, table_stride, pool, position, stop, b, begin, hm * 64, path_rows, plan, plan_stride,
-                ROWS, PAGE, Q_BOX, BOX, MASK_LEN, PIECE,
+                block_tables, seq_lens, table_stride, pool, position, stop, b, begin, extra, hm * 64, path_rows, plan,
+                plan_stride, ROWS, PAGE, Q_BOX, BOX, MASK_LEN, PIECE,
             )),
         ],
         [4, loading_warps(BOX)],
@@ -478,7 +490,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, rang
         MASK_LEN=mask_len, HAS_SINKS=sinks is not None,
         BS=max(256 if piece else 32, triton.next_power_of_2(bs)), Q_BOX=q_box, BOX=box,
         STRIPED=not piece and striped(ranges, bs), MIN_BLOCKS=min_blocks or (1 if tiles == 1 else 2), PIECE=piece,
-        path_rows=path_rows,
+        EXTRA=EXTRA, EXTRA_FROM=EXTRA_FROM, path_rows=path_rows,
         num_warps=4, **({"enable_fp_fusion": False} if piece else {}),
         # With one range no tile is split, and no program waits for another.
         launch_cooperative_grid=ranges > 1, early=True,

@@ -57,7 +57,7 @@ def _copy(
 @gluon.jit
 def load(
     q_rows, kv_rows, kv_distance, q_smem, q_rest_smem, kv_smem, kv_rest_smem, bars,
-    block_tables, seq_lens, table_stride, pool, position, stop, b, begin, row0, path_rows, plan, plan_stride,
+    block_tables, seq_lens, table_stride, pool, position, stop, b, begin, extra, row0, path_rows, plan, plan_stride,
     ROWS: gl.constexpr, PAGE: gl.constexpr, Q_BOX: gl.constexpr, BOX: gl.constexpr, MASK_LEN: gl.constexpr,
     PIECE: gl.constexpr,
 ):  # fmt: skip
@@ -138,6 +138,9 @@ def load(
                     odds += 1
                 evens += 1
             position = begin + last
+            if extra is not None:
+                end += extra
+                position = gl.where(last == count, end, position)
         if TREE:
             passed = position >= end
             begin = gl.where(passed, end, begin)

@@ -87,9 +87,12 @@ def nearest_piece(block, counts, ids, in_use, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def place(index, ranges, share, longer, counts, ids, in_use, PIECE: gl.constexpr = 0):
+def place(index, ranges, share, longer, counts, ids, in_use, PIECE: gl.constexpr = 0, extra=None):
     """Range `index` of `ranges`: its first block, the one after its last, the request that it begins in, and the first block of
-    that request. Ranges from `ranges` on are empty; with a `PIECE`, ranges begin and end where pieces do, and others may be."""
+    that request. Ranges from `ranges` on are empty; with a `PIECE`, ranges begin and end where pieces do, and others may be.
+
+    `extra`: of the blocks counted for a request the last so many hold no keys; a range that would begin there begins where the
+    next request does, and may be empty."""
     position = range_start(index, share, longer)
     stop = range_start(index + 1, share, longer)
     if PIECE > 0:
@@ -99,6 +102,11 @@ def place(index, ranges, share, longer, counts, ids, in_use, PIECE: gl.constexpr
         stop = position
     ends = gl.associative_scan(counts, 0, add)
     b = gl.sum(((ends <= position) & in_use).to(gl.int32), 0)
+    if extra is not None:
+        end = gl.sum(gl.where((ids == b) & in_use, ends, 0), 0)
+        if end <= position + extra:
+            position = gl.maximum(position, end)
+            b = gl.sum(((ends <= position) & in_use).to(gl.int32), 0)
     begin = gl.sum(gl.where(ids < b, counts, 0), 0)
     return position, stop, b, begin
 

@@ -7,6 +7,7 @@ experts that are touched, which differ with the routing: no figure means anythin
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from spec_ops.ops.moe import moe_experts, route_experts
 
 ROUTINGS = ("uniform", "zipf", "identical")
 PASSES_OVER_L2 = 3  # of 50 MB
+STORED = ("mxfp4", "float8_block")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,27 @@ def stacks(shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, 
     return made | {"gate_up_proj_bias": normal(e, 2 * i, inputs=h), "down_proj_bias": normal(e, h, inputs=i)}
 
 
+def stored_stacks(shape: Shape, kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """Weights of 8 or 4 bits and their scales, by the names of `moe_experts`, and biases; in 4 bits laid out as published."""
+    e, h, i = shape.experts, shape.hidden, shape.inner
+    made: dict[str, torch.Tensor] = {}
+    for name, rows, columns in (("gate_up", 2 * i, h), ("down", h, i)):
+        size = columns**-0.5
+        if kind == "mxfp4":
+            made[name] = torch.randint(256, (e, rows, columns // 2), dtype=torch.uint8, device=device)
+            exponent = 127 + round(math.log2(size / 2.6))  # the numbers' root mean square
+            made[f"{name}_scale"] = torch.randint(
+                exponent - 1, exponent + 2, (e, rows, columns // 32), dtype=torch.uint8, device=device
+            )
+        else:
+            made[name] = torch.empty(e, rows, columns, dtype=dtype, device=device).normal_().to(torch.float8_e4m3fn)
+            blocks = (-(-rows // 128), -(-columns // 128))
+            made[f"{name}_scale"] = torch.empty(e, *blocks, device=device).uniform_(size / 2, size)
+    if shape.oss:
+        made["gate_up_bias"], made["down_bias"] = (torch.randn(e, n, device=device).to(dtype) for n in (2 * i, h))
+    return made
+
+
 def peer(shape: Shape, weights: dict[str, torch.Tensor]) -> Callable[..., torch.Tensor] | None:
     """transformers' `grouped_mm` on these weights; None without transformers."""
     try:
@@ -101,12 +124,14 @@ def peer(shape: Shape, weights: dict[str, torch.Tensor]) -> Callable[..., torch.
 
 
 def measure(
-    name: str, tokens: int, routing: str, weights: dict[str, torch.Tensor], copy_rate: float, min_ms: float, with_peer: bool
-) -> dict[str, Any]:
-    """A row: microseconds of the op, of the router, of the peer, and the floor."""
-    shape, first = SHAPES[name], weights["gate_up_proj"]
-    dtype, device = first.dtype, first.device
-    touched_bytes = min(shape.experts, tokens * shape.k) * shape.expert_elements * dtype.itemsize
+    name: str, tokens: int, routing: str, weights: dict[str, torch.Tensor], copy_rate: float, min_ms: float, with_peer: bool,
+    dtype: torch.dtype,
+) -> dict[str, Any]:  # fmt: skip
+    """A row: microseconds of the op, of the router, of the peer, and the floor. `dtype`: of rows."""
+    shape, ours_by_name = SHAPES[name], {n.replace("_proj", ""): w for n, w in weights.items()}
+    device = ours_by_name["gate_up"].device
+    expert_bytes = sum(weight[0].numel() * weight.itemsize for weight in weights.values())
+    touched_bytes = min(shape.experts, tokens * shape.k) * expert_bytes
     count = min(2 + PASSES_OVER_L2 * 50_000_000 // touched_bytes, 16) if device.type == "cuda" else 1
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, shape.hidden, generator=g).to(device, dtype)
@@ -115,14 +140,14 @@ def measure(
     route = functools.partial(route_experts, k=shape.k, bias=bias, **shape.router)
     routed = [route(row) for row in logits]
     touched = sum(ids.unique().numel() for ids, _ in routed) / count
-    biases = {n.replace("_proj", ""): w for n, w in weights.items() if n.endswith("_bias")}
-    ours = functools.partial(moe_experts, gate_up=first, down=weights["down_proj"], **biases, **shape.form)
+    form = {n: value for n, value in shape.form.items() if n != "transposed" or "gate_up_proj" in weights}
+    ours = functools.partial(moe_experts, **ours_by_name, **form)
     timing = time_calls([functools.partial(ours, x, *r) for r in routed], min_ms=min_ms)
     row = {"model": name, "tokens": tokens, "routing": routing, "touched_experts": round(touched, 2), "us": round(timing.us, 2)}
-    moved = dtype.itemsize * (touched * shape.expert_elements + 2 * tokens * shape.hidden)
+    moved = touched * expert_bytes + dtype.itemsize * 2 * tokens * shape.hidden
     row["floor_us"] = round(moved / copy_rate * 1e6, 2)
     row["route_us"] = round(time_calls([lambda r=r: route(r)[1] for r in logits], min_ms=min_ms).us, 2)
-    forward = peer(shape, weights) if with_peer else None
+    forward = peer(shape, weights) if with_peer and "gate_up_proj" in weights else None
     if forward is not None:
         # Their weights have the dtype of x: so do those of their routers in 16 bits.
         theirs = time_calls([functools.partial(forward, x, ids, w.to(dtype)) for ids, w in routed], min_ms=min_ms)
@@ -137,6 +162,10 @@ def bench_moe(
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated; default 1 to 64.")] = None,
     routing: Annotated[list[str] | None, typer.Option(help=", ".join(ROUTINGS) + "; may be repeated; default all.")] = None,
     dtype: str = "bfloat16",
+    weights: Annotated[
+        str | None,
+        typer.Option(help="mxfp4 or float8_block: as stored in so many bits, without the peer; default: of --dtype."),
+    ] = None,
     copy_rate: Annotated[float | None, typer.Option(min=1, help="Bytes a second of the floor; default measured.")] = None,
     min_ms: Annotated[float, typer.Option(min=0, help="Of each measurement.")] = 4.0,
     no_peer: Annotated[bool, typer.Option("--no-peer", help="Without transformers' grouped_mm.")] = False,
@@ -148,22 +177,26 @@ def bench_moe(
     """Microseconds of a layer's experts at few tokens, beside transformers' grouped_mm and the floor of the touched experts.
 
     On a CPU, give --model tiny: its times mean nothing."""
-    place, weights_dtype = parse_device(device), parse_dtype(dtype)
+    place, rows_dtype = parse_device(device), parse_dtype(dtype)
     names, routings = model or list(DEFAULT), routing or list(ROUTINGS)
-    for option, given, known in (("--model", names, tuple(SHAPES)), ("--routing", routings, ROUTINGS)):
+    stored = [weights] if weights is not None else []
+    for option, given, known in (
+        ("--model", names, tuple(SHAPES)), ("--routing", routings, ROUTINGS), ("--weights", stored, STORED),
+    ):  # fmt: skip
         if unknown := [value for value in given if value not in known]:
             raise typer.BadParameter(f"must be one of {', '.join(known)}, got {', '.join(unknown)}", param_hint=option)
     rate = measure_ceilings(place, copy_rate, matmul=1.0).copy
     rows, table = [], Table("model", "tokens", "routing", "touched", "us", "floor", "times floor", "grouped_mm", "router")
     for name in names:
-        weights = stacks(SHAPES[name], weights_dtype, place)
+        shape = SHAPES[name]
+        made = stacks(shape, rows_dtype, place) if weights is None else stored_stacks(shape, weights, rows_dtype, place)
         for kind in routings:
             for count in tokens or (1, 4, 8, 16, 32, 64):
-                row = measure(name, count, kind, weights, rate, min_ms, not no_peer)
-                rows.append(row)
+                row = measure(name, count, kind, made, rate, min_ms, not no_peer, rows_dtype)
+                rows.append(row if weights is None else {"weights": weights, **row})
                 cells = (row["touched_experts"], row["us"], row["floor_us"], f"{row['us'] / row['floor_us']:.2f}")
                 table.add_row(name, str(count), kind, *map(str, cells), str(row.get("peer_us", "")), str(row["route_us"]))
-        del weights
+        del made
     console.print(table)
     if json is not None:
         write_rows(json, rows, copy_rate=rate)

@@ -42,7 +42,36 @@ def test_an_expert_has_as_many_elements_as_its_tensors():
         assert sum(t[0].numel() for t in made.values()) == shape.expert_elements
 
 
-@pytest.mark.parametrize(("option", "value"), [("--model", "gpt-5"), ("--routing", "fair")])
+@pytest.mark.parametrize(("kind", "bytes_an_element"), [("mxfp4", 17 / 32), ("float8_block", 1)])
+def test_rows_of_stored_weights(kind, bytes_an_element, tmp_path):
+    path = tmp_path / "moe.json"
+    small = [
+        "--model",
+        "tiny",
+        "--model",
+        "tiny-oss",
+        "--tokens",
+        "2",
+        "--routing",
+        "uniform",
+        "--min-ms",
+        "0",
+        "--weights",
+        kind,
+    ]
+    result = CliRunner().invoke(app, ["moe", *small, "--copy-rate", "1e9", "--device", "cpu", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["weights"], row["model"]) for row in rows] == [(kind, "tiny"), (kind, "tiny-oss")]
+    for row in rows:
+        shape = moe.SHAPES[row["model"]]
+        assert "peer_us" not in row
+        weights = 3 * shape.hidden * shape.inner * bytes_an_element + 2 * (shape.oss and 2 * shape.inner + shape.hidden)
+        moved = row["touched_experts"] * weights + 2 * 2 * row["tokens"] * shape.hidden
+        assert row["floor_us"] == pytest.approx(moved / 1e3, rel=0.01)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--model", "gpt-5"), ("--routing", "fair"), ("--weights", "int3")])
 def test_unknown_names(option, value):
     result = CliRunner().invoke(app, ["moe", option, value, "--device", "cpu"])
     assert result.exit_code == 2

@@ -25,10 +25,11 @@ def run(limits, rows, pages=10**6, compiled=True, chunk=CHUNK, prompt=1):
     batch = Batch(requests, state, PagePool(pages, 4, 0), result, None, None, tqdm(disable=True), compiled=compiled)  # type: ignore[arg-type]
 
     def output():
-        rows_of = torch.zeros(rows, 3, dtype=torch.int64)
+        """As a tensor would be read: a token of each request, its number, and whether it was the last."""
+        given = [[0, 0, 0]] * rows
         for row, member in batch.members.items():
-            rows_of[row] = torch.tensor([1, 1, len(result.tokens[member.request]) + 1 == limits[member.request]])
-        return rows_of
+            given[row] = [1, 1, int(len(result.tokens[member.request]) + 1 == limits[member.request])]
+        return SimpleNamespace(tolist=lambda: given)
 
     begun = []
     while True:
@@ -36,9 +37,9 @@ def run(limits, rows, pages=10**6, compiled=True, chunk=CHUNK, prompt=1):
             while batch.has_room():
                 admitted = batch.admit(chunk)
                 begun.append(len(admitted))
-                batch.emit_first(output(), admitted)
+                batch.emit_first(output(), admitted)  # type: ignore[arg-type]
         elif batch.members:
-            batch.emit(output())
+            batch.emit(output())  # type: ignore[arg-type]
         else:
             break
     assert [len(tokens) for tokens in result.tokens] == list(limits)
@@ -63,7 +64,7 @@ def at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [2, 4, 16, 32])
-@pytest.mark.parametrize("mean", [5, 20, 80, 300])
+@pytest.mark.parametrize("mean", [5, 20, 200])
 def test_waiting_pays(rows, mean, at_once):
     """Rounds and prefills take hardly longer together than where no row waits, or than where all do; mostly less."""
     cost = COMPILED_PREFILL_ROUNDS

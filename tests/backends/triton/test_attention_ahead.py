@@ -10,7 +10,10 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="triton comes for Linux only")
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"),
+]
 
 from spec_ops.backends import AttentionMeta  # noqa: E402
 from spec_ops.backends.triton import _constraint  # noqa: E402

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"),
+]
 
 from spec_ops.backends.triton.attention import launcher, tuning, variants  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402

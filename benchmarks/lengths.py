@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,11 +64,8 @@ def run(generator: Generator, length: int | None, new_tokens: int) -> tuple[floa
     count = min(PROMPT, generator.target.config.vocab_size // 4)
     prompt = list(range(2 * count, 0, -2))  # backwards: no two of them follow each other in the text
     start = time.perf_counter()
-    if length is None:
+    with nullcontext() if length is None else always(length):
         result = generator.generate([prompt], max_new_tokens=new_tokens)
-    else:
-        with always(length):
-            result = generator.generate([prompt], max_new_tokens=new_tokens)
     return time.perf_counter() - start, result.stats.rounds, result.tokens[0]
 
 

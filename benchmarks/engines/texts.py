@@ -79,7 +79,7 @@ def compare_engines(
 
     Args:
         engines_of: of the checkpoints' folders.
-        worker: starts an engine in a process of its own, and tells its `tokens` and `rounds`.
+        worker: a script that starts an engine in a process of its own, and reports its `tokens` and `rounds`.
         Others as the options.
 
     Returns:

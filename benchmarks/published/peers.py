@@ -108,13 +108,14 @@ def requests_of_sglang(results: Path) -> str:
 
 
 def _requests_on_several_gpus(results: Path) -> Iterator[str]:
+    found = False
     for file, gpus, model in (
         ("h100x2-sglang-requests", "H100s", "the shipped pair"),
         ("h200x2-sglang-requests", "H200s", "Llama-3.1-8B's shape with random weights"),
     ):
         if not (results / f"{file}.json").exists():
             continue
-        rows = load(file, results)["rows"]
+        found, rows = True, load(file, results)["rows"]
         first = next(row for row in rows if row["steps"])  # on one GPU, with a chain
         plain = next((row for row in rows if not row["steps"] and row["tp"] == 1), first)
         for row in rows:
@@ -125,14 +126,17 @@ def _requests_on_several_gpus(results: Path) -> Iterator[str]:
                 told += f" {row['equal']} of {row['requests']} texts were the same as on one, with"
                 told += f" {row['accept_length']:.2f} tokens a round ({first['accept_length']:.2f} on one)."
             else:  # compared with the plain texts of one
-                told += f" {row['equal']} of {row['requests']} texts with a chain of {row['steps']} drafts were the plain"
-                told += f" ones of one GPU, where {first['equal']} of those with a chain were."
+                told += (
+                    f" with a chain of {row['steps']} drafts {row['equal']} of {row['requests']} texts are the plain texts of"
+                )
+                told += f" one GPU. With a chain on one GPU {first['equal']} are."
             gap = max(row["largest_gap"], first["largest_gap"], plain["largest_gap"])
-            told += f" Where texts part, the logits of the two tokens differ by at most {gap:.2f}; those of a text's two"
-            told += f" likeliest tokens usually differ by {row['typical_gap']:.{1 if row['typical_gap'] > 1 else 2}f}."
+            usual = f"{row['typical_gap']:.{1 if row['typical_gap'] > 1 else 2}f}"
+            told += f" Where texts part, the logits of the two tokens differ by at most {gap:.2f}. The two likeliest tokens"
+            told += f" usually differ by {usual}."
             yield paragraph(told)
-        if first is rows[0]:
-            yield paragraph("Several GPUs add up a sum in another order than one does, which decides near ties.")
+    if found:
+        yield paragraph("Several GPUs add up a sum in another order than one does, which decides near ties.")
 
 
 def _requests_with_trees(results: Path) -> Iterator[str]:

@@ -191,7 +191,8 @@ def test_requests_on_several_gpus(tmp_path):
     rows += [two | {"requests": 100, "equal": 44, "largest_gap": 0.1}]
     (tmp_path / "h200x2-sglang-requests.json").write_text(json.dumps({"rows": rows}))
     text = " ".join(peers.requests_of_sglang(tmp_path).split())
-    assert "44 of 100 texts with a chain of 3 drafts were the plain ones of one GPU, where 53 of those" in text
+    assert "with a chain of 3 drafts 44 of 100 texts are the plain texts of one GPU. With a chain on one GPU 53 are." in text
+    assert text.count("Several GPUs add up") == 1
     assert "differ by at most 0.30" in text
 
 

@@ -37,7 +37,7 @@ from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, me
 from spec_ops.backends.triton.moe.stored import formats, scale_arguments, scale_constants, scales_numbers
 from spec_ops.backends.triton.moe.sums import down_sums, gate_up_sums
 from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, Config, Sizes, choose
-from spec_ops.backends.triton.moe.words import any_is_none, word_place
+from spec_ops.backends.triton.moe.words import any_not_finite, word_place
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import Launch, arch_of, await_predecessors, device_guard, launch, num_sms, recorded
@@ -102,9 +102,9 @@ def few_gate_up_kernel(
             GATED, INTERLEAVED, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, STAGES, BITS, INT4, SCALED,
             SCALE_ROWS, SCALE_COLUMNS, not AGAIN,
         )  # fmt: skip
-        again = any_is_none(acc) if AGAIN else False
+        again = any_not_finite(acc) if AGAIN else False
         if AGAIN and GATED and not INTERLEAVED:
-            again |= any_is_none(other)
+            again |= any_not_finite(other)
         if again:
             acc, other = gate_up_sums(
                 x, weight, scale, scale_expert, scale_row, scale_column, scale_up, expert, block_n, hidden, inner,
@@ -174,7 +174,7 @@ def few_down_kernel(
         TRANSPOSED, BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, SPLITS, STAGES, BITS, INT4, SCALED,
         SCALE_ROWS, SCALE_COLUMNS, not AGAIN,
     )  # fmt: skip
-    again = any_is_none(acc) if AGAIN else False
+    again = any_not_finite(acc) if AGAIN else False
     if again:
         acc = down_sums(
             h, weight, scale, scale_expert, scale_row, scale_column, table, tile, split, begin, total, n, hidden, inner,

@@ -117,6 +117,6 @@ def word_place(k):
 
 
 @triton.jit
-def any_is_none(sums):
+def any_not_finite(sums):
     """Whether any of `sums` is infinite or NaN."""
     return tl.max(tl.max(sums.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0) >= 0x7F800000

@@ -71,12 +71,23 @@ def check_apart(call: AttentionCall, out: torch.Tensor) -> None:
     fakes have no addresses, and there `out` is a copy of a result that was made elsewhere."""
     if type(out) is not torch.Tensor or out.is_meta:
         return
-    check, (start, end) = Checker(call.step), _extent(out)
+    check = Checker(call.step)
     caches = {"kv_cache": call.k_cache} if call.is_mla else {"k_cache": call.k_cache, "v_cache": call.v_cache}
+    storage = _storage(out)
     for name, tensor in {"q": call.q, **caches}.items():
-        first, last = _extent(tensor)
-        if first < end and start < last:
+        if _meet(_storage(tensor), storage) and _meet(_extent(tensor), _extent(out)):
             check.fail("out", f"in other memory than `{name}`", "a tensor that overlaps it")
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the memory that a tensor is a part of."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

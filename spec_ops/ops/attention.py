@@ -45,6 +45,7 @@ absorbed MLA form DeepSeek-V2 (arXiv:2405.04434).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -52,6 +53,7 @@ from spec_ops.backends.call import RAGGED, AttentionCall
 from spec_ops.backends.registry import output_dtype, plans_on_host, run_attention
 from spec_ops.ops._attention_checks import check_apart, check_mask_len, check_options, check_out, check_tensors
 from spec_ops.ops._library import define_op, fakes_check
+from spec_ops.ops._passed import Passed
 from spec_ops.ops._validate import Checker
 
 _TABLES = "Tensor block_tables, Tensor seq_lens"
@@ -138,21 +140,14 @@ def _rows(value: object, count: int) -> object:
     return value[:count] if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] > count else value
 
 
-def _enter(name: str, args: tuple, deterministic: object, out: torch.Tensor | None) -> torch.Tensor:
-    """Check a public call, and make it a call of the op.
-
-    Dynamo traces this in every layer: hence a tuple, and an `AttentionCall` only where tensors are checked here.
-
-    Args:
-        args: in the order of the op's schema; None where the user left an argument to its default.
-    """
-    if out is not None:
-        args = _of_batch(name, args)
+def _checked(name: str, deterministic: object, out: torch.Tensor | None, *args: Any) -> tuple:
+    """Check a call. Returns what the op takes in place of numbers and names that the user gave: the span of queries or of the
+    tree mask, the softmax scale, the window, the soft cap, the caches' scales, the longest length and the backend."""
     if not fakes_check():
         check_tensors(AttentionCall.of(name, args))
     if out is not None:
         check_out(AttentionCall.of(name, args), out)
-    q, cache, second, tables, lens, queries, span, indptr, indices, lens_cpu, scale, window_left, sinks, softcap = args[:14]
+    q, cache, second, _, _, queries, span, _, _, _, scale, window_left, _, softcap = args[:14]
     scales, max_seq_len, backend = args[14:-2], args[-2], args[-1]
     check = Checker(name)
     mha = name.startswith("mha_")
@@ -168,16 +163,32 @@ def _enter(name: str, args: tuple, deterministic: object, out: torch.Tensor | No
         check.integer("max_q_len", span, 1)
     else:
         span = check_mask_len(check, q.shape[1], queries, span)
-    checked = (
-        q, cache, second, tables, lens, queries, span, indptr, indices, lens_cpu, float(scale), window_left, sinks,
-        float(softcap), *scales, max_seq_len, backend,
-    )  # fmt: skip
+    return span, float(scale), window_left, float(softcap), *scales, max_seq_len, backend
+
+
+_passed = Passed(_checked)
+
+
+def _enter(name: str, args: tuple, deterministic: object, out: torch.Tensor | None) -> torch.Tensor:
+    """Check a public call, and make it a call of the op.
+
+    Dynamo traces this in every layer: hence a tuple, and an `AttentionCall` only where tensors are checked here.
+
+    Args:
+        args: in the order of the op's schema; None where the user left an argument to its default.
+    """
+    if out is not None:
+        args = _of_batch(name, args)
+    checked = _passed(name, deterministic, out, *args)
+    span, scale, window_left, softcap, *rest = checked
+    queries, optional, sinks = args[5], args[7:10], args[12]
+    checked = (*args[:5], queries, span, *optional, scale, window_left, sinks, softcap, *rest)
     if out is not None and not torch.compiler.is_compiling():
         check_apart(AttentionCall.of(name, checked), out)
         OUT_OPS[name](*checked, out)
         return out
     # A named backend that plans on the host must not end up inside a CUDA graph: it has an overload of its own.
-    op = HOST_PLAN_OPS[name] if plans_on_host(backend) else OPS[name]
+    op = HOST_PLAN_OPS[name] if plans_on_host(rest[-1]) else OPS[name]
     result = op(*checked)
     return result if out is None else out.copy_(result)
 

@@ -15,6 +15,7 @@ import torch
 from spec_ops.backends.call import FP8_DTYPES
 from spec_ops.backends.registry import run_append, validate_backend_name
 from spec_ops.ops._library import define_op, fakes_check
+from spec_ops.ops._passed import Passed
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.reference import kv_cache as reference
 
@@ -152,6 +153,29 @@ move_kv_op = define_op(
 )
 
 
+@Passed
+def _append_factors(k_cache, v_cache, k, v, slots, k_scale, v_scale, backend) -> tuple[float, float]:
+    """Check a call of `append_kv`; returns the factors of its caches."""
+    if not fakes_check():
+        _check_append_kv(k_cache, v_cache, k, v, slots)
+    check = Checker("append_kv")
+    k_factor = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
+    v_factor = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
+    validate_backend_name(check, backend)
+    return k_factor, v_factor
+
+
+@Passed
+def _append_mla_factor(kv_cache, c_kv, k_rope, slots, kv_scale, backend) -> float:
+    """Check a call of `append_mla_kv`; returns the factor of its cache."""
+    if not fakes_check():
+        _check_append_mla_kv(kv_cache, c_kv, k_rope, slots)
+    check = Checker("append_mla_kv")
+    factor = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
+    validate_backend_name(check, backend)
+    return factor
+
+
 def append_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -181,12 +205,7 @@ def append_kv(
 
     Source: FlashInfer `append_paged_kv_cache`, SGLang `set_kv_buffer`.
     """
-    if not fakes_check():
-        _check_append_kv(k_cache, v_cache, k, v, slots)
-    check = Checker("append_kv")
-    k_factor = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
-    v_factor = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
-    validate_backend_name(check, backend)
+    k_factor, v_factor = _append_factors(k_cache, v_cache, k, v, slots, k_scale, v_scale, backend)
     if backend == "auto":
         append_kv_op(k_cache, v_cache, k, v, slots, k_factor, v_factor)
     else:
@@ -214,11 +233,7 @@ def append_mla_kv(
 
     Source: FlashInfer `append_paged_mla_kv_cache`.
     """
-    if not fakes_check():
-        _check_append_mla_kv(kv_cache, c_kv, k_rope, slots)
-    check = Checker("append_mla_kv")
-    factor = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
-    validate_backend_name(check, backend)
+    factor = _append_mla_factor(kv_cache, c_kv, k_rope, slots, kv_scale, backend)
     if backend == "auto":
         append_mla_kv_op(kv_cache, c_kv, k_rope, slots, factor)
     else:

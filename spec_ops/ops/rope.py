@@ -10,6 +10,7 @@ import torch
 
 from spec_ops.backends.call import FP8_DTYPES
 from spec_ops.ops._library import define_op, fakes_check
+from spec_ops.ops._passed import Passed
 from spec_ops.ops._validate import FLOAT_DTYPES, INDEX_DTYPES, Checker
 from spec_ops.ops.kv_cache import check_cache, check_layout, check_place
 from spec_ops.ops.reference import rope as reference
@@ -56,6 +57,20 @@ rope_append_kv_op = define_op(
 )
 
 
+@Passed
+def _factors(
+    q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, k_scale, v_scale, norm_eps
+) -> tuple[float, float, float]:
+    """Check a call; returns the factors of its caches, and what is added to the mean square of a head."""
+    if not fakes_check():
+        _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm)
+    check = Checker("rope_append_kv")
+    if not isinstance(norm_eps, (int, float)) or not 0 <= norm_eps < float("inf"):
+        check.fail("norm_eps", "a finite number of at least 0", repr(norm_eps))
+    k_factor = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
+    return k_factor, check.scale("v_scale", v_scale, "v_cache", v_cache.dtype), float(norm_eps)
+
+
 def rope_append_kv(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -92,11 +107,5 @@ def rope_append_kv(
     Raises:
         TypeError, ValueError: naming the argument, before anything is written. IndexError on CPU for a slot past the end.
     """
-    if not fakes_check():
-        _check_tensors(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm)
-    check = Checker("rope_append_kv")
-    if not isinstance(norm_eps, (int, float)) or not 0 <= norm_eps < float("inf"):
-        check.fail("norm_eps", "a finite number of at least 0", repr(norm_eps))
-    k_factor = check.scale("k_scale", k_scale, "k_cache", k_cache.dtype)
-    v_factor = check.scale("v_scale", v_scale, "v_cache", v_cache.dtype)
-    return rope_append_kv_op(q, k, v, cos, sin, k_cache, v_cache, slots, k_factor, v_factor, q_norm, k_norm, float(norm_eps))
+    k_factor, v_factor, eps = _factors(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, k_scale, v_scale, norm_eps)
+    return rope_append_kv_op(q, k, v, cos, sin, k_cache, v_cache, slots, k_factor, v_factor, q_norm, k_norm, eps)

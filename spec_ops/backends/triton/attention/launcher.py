@@ -13,12 +13,12 @@ import triton
 
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention import tuning
-from spec_ops.backends.triton.attention.operands import Operands, operands, window_within
+from spec_ops.backends.triton.attention.operands import Operands, operands, result_of, window_within
 from spec_ops.backends.triton.attention.ragged import ragged_attention_kernel
 from spec_ops.backends.triton.attention.split_kv import split_kv_attention_kernel
 from spec_ops.backends.triton.runtime.cooperative import resident_or_none
-from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import arch_of, device_guard, launch, num_sms, on_gpu
+from spec_ops.backends.triton.runtime.repeat import counted, empty, repeated
 
 MAX_GRID = 65_535  # CUDA's limit of a grid's third dimension, which counts requests
 
@@ -62,7 +62,7 @@ def run(call: AttentionCall, policy: Policy, config: tuning.Config | None = None
     if config is None and not ragged and (served := policy.special(call)) is not None:
         return served
     zeros = ragged and not policy.clears_padding
-    out = call.new_result()
+    out = result_of(call)
     if zeros:
         out.zero_()
     if out.numel() == 0 or (zeros and bs == 0):
@@ -88,12 +88,12 @@ def _launch_split(o: Operands) -> None:
     ranges = _aligned_ranges(bs, max(1, sms * config.programs // tiles))
     # Two unfinished tiles a program: accumulators, then maxima and sums.
     slots = ranges * tiles * 2 * config.block_m
-    partial = torch.empty(slots * (keys.block_dv + 2), dtype=torch.float32, device=o.q.device)
+    partial = empty((slots * (keys.block_dv + 2),), torch.float32, o.q.device)
 
     def start(cooperative: bool) -> bool:
         launch(
             split_kv_attention_kernel, (ranges * tiles,), o.q, *keys.tensors, o.out, o.block_tables, o.seq_lens, o.tree_mask,
-            o.sinks, partial, partial[slots * keys.block_dv :], arrival_counters(o.q.device, ranges * tiles),
+            o.sinks, partial, partial[slots * keys.block_dv :], counted(o.q.device, ranges * tiles, "split_kv"),
             *o.softmax, bs, ranges,
             *o.q.stride()[:3], *keys.strides, o.block_tables.stride(0), o.mask_stride,
             Q_LEN=q_len, GROUP=o.group, KV_HEADS=o.kv_heads, ROW_BLOCKS=row_blocks, MASK_LEN=o.mask_len,
@@ -162,4 +162,11 @@ SPLIT = Policy(
 
 def attention(call: AttentionCall, config: tuning.Config | None = None) -> torch.Tensor:
     """Every attention step; `config` to measure or compile one."""
-    return run(call, SPLIT, config)
+    if config is not None:
+        return run(call, SPLIT, config)
+    numbers = (call.mask_len, call.max_q_len, call.scale, call.window_left, call.softcap, call.k_scale, call.v_scale)
+    given = (
+        call.q, call.k_cache, None if call.is_mla else call.v_cache, call.block_tables, call.seq_lens, call.tree_mask,
+        call.q_indptr, call.sinks, call.out,
+    )  # fmt: skip
+    return repeated((attention, call.step, call.kv_lora_rank, numbers), given, call.q.device, lambda: run(call, SPLIT))

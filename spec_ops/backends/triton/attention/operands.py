@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention import tuning
 from spec_ops.backends.triton.runtime.launch import arch_of
+from spec_ops.backends.triton.runtime.repeat import empty
 
 LOG2E = 1.4426950408889634
 
@@ -110,6 +111,11 @@ def softmax_arguments(scale: float, k_scale: float, v_scale: float, softcap: flo
     if softcap > 0:
         return scale * k_scale / softcap, v_scale, softcap * LOG2E
     return scale * k_scale * LOG2E, v_scale, 0.0
+
+
+def result_of(call: AttentionCall) -> torch.Tensor:
+    """`AttentionCall.new_result`, of a call that may be `repeated`."""
+    return empty((*call.q.shape[:-1], call.v_head_dim), call.q.dtype, call.q.device) if call.out is None else call.out
 
 
 def unit_rows(x: torch.Tensor) -> torch.Tensor:

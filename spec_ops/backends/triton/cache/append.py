@@ -11,6 +11,7 @@ import triton.language as tl
 
 from spec_ops.backends.triton.runtime.ahead import ARCHS, FP8_ARCHS, ArgType, Variant
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms
+from spec_ops.backends.triton.runtime.repeat import repeated
 
 E4M3_MAX = tl.constexpr(448.0)
 
@@ -74,13 +75,17 @@ def append_kv(k_cache, v_cache, k, v, slots, k_scale: float, v_scale: float) -> 
     if slots.shape[0] == 0 or width == 0:
         return
     block = min(triton.next_power_of_2(width), 2048)
-    with device_guard(k_cache):
+
+    def start() -> None:
         launch(
             append_kv_kernel, (slots.shape[0], triton.cdiv(width, block)),
             k_cache, v_cache, k, v, slots,
             *k_cache.stride()[:3], *v_cache.stride()[:3], *k.stride(), *v.stride(), slots.stride(0), k_scale, v_scale,
             HEADS=heads, K_DIM=k_dim, V_DIM=v_dim, PAGE_SIZE=page_size, BLOCK=block, num_warps=4, early=True,
         )  # fmt: skip
+
+    with device_guard(k_cache):
+        repeated((append_kv, k_scale, v_scale), (k_cache, v_cache, k, v, slots), k_cache.device, start)
 
 
 @triton.jit
@@ -106,7 +111,8 @@ def append_mla_kv(kv_cache, c_kv, k_rope, slots, kv_scale: float) -> None:
     if slots.shape[0] == 0:
         return
     rank, rope = c_kv.shape[1], k_rope.shape[1]
-    with device_guard(kv_cache):
+
+    def start() -> None:
         launch(
             append_mla_kv_kernel, (slots.shape[0],),
             kv_cache, c_kv, k_rope, slots,
@@ -115,6 +121,9 @@ def append_mla_kv(kv_cache, c_kv, k_rope, slots, kv_scale: float) -> None:
             RANK_BLOCK=triton.next_power_of_2(max(rank, 1)), ROPE_BLOCK=triton.next_power_of_2(max(rope, 1)), num_warps=2,
             early=True,
         )  # fmt: skip
+
+    with device_guard(kv_cache):
+        repeated((append_mla_kv, kv_scale), (kv_cache, c_kv, k_rope, slots), kv_cache.device, start)
 
 
 # Rows that one block holds in registers: bytes of each row, and warps. At least a sector (32 bytes), so that what is fetched is

@@ -11,6 +11,7 @@ import triton.language as tl
 from spec_ops.backends.triton.cache.append import slot_start, stored
 from spec_ops.backends.triton.runtime.ahead import ARCHS, FP8_ARCHS, Variant
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch
+from spec_ops.backends.triton.runtime.repeat import empty, repeated
 
 HEADS_BLOCK = 8
 
@@ -106,25 +107,35 @@ def rope_append_kv_kernel(
 def rope_append_kv(
     q, k, v, cos, sin, k_cache, v_cache, slots, k_scale: float, v_scale: float, q_norm=None, k_norm=None, norm_eps: float = 0.0
 ) -> torch.Tensor:
+    tensors = (q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm)
+    with device_guard(q):
+        return repeated(
+            (rope_append_kv, k_scale, v_scale, norm_eps),
+            tensors,
+            q.device,
+            lambda: _rope_append_kv(*tensors, k_scale, v_scale, norm_eps),
+        )
+
+
+def _rope_append_kv(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, k_scale, v_scale, norm_eps) -> torch.Tensor:
     n, heads, dim = q.shape
     kv_heads, v_dim = v.shape[1:]
-    out = q.new_empty(q.shape)
+    out = empty(tuple(q.shape), q.dtype, q.device)
     if n == 0:
         return out
     half = cos.shape[1]
     cos, sin = (x if x.stride(1) == 1 else x.contiguous() for x in (cos, sin))
     q_weight, k_weight = (None if weight is None else weight.contiguous() for weight in (q_norm, k_norm))
-    with device_guard(q):
-        launch(
-            rope_append_kv_kernel, (n, triton.cdiv(heads, HEADS_BLOCK) + triton.cdiv(kv_heads, HEADS_BLOCK)),
-            q, k, v, cos, sin, q_weight, k_weight, out, k_cache, v_cache, slots,
-            *q.stride(), *k.stride(), *v.stride(), cos.stride(0), sin.stride(0), slots.stride(0),
-            *k_cache.stride()[:3], *v_cache.stride()[:3], k_scale, v_scale, norm_eps,
-            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, HALF=half, PAGE_SIZE=k_cache.shape[1],
-            BLOCK_HEADS=HEADS_BLOCK, BLOCK_HALF=triton.next_power_of_2(half),
-            BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)), BLOCK_V=triton.next_power_of_2(max(v_dim, 1)),
-            num_warps=4, early=True,
-        )  # fmt: skip
+    launch(
+        rope_append_kv_kernel, (n, triton.cdiv(heads, HEADS_BLOCK) + triton.cdiv(kv_heads, HEADS_BLOCK)),
+        q, k, v, cos, sin, q_weight, k_weight, out, k_cache, v_cache, slots,
+        *q.stride(), *k.stride(), *v.stride(), cos.stride(0), sin.stride(0), slots.stride(0),
+        *k_cache.stride()[:3], *v_cache.stride()[:3], k_scale, v_scale, norm_eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, V_DIM=v_dim, HALF=half, PAGE_SIZE=k_cache.shape[1],
+        BLOCK_HEADS=HEADS_BLOCK, BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)), BLOCK_V=triton.next_power_of_2(max(v_dim, 1)),
+        num_warps=4, early=True,
+    )  # fmt: skip
     return out
 
 

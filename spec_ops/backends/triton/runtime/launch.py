@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 from spec_ops.backends.registry import device_arch
-from spec_ops.backends.triton.runtime import background
+from spec_ops.backends.triton.runtime import background, repeat
 
 INTERPRETER_SMS = 4  # on CPU, for Triton's interpreter: small, so that loops over work take more than one iteration
 
@@ -40,7 +40,9 @@ def await_predecessors(PDL: tl.constexpr):
 
 def device_guard(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """Makes the tensor's device current: Triton launches on the current one, whatever its arguments are on."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 class Target(NamedTuple):
@@ -133,7 +135,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, 
         _make_context()
         if background.pending:
             background.wait_for(kernel)
-        kernel[grid](*args, **kwargs, **pdl_arguments(kernel, early))
+        named = kwargs | pdl_arguments(kernel, early)
+        repeat.launched(kernel, kernel[grid](*args, **named), grid, args, named)
         return
     arguments = dict(zip(kernel.arg_names, args, strict=False)) | {n: kwargs.pop(n) for n in kernel.arg_names if n in kwargs}
     _recording.launches.append(Launch(kernel, arguments, kwargs, early))
@@ -168,10 +171,12 @@ def recorded(target: Target | None = None) -> Iterator[list[Launch]]:
     """
     launches: list[Launch] = []
     _recording.launches, _recording.target = launches, target
+    repeat.pause(True)
     try:
         yield launches
     finally:
         _recording.launches = _recording.target = None
+        repeat.pause(False)
 
 
 def compile_in_background(recorded_launches: Iterable[Launch], device: torch.device) -> int:

@@ -60,9 +60,9 @@ from spec_ops.backends.triton.attention.hopper.program import (
     place,
     whole_ranges,
 )
-from spec_ops.backends.triton.attention.operands import packed, unit_rows, window_within
-from spec_ops.backends.triton.runtime.counters import arrival_counters
+from spec_ops.backends.triton.attention.operands import packed, result_of, unit_rows, window_within
 from spec_ops.backends.triton.runtime.launch import launch, num_sms
+from spec_ops.backends.triton.runtime.repeat import counted, empty
 
 HEAD_DIMS = (64, 128)
 MIN_ROWS = 65  # one tile of 64 rows leaves a warpgroup idle
@@ -464,7 +464,7 @@ def mha(call: AttentionCall, tiling: Tiling | None = None, min_blocks: int = 1) 
     block_tables, sinks = unit_rows(call.block_tables), packed(call.sinks)
     tree_mask, mask_stride, mask_len = tree_arguments(call)
     bs, q_len, heads, dim = q.shape
-    out = call.new_result()
+    out = result_of(call)
     if out.numel() == 0:
         return out
     if not is_token_rows(q):
@@ -476,7 +476,7 @@ def mha(call: AttentionCall, tiling: Tiling | None = None, min_blocks: int = 1) 
     tiles = kv_heads * row_blocks
     ranges = aligned_ranges(max(1, num_sms(q.device) // tiles), bs)
     slots = ranges * 2 * tiles * warpgroups
-    partial = torch.empty(slots * 64 * (dim + 2), dtype=torch.float32, device=q.device)
+    partial = empty((slots * 64 * (dim + 2),), torch.float32, q.device)
     box = box_of(k_cache, block_n)
     q_layout = gl.NVMMASharedLayout(128, 16, rank=3)
     launch(
@@ -484,7 +484,7 @@ def mha(call: AttentionCall, tiling: Tiling | None = None, min_blocks: int = 1) 
         TensorDescriptor(q, [bs * q_len, heads, dim], [q.stride(1), dim, 1], [64 // group, group, 64], q_layout),
         token_rows(k_cache, box), token_rows(v_cache, box), k_cache.stride(1) // 8, v_cache.stride(1) // 8,
         pool_of(k_cache, box, q_len, mask_len), out, block_tables, seq_lens, tree_mask, sinks,
-        partial, partial[slots * 64 * dim :], arrival_counters(q.device, bs * tiles * warpgroups, "gqa_hopper"),
+        partial, partial[slots * 64 * dim :], counted(q.device, bs * tiles * warpgroups, "gqa_hopper"),
         call.scale * call.k_scale * LOG2E.value, call.v_scale, bs, ranges,
         block_tables.stride(0), mask_stride,
         Q_LEN=q_len, GROUP=group, KV_HEADS=kv_heads, ROW_BLOCKS=row_blocks, D=dim, PAGE=page_size,

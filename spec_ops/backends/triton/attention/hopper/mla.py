@@ -75,9 +75,9 @@ from spec_ops.backends.triton.attention.hopper.program import (
     opaque_zero,
     place,
 )
-from spec_ops.backends.triton.attention.operands import packed, unit_rows, window_within
-from spec_ops.backends.triton.runtime.counters import arrival_counters
+from spec_ops.backends.triton.attention.operands import packed, result_of, unit_rows, window_within
 from spec_ops.backends.triton.runtime.launch import arch_of, launch, num_sms, on_gpu
+from spec_ops.backends.triton.runtime.repeat import counted, empty
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # logits
 S_ROW = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
@@ -459,7 +459,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, rang
     """
     kv_cache, kv_scale, seq_lens = call.k_cache, call.k_scale, call.seq_lens.contiguous()
     bs, q_len, heads, dim = call.q.shape
-    out = call.new_result()
+    out = result_of(call)
     if out.numel() == 0:
         return out
     q, block_tables = query_rows(call.q), unit_rows(call.block_tables)
@@ -469,7 +469,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, rang
     tiles = triton.cdiv(rows, 64)
     ranges = ranges or aligned_ranges(max(1, num_sms(q.device) // tiles), bs)
     slots = tiles * (slots_of(call, bs, piece) if piece else ranges * 2)
-    partial = torch.empty(slots * 64 * (512 + 2), dtype=torch.float32, device=q.device)
+    partial = empty((slots * 64 * (512 + 2),), torch.float32, q.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     q_box = max(8, min(64, triton.next_power_of_2(rows)))
     box = box_of(kv_cache, 64)
@@ -483,7 +483,7 @@ def mla(call: AttentionCall, min_blocks: int | None = None, piece: int = 0, rang
         TensorDescriptor(q, [bs * rows, dim], [dim, 1], [q_box, 64], layout),
         token_rows(kv_cache, box), kv_cache.stride(1) // 8, pool,
         out, block_tables, seq_lens, tree_mask, sinks,
-        partial, partial[slots * 64 * 512 :], arrival_counters(q.device, bs * tiles, "mla_hopper"),
+        partial, partial[slots * 64 * 512 :], counted(q.device, bs * tiles, "mla_hopper"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
         block_tables.stride(0), mask_stride,
         Q_LEN=q_len, HEADS=heads, ROW_BLOCKS=tiles, PAGE=kv_cache.shape[1],

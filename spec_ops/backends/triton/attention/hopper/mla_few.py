@@ -60,9 +60,9 @@ from spec_ops.backends.triton.attention.hopper.program import (
     place,
     whole_ranges,
 )
-from spec_ops.backends.triton.attention.operands import packed, unit_rows
-from spec_ops.backends.triton.runtime.counters import arrival_counters
+from spec_ops.backends.triton.attention.operands import packed, result_of, unit_rows
 from spec_ops.backends.triton.runtime.launch import launch, num_sms
+from spec_ops.backends.triton.runtime.repeat import counted, empty
 
 MAX_ROWS = 16  # of a request: with more, `mla.py` serves it
 PARTS = 6  # of the ring: two blocks. 5 take up to 7% longer, 8 up to 3% longer.
@@ -332,7 +332,7 @@ def mla(call: AttentionCall, parts: int = PARTS, min_blocks: int = 1) -> torch.T
     """mla_draft_decode, mla_target_verify, mla_draft_extend of up to `MAX_ROWS` rows, where `mla.supports` says so."""
     kv_cache, kv_scale, seq_lens = call.k_cache, call.k_scale, call.seq_lens.contiguous()
     bs, q_len, heads, dim = call.q.shape
-    out = call.new_result()
+    out = result_of(call)
     if out.numel() == 0:
         return out
     q, block_tables = query_rows(call.q), unit_rows(call.block_tables)
@@ -341,7 +341,7 @@ def mla(call: AttentionCall, parts: int = PARTS, min_blocks: int = 1) -> torch.T
     rows = q_len * heads
     ranges = aligned_ranges(num_sms(q.device), bs)
     slots = ranges * 2
-    partial = torch.empty(slots * MAX_ROWS * (512 + 2), dtype=torch.float32, device=q.device)
+    partial = empty((slots * MAX_ROWS * (512 + 2),), torch.float32, q.device)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     box = box_of(kv_cache, 64)
     launch(
@@ -349,7 +349,7 @@ def mla(call: AttentionCall, parts: int = PARTS, min_blocks: int = 1) -> torch.T
         TensorDescriptor(q, [bs * rows, dim], [dim, 1], [MAX_ROWS, 64], layout),
         token_rows(kv_cache, box), kv_cache.stride(1) // 8, pool_of(kv_cache, box, q_len, mask_len),
         out, block_tables, seq_lens, tree_mask, sinks,
-        partial, partial[slots * MAX_ROWS * 512 :], arrival_counters(q.device, bs, "mla_hopper_few"),
+        partial, partial[slots * MAX_ROWS * 512 :], counted(q.device, bs, "mla_hopper_few"),
         call.scale * kv_scale * LOG2E.value, kv_scale, bs, ranges,
         block_tables.stride(0), mask_stride,
         Q_LEN=q_len, HEADS=heads, PAGE=kv_cache.shape[1], MASK_LEN=mask_len,

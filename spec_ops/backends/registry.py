@@ -260,9 +260,16 @@ def missing_backends() -> frozenset[str]:
 
 def _forget() -> None:
     """Select anew: backends, their packages or the measured times have changed."""
-    _selection.cache_clear()
-    _kernel.cache_clear()
-    missing_backends.cache_clear()
+    for clear in (_selection.cache_clear, _kernel.cache_clear, missing_backends.cache_clear, *_of_others):
+        clear()
+
+
+_of_others: list[Callable[[], None]] = []
+
+
+def forgotten_with_selections(clear: Callable[[], None]) -> None:
+    """Call `clear` whenever backends are registered or taken out: of what is remembered elsewhere, and depends on them."""
+    _of_others.append(clear)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from spec_ops.backends.registry import forgotten_with_selections
 from spec_ops.ops._library import fakes_check
 
 MOST = 4096  # calls that are remembered
@@ -28,6 +29,7 @@ class Passed:
     def __init__(self, check: Callable[..., Any]) -> None:
         self._check = check
         self._found: dict[Hashable, Any] = {}
+        forgotten_with_selections(self._found.clear)  # checks know the names of backends
 
     def __call__(self, *values: Any) -> Any:
         """`check(*values)`, or what it returned for a call with these facts."""

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.float8_rows import float8_operands
-from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, range_start
+from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, opaque_zero, range_start
 from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, tiles_of
 from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, Float8Tile, choose_float8, float8_mm_refusal
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
@@ -102,7 +102,7 @@ def _multiply(
         if complete:
             n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
             for i in gl.static_range(PIECES):
-                m = i * ROWS + gl.arange(0, ROWS, of_rows)
+                m = i * ROWS + gl.arange(0, ROWS, of_rows) + opaque_zero()  # else addresses of all rows are kept through loops
                 acc = parts[i]
                 if f_smem is None:
                     acc = acc * gl.expand_dims(gl.load(x_scale + m.to(gl.int64) * x_row, mask=m < M, other=0.0).to(gl.float32), 0)
@@ -116,7 +116,7 @@ def _multiply(
         position = tile * blocks + last
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "x_row", "x_column"])
 def hopper_float8_kernel(
     x, x_scale, x_row, x_column, weight, scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
     bias, out,

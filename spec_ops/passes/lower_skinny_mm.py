@@ -20,6 +20,14 @@ needs no figures, only a GPU with the kernel's instructions and no more rows tha
 dequantized. torchao's int4 weights come with a kernel, which a product of few rows does without too, unless they lie in an
 order of that kernel's own.
 
+Rows that were rounded to float8, as `quantize(model, "float8_dynamic")` asks for, meet a float8 weight as they are too:
+
+    mm(view(mul(convert(numbers), steps)), convert(mul(convert(permute(weight)), scale)))
+    _scaled_mm(numbers, permute(weight), steps, permute(scale))     ->     float8_mm(numbers, steps, weight, scale, None)
+
+on Hopper, for as few and as many rows as `hopper_tiles` says. Rows that several products share are rounded once. Elsewhere
+rounded rows are rows like any others.
+
 Where results must be batch-invariant, every product with a weight is replaced, by the variant of the kernel that is
 (`require_invariance`), and weights of fewer bits are dequantized.
 """
@@ -35,9 +43,10 @@ from torch._inductor import config as inductor_config
 
 from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.linear import hopper_tiles
-from spec_ops.backends.weight_format import SCALE_DTYPES, WeightFormat
-from spec_ops.ops.linear import invariant_weight, skinny_mm_op
+from spec_ops.backends.weight_format import BLOCK, SCALE_DTYPES, WeightFormat
+from spec_ops.ops.linear import float8_mm_op, invariant_weight, skinny_mm_op
 from spec_ops.passes.analysis.graph import calls, insert, value
+from spec_ops.passes.analysis.rounded_rows import RoundedRows, rounded_rows, scaled_mm
 from spec_ops.passes.analysis.stored_weights import (
     NoFormatError,
     StoredWeight,
@@ -124,6 +133,7 @@ class LowerSkinnyMm(GraphPass):
             return
         if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
             return  # the user asked Inductor to choose the kernels of products by timing them
+        rounded: dict[Any, fx.Node] = {}
         for node in [node for node in graph.nodes if node.op == "call_function"]:
             if (int4 := int4_rows(node)) is not None:
                 _read_as_stored(graph, node, None, *int4, context, result)
@@ -132,6 +142,9 @@ class LowerSkinnyMm(GraphPass):
                 result.refuse(
                     node, f"product with torchao's {shuffled}: its weight lies in the order of that product's own kernel"
                 )
+                continue
+            if node.target is aten._scaled_mm.default:
+                _lower_scaled_mm(graph, node, rounded, context, result)
                 continue
             if node.target not in (aten.mm.default, aten.addmm.default):
                 continue
@@ -146,6 +159,8 @@ class LowerSkinnyMm(GraphPass):
                 stored, after = dequantized(right), scaled_after(node)
             except NoFormatError as error:
                 result.refuse(node, f"product of {m} x {k} and {k} x {n}: {error}")
+                continue
+            if stored is not None and _in_float8(graph, node, bias, x, stored, arch, rounded, result):
                 continue
             if stored is not None:
                 _read_as_stored(graph, node, bias, x, stored, context, result)
@@ -176,6 +191,91 @@ def _all_with_weights(graph: fx.Graph, context: PassContext, result: PassResult)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         result.did(new, f"skinny_mm, invariant: {m} rows, weight {n} x {k}")
+
+
+def _in_float8(
+    graph: fx.Graph,
+    node: fx.Node,
+    bias: fx.Node | None,
+    x: fx.Node,
+    stored: StoredWeight,
+    arch: int,
+    rounded: dict[Any, fx.Node],
+    result: PassResult,
+) -> bool:
+    """Replace the product at `node` of rows `x` and a float8 weight if rows are rounded to float8 too, or say why not."""
+    if value(stored.data).dtype != torch.float8_e4m3fn or not all(isinstance(size, int) for size in _sizes(x, node)):
+        return False
+    try:
+        if (rows := rounded_rows(x)) is None:
+            return False
+    except NoFormatError as error:
+        result.refuse(node, f"float8_mm of {_shapes(x, node)}: {error}")
+        return False
+    return _multiply_float8(graph, node, bias, x, rows, stored, arch, rounded, result)
+
+
+def _lower_scaled_mm(
+    graph: fx.Graph, node: fx.Node, rounded: dict[Any, fx.Node], context: PassContext, result: PassResult
+) -> None:
+    """Replace a product by `_scaled_mm`, or say why not."""
+    x: Any = node.args[0]
+    arch = context.arch if context.arch is not None else device_arch(value(x).device)
+    if arch is None:
+        return
+    try:
+        if not all(isinstance(size, int) for size in _sizes(x, node)):
+            raise NoFormatError("its sizes are not known while compiling")
+        if value(node).dtype not in (torch.bfloat16, torch.float16):
+            raise NoFormatError(f"its result is {value(node).dtype}")
+        found = scaled_mm(node)
+    except NoFormatError as error:
+        result.refuse(node, f"_scaled_mm of {_shapes(x, node)}: {error}")
+        return
+    if found is not None:
+        bias, rows, stored = found
+        _multiply_float8(graph, node, bias, x, rows, stored, arch, rounded, result)
+
+
+def _multiply_float8(
+    graph: fx.Graph,
+    node: fx.Node,
+    bias: fx.Node | None,
+    x: fx.Node,
+    rows: RoundedRows,
+    stored: StoredWeight,
+    arch: int,
+    rounded: dict[Any, fx.Node],
+    result: PassResult,
+) -> bool:
+    """Replace the product at `node` by `float8_mm`, or say why not."""
+    m, n, k = _sizes(x, node)
+    if reason := _float8_refusal(node, bias, stored, (m, n, k), arch):
+        result.refuse(node, f"float8_mm of {_shapes(x, node)}: {reason}")
+        return False
+    numbers, steps = rows.shared(rounded).insert(graph, node, m, k)
+    data, scale, *_ = stored.insert(graph, node)
+    new = insert(graph, node, float8_mm_op, (numbers, steps, data, scale, bias, value(node).dtype), source=node)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    result.did(new, f"float8_mm: {m} rows of 8 bits, weight {n} x {k} of 8 bits")
+    return True
+
+
+def _float8_refusal(
+    node: fx.Node, bias: fx.Node | None, stored: StoredWeight, sizes: tuple[int, int, int], arch: int
+) -> str | None:
+    """Why rows and weight of float8 are not multiplied as they are; None if they are."""
+    m, n, k = sizes
+    if (error := hopper_tiles.float8_mm_refusal(m, n, k, value(node).dtype, arch)) is not None:
+        return str(error).removeprefix("float8_mm: ")
+    if m < (least := hopper_tiles.FLOAT8_LEAST_ROWS):
+        return f"fewer than {least} rows, which are faster in their own dtype"
+    if value(stored.data).dtype != torch.float8_e4m3fn:
+        return f"its weight is {value(stored.data).dtype}, not float8_e4m3fn"
+    if stored.shape not in ((1, 1), (n, 1), (-(-n // BLOCK), k // BLOCK)):
+        return f"its weight has scales of shape {list(stored.shape)}"
+    return _layout_refusal(node, bias, stored, value(node).dtype)
 
 
 def _read_as_stored(
@@ -217,12 +317,19 @@ def _stored_refusal(node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: Sto
         return f"more than {most} rows, for which the weight is dequantized"
     if k % QUANTIZED_K:
         return f"k is no multiple of {QUANTIZED_K}"
+    return _layout_refusal(node, bias, stored, fake.dtype)
+
+
+def _layout_refusal(node: fx.Node, bias: fx.Node | None, stored: StoredWeight, dtype: torch.dtype) -> str | None:
+    """Why the kernels for weights of 8 and 4 bits do not take this one as it lies, or what is added to the product; None if they
+    do."""
+    data, n = value(stored.data), value(node).shape[1]
     row, column = data.stride()[::-1] if stored.flipped else data.stride()
     if column != 1 or row < data.shape[0 if stored.flipped else 1]:
         return "the weight's rows are not contiguous"
     if row % 16 or data.storage_offset() % 16:
         return "the weight's rows do not start at multiples of 16 bytes"
-    if bias is not None and (node.kwargs or value(bias).shape != (n,) or value(bias).dtype != fake.dtype):
+    if bias is not None and (node.kwargs or value(bias).shape != (n,) or value(bias).dtype != dtype):
         return "what is added is not a bias of the rows' dtype"
     return None
 
@@ -247,8 +354,13 @@ def stored_weight(graph: fx.Graph, before: fx.Node, right: fx.Node) -> fx.Node:
 
 
 def _sizes(x: fx.Node, right: fx.Node) -> tuple[Any, Any, Any]:
-    """m, n and k of a product."""
+    """m, n and k of a product; `right`: its second operand, or its result."""
     return value(x).shape[0], value(right).shape[1], value(x).shape[1]
+
+
+def _shapes(x: fx.Node, right: fx.Node) -> str:
+    m, n, k = _sizes(x, right)
+    return f"{m} x {k} and {k} x {n}"
 
 
 def product_refusal(node: fx.Node, arch: int, rules: Rules | None = None) -> str | None:

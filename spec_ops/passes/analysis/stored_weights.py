@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from spec_ops.backends.weight_format import E2M1_UNIT, KINDS, SCALE_DTYPES, weight_format
-from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op
+from spec_ops.ops.linear import add_skinny_mm_op, float8_mm_op, scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.graph import arg, insert, value
 from spec_ops.passes.analysis.rows import RESHAPES
 
@@ -81,6 +81,10 @@ def weight_bytes(node: fx.Node) -> int:
         return _bytes(*node.all_input_nodes[1:])
     if node.target in _SKINNY:
         return _bytes(*(arg(node, name) for name in ("weight", "scale", "zero", "tensor_scale")))
+    if node.target is float8_mm_op:
+        return _bytes(arg(node, "weight"), arg(node, "scale"))
+    if node.target is aten._scaled_mm.default:
+        return _bytes(arg(node, "mat2"), arg(node, "scale_b"))
     if node.target not in (aten.mm.default, aten.addmm.default):
         return 0
     right: Any = node.args[-1]

@@ -51,6 +51,7 @@ def int4_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dt
 
 
 FLOAT8_ROWS = 128  # most of `float8_mm`
+FLOAT8_LEAST_ROWS = 1  # from which it is faster than reading the weight alone as it is stored
 SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignment takes
 
 

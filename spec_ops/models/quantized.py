@@ -43,9 +43,10 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
             block of 128 x 128, as in DeepSeek's and Qwen's checkpoints. `"float8_tensor"`: with one for each weight.
             `"float8_dynamic"`: as `"float8"`, and each row that meets a weight is rounded to float8 too, with a float32 scale
             of its own. `"float8_block_dynamic"`: as `"float8_block"`, and rows are rounded with a scale for 128 columns each
-            (64 where 128 does not divide them), as DeepSeek's code does. `"int8"`: int8 with a scale for each row. `"int4"`: 4 bits, a scale and a zero point for 128 columns of a row each
-            (64 where 128 does not divide them). `"nvfp4"`: 4-bit floats, a scale of float8_e4m3fn for 16 columns of a row, and
-            a float32 scale for each weight. `"mxfp4"`: 4-bit floats, a power of 2 for 32 columns of a row.
+            (64 where 128 does not divide them), as DeepSeek's code does. `"int8"`: int8 with a scale for each row. `"int4"`: 4
+            bits, a scale and a zero point for 128 columns of a row each (64 where 128 does not divide them). `"nvfp4"`: 4-bit
+            floats, a scale of float8_e4m3fn for 16 columns of a row, and a float32 scale for each weight. `"mxfp4"`: 4-bit
+            floats, a power of 2 for 32 columns of a row.
         lm_head: whether layers of that name are quantized too.
 
     Returns:

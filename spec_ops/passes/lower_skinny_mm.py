@@ -321,7 +321,7 @@ def _stored_refusal(node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: Sto
 
 
 def _layout_refusal(node: fx.Node, bias: fx.Node | None, stored: StoredWeight, dtype: torch.dtype) -> str | None:
-    """Why the kernels for weights of 8 and 4 bits do not take this one as it lies, or what is added to the product; None if they
+    """Why kernels for weights of 8 and 4 bits do not take this one as it lies, or what is added to the product; None if they
     do."""
     data, n = value(stored.data), value(node).shape[1]
     row, column = data.stride()[::-1] if stored.flipped else data.stride()

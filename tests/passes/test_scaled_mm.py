@@ -24,10 +24,7 @@ def of(kind: str, group: int | None = None, m: int = M, k: int = K) -> list[torc
     """Numbers of rows with a scale for `group` of their columns or for all rows, and a weight with its scales."""
     g = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=g) for shape in ((m, k), (N, k)))
-    if group is None:
-        steps = x.abs().amax().view(1, 1) / 448
-    else:
-        steps = x.unflatten(1, (-1, group)).abs().amax(2) / 448
+    steps = (x.view(1, 1, -1) if group is None else x.unflatten(1, (-1, group))).abs().amax(2) / 448
     numbers = x / steps.repeat_interleave(k // steps.shape[1], 1)
     return [numbers.to(FP8), steps, *stored(weight, kind)[:2]]
 

@@ -24,14 +24,14 @@ from spec_ops.backends.weight_format import BLOCK, SCALE_DTYPES
 from spec_ops.passes.analysis.graph import arg, insert, value
 from spec_ops.passes.analysis.rows import RESHAPES, is_pointwise
 from spec_ops.passes.analysis.stored_weights import (
-    _SAME,
+    SAME,
     NoFormatError,
     StoredWeight,
-    _factors,
-    _is_float,
-    _peeled,
-    _spread,
+    factors_of,
+    is_float,
     is_stored,
+    peeled,
+    spread_of,
 )
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -87,7 +87,7 @@ def rounded_rows(x: fx.Node) -> RoundedRows | None:
     product, k = _content(x), value(x).shape[1]
     if product.target is not aten.mul.Tensor:
         return None
-    for factor, scales in _factors(product):
+    for factor, scales in factors_of(product):
         numbers = _content(factor)
         if value(numbers).dtype not in _FLOAT8 or value(scales).dtype not in SCALE_DTYPES:
             continue
@@ -106,12 +106,12 @@ def scaled_mm(node: fx.Node) -> tuple[fx.Node | None, RoundedRows, StoredWeight]
     if node.target is not aten._scaled_mm.default:
         return None
     x, right, scales, scale, bias = (arg(node, name) for name in ("self", "mat2", "scale_a", "scale_b", "bias"))
-    (m, k), n = value(x).shape, value(right).shape[1]
+    m, k = value(x).shape
     if arg(node, "scale_result") is not None:
         raise NoFormatError("its result has a scale")
     if value(scales).dtype != torch.float32 or value(scale).dtype != torch.float32:
         raise NoFormatError("its scales are not float32")
-    data, flipped = _peeled(right, True)
+    data, flipped = peeled(right, True)
     if not is_stored(data):
         raise NoFormatError("the weight is computed here")
     whole = value(scale).numel() == 1
@@ -127,7 +127,7 @@ def scaled_mm(node: fx.Node) -> tuple[fx.Node | None, RoundedRows, StoredWeight]
 
 def _content(node: Any) -> Any:
     """`node` without reshapes, conversions to floats of 16 bits or more, and copies."""
-    while node.op == "call_function" and (node.target in RESHAPES or node.target in _SAME or _is_float(node)):
+    while node.op == "call_function" and (node.target in RESHAPES or node.target in SAME or is_float(node)):
         node = node.args[0]
     return node
 
@@ -140,7 +140,7 @@ def _columns(scales: fx.Node, shape: Sequence[int], k: int) -> tuple[fx.Node, in
     if (*(1,) * (len(shape) - len(own)), *own) == (*shape[:-1], 1):
         return scales, shape[-1]
     if len(own) == len(shape) == 2:
-        base, swapped, (rows, columns) = _spread(scales)
+        base, swapped, (rows, columns) = spread_of(scales)
         columns = shape[1] if value(base).shape[-1] == 1 else columns
         if not swapped and rows == 1 and columns > 1 and tuple(value(base).shape) == (shape[0], shape[1] // columns):
             return base, columns

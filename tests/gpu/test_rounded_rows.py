@@ -79,8 +79,8 @@ def test_two_layers_of_one_value(kind, m, record_property):
         exact = x.double() @ each.weight.dequantize().double().t() + each.bias.double()
         errors = [(out.double() - exact).square().mean().sqrt().item() for out in (got, each(x))]
         assert 0 < errors[0] <= 1.05 * errors[1], errors
-        # Numbers and scales that do not fit each other would make all of a row too large or too small. Errors of rounding hardly
-        # add up: those of 4096 numbers, 2.6% each, are 0.04% of the row.
+        # Numbers and scales that do not fit each other would make all of a row too large or too small. Errors of rounding are
+        # independent: those of 4096 numbers, 2.6% each, are 0.04% of the row.
         gain = (got.double() - each.bias).mul(exact - each.bias).sum(1) / (exact - each.bias).square().sum(1)
         assert (gain - 1).abs().max() < 2e-3, gain
     assert all(torch.equal(a, b) for a, b in zip(compiled(x), compiled(x), strict=True))

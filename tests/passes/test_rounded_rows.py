@@ -15,6 +15,7 @@ from spec_ops.models import quantize
 from spec_ops.models.stored_tensor import Inputs
 from spec_ops.ops.linear import add_skinny_mm_op, float8_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.counts import WEIGHTS
+from spec_ops.passes.analysis.rows import is_product
 from spec_ops.passes.analysis.stored_weights import weight_bytes
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
@@ -363,6 +364,7 @@ def test_bytes_that_move_for_weights():
         assert weight_bytes(product) == 2 * 2 * N * K + args[1].nbytes + args[2].nbytes
         run_pass(LowerSkinnyMm(), module, 90)
         assert weight_bytes(only(module)) == args[1].nbytes + args[2].nbytes
+        assert is_product(only(module))  # of which rows of an LM head are counted
 
 
 @pytest.mark.parametrize("kind", ["float8_dynamic", "float8_block_dynamic"])

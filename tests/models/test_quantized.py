@@ -336,6 +336,25 @@ def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao, kind, mo
         torch.testing.assert_close(ours, eager, rtol=2**-6, atol=2**-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["float8_dynamic", "float8_block_dynamic"])
+@torch.no_grad()
+def test_compiled_for_the_cpu_rows_are_rounded_as_by_eager(kind, dtype):
+    """By Inductor. A quotient in the middle between two numbers may go either way."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = quantize(nn.Linear(256, 160), kind).to(dtype)
+    x = torch.randn(3, 4, 256, dtype=dtype)
+    x[0, 0], x[0, 1, :128] = 0, 0
+    compiled = spec_ops.compile(lambda x: (layer(x), layer.weight.inputs.rounded(x, None)), mode="default")
+    got, rows = compiled(x)
+    eager = layer.weight.inputs.rounded(x, None)
+    assert (rows != eager).double().mean() <= (0 if dtype == torch.float32 else 1e-2)
+    assert torch.equal(rows[0, 0], eager[0, 0])
+    torch.testing.assert_close(got, nn.functional.linear(rows, layer.weight.dequantize().to(dtype), layer.bias.to(dtype)))
+
+
 def test_command_line():
     """Of one kind: what texts the others give is asked above."""
     result = run("generate", "--compare", "--quantize", "int4", "--max-new-tokens", "8", "--device", "cpu")

@@ -318,17 +318,26 @@ def test_products_that_read_one_value_round_it_once(kind):
         assert close(got, eager, 2**-6)
 
 
+def to_a_range(x: torch.Tensor, greatest: float) -> torch.Tensor:
+    steps = x.float().abs().amax(1, keepdim=True) / greatest
+    return ((x.float() / steps).to(FP8).float() * steps).to(x.dtype)
+
+
 def test_products_that_round_otherwise_have_numbers_of_their_own():
+    """Other groups, dtypes, values and constants."""
+
     def fn(x, weight, scale):
         rounded = [inputs.rounded(x, None) for inputs in (ROW, GROUP, Inputs("float8"), ROW)]
-        return tuple(linear(rows, weight, scale) for rows in (*rounded, ROW.rounded(x * 2, None)))
+        rounded += [ROW.rounded(x * 2, None), to_a_range(x, 300.0), to_a_range(x, 200.0)]
+        return tuple(linear(rows, weight, scale) for rows in rounded)
 
     args = of("row")
     module, inputs = capture(fn, *args, dynamo=False)
-    assert run_pass(LowerSkinnyMm(), module, 90).matches == 5
+    assert run_pass(LowerSkinnyMm(), module, 90).matches == 7
     products = [node for node in module.graph.nodes if node.target is float8_mm_op]
-    assert [products[0].args[0] is node.args[0] for node in products] == [True, False, False, True, False]
-    assert targets(module).count(aten.amax.default) == 4
+    assert products[0].args[0] is products[3].args[0]
+    assert len({node.args[0] for node in products}) == 6
+    assert targets(module).count(aten.amax.default) == 4  # of float32, of groups, of bfloat16, of other rows
     for got, want in zip(module(*inputs), fn(*args), strict=True):
         assert close(got, want, 2**-6)
 

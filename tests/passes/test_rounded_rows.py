@@ -337,7 +337,6 @@ def test_products_that_round_otherwise_have_numbers_of_their_own():
     products = [node for node in module.graph.nodes if node.target is float8_mm_op]
     assert products[0].args[0] is products[3].args[0]
     assert len({node.args[0] for node in products}) == 6
-    assert targets(module).count(aten.amax.default) == 4  # of float32, of groups, of bfloat16, of other rows
     for got, want in zip(module(*inputs), fn(*args), strict=True):
         assert close(got, want, 2**-6)
 

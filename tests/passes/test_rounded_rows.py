@@ -17,6 +17,7 @@ from spec_ops.ops.linear import add_skinny_mm_op, float8_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.counts import WEIGHTS
 from spec_ops.passes.analysis.rows import is_product
 from spec_ops.passes.analysis.stored_weights import weight_bytes
+from spec_ops.passes.compile_kernels import arguments, launches_of
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
 from spec_ops.passes.require_invariance import RequireInvariance
@@ -140,6 +141,17 @@ def test_multiplied_as_they_are(form, kind):
     assert node.args[4:] == (None, torch.bfloat16)
     assert not {aten.mm.default, aten.mul.Tensor} & set(targets(module))
     check(module, inputs, form, args)
+
+
+@pytest.mark.parametrize("form", [in_rows, in_groups, in_their_dtype, all_alike])
+def test_the_kernel_takes_them(form):
+    """Its launcher, on tensors that stand for those on a Hopper GPU."""
+    launch = pytest.importorskip("spec_ops.backends.triton.runtime.launch", reason="triton comes for Linux only")
+    for kind in ("tensor", "row", "block"):
+        module, _ = capture(form, *of(kind), dynamo=False)
+        assert run_pass(LowerSkinnyMm(), module, 90).matches == 1
+        (found,) = launches_of(float8_mm_op, arguments(only(module)), launch.Target(90, 132))
+        assert found.kernel.fn.__name__ == "hopper_float8_kernel"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -43,10 +43,9 @@ from torch._inductor import config as inductor_config
 
 from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.linear import hopper_tiles
-from spec_ops.backends.weight_format import BLOCK, SCALE_DTYPES, WeightFormat
-from spec_ops.ops.linear import float8_mm_op, invariant_weight, skinny_mm_op
+from spec_ops.backends.weight_format import SCALE_DTYPES, WeightFormat
+from spec_ops.ops.linear import invariant_weight, skinny_mm_op
 from spec_ops.passes.analysis.graph import calls, insert, value
-from spec_ops.passes.analysis.rounded_rows import RoundedRows, rounded_rows, scaled_mm
 from spec_ops.passes.analysis.stored_weights import (
     NoFormatError,
     StoredWeight,
@@ -57,6 +56,7 @@ from spec_ops.passes.analysis.stored_weights import (
     shuffled_int4,
 )
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.float8_products import Float8Products, layout_refusal
 
 aten = torch.ops.aten
 BLOCK_K = 256  # values of a row of the weight that the kernel reads at a time
@@ -133,7 +133,7 @@ class LowerSkinnyMm(GraphPass):
             return
         if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
             return  # the user asked Inductor to choose the kernels of products by timing them
-        rounded: dict[Any, fx.Node] = {}
+        float8 = Float8Products(graph, result)
         for node in [node for node in graph.nodes if node.op == "call_function"]:
             if (int4 := int4_rows(node)) is not None:
                 _read_as_stored(graph, node, None, *int4, context, result)
@@ -144,14 +144,15 @@ class LowerSkinnyMm(GraphPass):
                 )
                 continue
             if node.target is aten._scaled_mm.default:
-                _lower_scaled_mm(graph, node, rounded, context, result)
+                if (arch := _arch(value(node), context)) is not None:
+                    float8.lower_scaled_mm(node, arch)
                 continue
             if node.target not in (aten.mm.default, aten.addmm.default):
                 continue
             bias, x, right = operands(node)
             if not isinstance(fake := value(x), torch.Tensor):
                 continue
-            arch = context.arch if context.arch is not None else device_arch(fake.device)
+            arch = _arch(fake, context)
             if arch is None or fake.dtype not in (torch.bfloat16, torch.float16):
                 continue
             m, n, k = _sizes(x, right)
@@ -160,7 +161,7 @@ class LowerSkinnyMm(GraphPass):
             except NoFormatError as error:
                 result.refuse(node, f"product of {m} x {k} and {k} x {n}: {error}")
                 continue
-            if stored is not None and _in_float8(graph, node, bias, x, stored, arch, rounded, result):
+            if stored is not None and float8.lower(node, bias, x, stored, arch):
                 continue
             if stored is not None:
                 _read_as_stored(graph, node, bias, x, stored, context, result)
@@ -175,6 +176,10 @@ class LowerSkinnyMm(GraphPass):
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             result.did(new, f"skinny_mm: {m} rows, weight {n} x {k}")
+
+
+def _arch(fake: torch.Tensor, context: PassContext) -> int | None:
+    return context.arch if context.arch is not None else device_arch(fake.device)
 
 
 def _all_with_weights(graph: fx.Graph, context: PassContext, result: PassResult) -> None:
@@ -193,91 +198,6 @@ def _all_with_weights(graph: fx.Graph, context: PassContext, result: PassResult)
         result.did(new, f"skinny_mm, invariant: {m} rows, weight {n} x {k}")
 
 
-def _in_float8(
-    graph: fx.Graph,
-    node: fx.Node,
-    bias: fx.Node | None,
-    x: fx.Node,
-    stored: StoredWeight,
-    arch: int,
-    rounded: dict[Any, fx.Node],
-    result: PassResult,
-) -> bool:
-    """Replace the product at `node` of rows `x` and a float8 weight if rows are rounded to float8 too, or say why not."""
-    if value(stored.data).dtype != torch.float8_e4m3fn or not all(isinstance(size, int) for size in _sizes(x, node)):
-        return False
-    try:
-        if (rows := rounded_rows(x)) is None:
-            return False
-    except NoFormatError as error:
-        result.refuse(node, f"float8_mm of {_shapes(x, node)}: {error}")
-        return False
-    return _multiply_float8(graph, node, bias, x, rows, stored, arch, rounded, result)
-
-
-def _lower_scaled_mm(
-    graph: fx.Graph, node: fx.Node, rounded: dict[Any, fx.Node], context: PassContext, result: PassResult
-) -> None:
-    """Replace a product by `_scaled_mm`, or say why not."""
-    x: Any = node.args[0]
-    arch = context.arch if context.arch is not None else device_arch(value(x).device)
-    if arch is None:
-        return
-    try:
-        if not all(isinstance(size, int) for size in _sizes(x, node)):
-            raise NoFormatError("its sizes are not known while compiling")
-        if value(node).dtype not in (torch.bfloat16, torch.float16):
-            raise NoFormatError(f"its result is {value(node).dtype}")
-        found = scaled_mm(node)
-    except NoFormatError as error:
-        result.refuse(node, f"_scaled_mm of {_shapes(x, node)}: {error}")
-        return
-    if found is not None:
-        bias, rows, stored = found
-        _multiply_float8(graph, node, bias, x, rows, stored, arch, rounded, result)
-
-
-def _multiply_float8(
-    graph: fx.Graph,
-    node: fx.Node,
-    bias: fx.Node | None,
-    x: fx.Node,
-    rows: RoundedRows,
-    stored: StoredWeight,
-    arch: int,
-    rounded: dict[Any, fx.Node],
-    result: PassResult,
-) -> bool:
-    """Replace the product at `node` by `float8_mm`, or say why not."""
-    m, n, k = _sizes(x, node)
-    if reason := _float8_refusal(node, bias, stored, (m, n, k), arch):
-        result.refuse(node, f"float8_mm of {_shapes(x, node)}: {reason}")
-        return False
-    numbers, steps = rows.shared(rounded).insert(graph, node, m, k)
-    data, scale, *_ = stored.insert(graph, node)
-    new = insert(graph, node, float8_mm_op, (numbers, steps, data, scale, bias, value(node).dtype), source=node)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
-    result.did(new, f"float8_mm: {m} rows of 8 bits, weight {n} x {k} of 8 bits")
-    return True
-
-
-def _float8_refusal(
-    node: fx.Node, bias: fx.Node | None, stored: StoredWeight, sizes: tuple[int, int, int], arch: int
-) -> str | None:
-    """Why rows and weight of float8 are not multiplied as they are; None if they are."""
-    m, n, k = sizes
-    if (error := hopper_tiles.float8_mm_refusal(m, n, k, value(node).dtype, arch)) is not None:
-        return str(error).removeprefix("float8_mm: ")
-    if m < (least := hopper_tiles.FLOAT8_LEAST_ROWS):
-        return f"fewer than {least} rows, which are faster in their own dtype"
-    if value(stored.data).dtype != torch.float8_e4m3fn:
-        return f"its weight is {value(stored.data).dtype}, not float8_e4m3fn"
-    if stored.shape not in ((1, 1), (n, 1), (-(-n // BLOCK), k // BLOCK)):
-        return f"its weight has scales of shape {list(stored.shape)}"
-    return _layout_refusal(node, bias, stored, value(node).dtype)
-
-
 def _read_as_stored(
     graph: fx.Graph,
     node: fx.Node,
@@ -289,8 +209,7 @@ def _read_as_stored(
 ) -> None:
     """Replace the product at `node` of rows `x` and a weight of 8 or 4 bits, or say why not."""
     fake = value(x)
-    arch = context.arch if context.arch is not None else device_arch(fake.device)
-    if arch is None:
+    if (arch := _arch(fake, context)) is None:
         return
     (m, k), n = fake.shape, value(node).shape[1]
     if reason := _stored_refusal(node, bias, x, stored, arch):
@@ -317,21 +236,7 @@ def _stored_refusal(node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: Sto
         return f"more than {most} rows, for which the weight is dequantized"
     if k % QUANTIZED_K:
         return f"k is no multiple of {QUANTIZED_K}"
-    return _layout_refusal(node, bias, stored, fake.dtype)
-
-
-def _layout_refusal(node: fx.Node, bias: fx.Node | None, stored: StoredWeight, dtype: torch.dtype) -> str | None:
-    """Why kernels for weights of 8 and 4 bits do not take this one as it lies, or what is added to the product; None if they
-    do."""
-    data, n = value(stored.data), value(node).shape[1]
-    row, column = data.stride()[::-1] if stored.flipped else data.stride()
-    if column != 1 or row < data.shape[0 if stored.flipped else 1]:
-        return "the weight's rows are not contiguous"
-    if row % 16 or data.storage_offset() % 16:
-        return "the weight's rows do not start at multiples of 16 bytes"
-    if bias is not None and (node.kwargs or value(bias).shape != (n,) or value(bias).dtype != dtype):
-        return "what is added is not a bias of the rows' dtype"
-    return None
+    return layout_refusal(node, bias, stored, fake.dtype)
 
 
 def _int4_rows(stored: StoredWeight, dtype: torch.dtype, n: int, k: int, arch: int) -> int:
@@ -354,13 +259,8 @@ def stored_weight(graph: fx.Graph, before: fx.Node, right: fx.Node) -> fx.Node:
 
 
 def _sizes(x: fx.Node, right: fx.Node) -> tuple[Any, Any, Any]:
-    """m, n and k of a product; `right`: its second operand, or its result."""
+    """m, n and k of a product."""
     return value(x).shape[0], value(right).shape[1], value(x).shape[1]
-
-
-def _shapes(x: fx.Node, right: fx.Node) -> str:
-    m, n, k = _sizes(x, right)
-    return f"{m} x {k} and {k} x {n}"
 
 
 def product_refusal(node: fx.Node, arch: int, rules: Rules | None = None) -> str | None:

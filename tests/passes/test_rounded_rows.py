@@ -229,11 +229,21 @@ def of_columns(x, weight, scale):
     return linear(((x.float() / steps).to(FP8).float() * steps).to(x.dtype), weight, scale)
 
 
-def tiled(x, weight, scale):
-    """Scales that follow one another, not repeated for groups."""
-    values, steps = steps_of(x, 128)
-    numbers = (values / steps).to(FP8).view(x.shape)
-    return linear((numbers.float() * steps.squeeze(-1).repeat(1, 128)).to(x.dtype), weight, scale)
+def of_groups(spread: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    """Scales `[4, 4]` of groups, in another order or number than `repeated` has them."""
+
+    def fn(x, weight, scale):
+        values, steps = steps_of(x, 128)
+        numbers = (values / steps).to(FP8).view(x.shape)
+        return linear((numbers.float() * spread(steps.squeeze(-1))).to(x.dtype), weight, scale)
+
+    return fn
+
+
+tiled = of_groups(lambda steps: steps.repeat(1, 128))
+turned = of_groups(lambda steps: steps.t().repeat_interleave(128, 1))
+cut = of_groups(lambda steps: torch.cat([steps, steps], 1).repeat_interleave(128, 1)[:, :K])
+two_rows_each = of_groups(lambda steps: steps.repeat_interleave(2, 0)[:M].repeat_interleave(128, 1))
 
 
 def spread_over_rows(x, weight, scale):
@@ -248,7 +258,7 @@ def spread_over_rows(x, weight, scale):
         (in_groups_of_64, of("row"), "its rows have a scale for 64 columns, not for 128 or all"),
         (groups_across_rows, of("row"), "its rows have a scale for 1024 columns, not for 128 or all"),
         (of_columns, of("row"), "its rows of float8, [4, 512], have scales of shape [1, 512]"),
-        (tiled, of("row"), "its rows of float8, [4, 512], have scales of shape [4, 512]"),
+        *((fn, of("row"), "have scales of shape [4, 512]") for fn in (tiled, turned, cut, two_rows_each)),
         (spread_over_rows, of("row"), "its rows of float8 are fewer than their scales"),
         (in_rows, of("row", k=448), "the columns of `x` must be a multiple of 128, got 448"),
         (in_rows, of("group"), "its weight has scales of shape [320, 8]"),

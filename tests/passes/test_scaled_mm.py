@@ -86,7 +86,7 @@ def of_columns(x, steps, weight, scale):
         (product, of("row", K), 100, "needs a GPU of sm_90 (Hopper), got sm_100"),
         (product, of("row", K, m=129), 90, "`x` must have at most 128 rows, got 129"),
         (product, of("row", 448, k=448), 90, "the columns of `x` must be a multiple of 128, got 448"),
-        (lambda *args: product(*args, out_dtype=torch.float32), of("row", K), 90, "its result is torch.float32"),
+        (lambda *args: product(*args, out_dtype=torch.float32), of("row", K), 90, "got torch.float32"),
         (of_a_sum, of("row", K), 90, "the weight is computed here"),
         (of_columns, of("row", K), 90, "the weight's rows do not start at multiples of 16 bytes"),
     ],

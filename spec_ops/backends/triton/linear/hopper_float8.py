@@ -258,9 +258,9 @@ def float8_mm(
     if not out.numel():
         return out
     tile = tile or choose_float8(m, n, k, operands.x_blocks)
-    block_m, consumers, stages, pieces = tile
+    block_m, consumers, stages, pieces, splits = tile
     programs, partial, counters = divided(
-        x.device, "hopper_float8", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m
+        x.device, "hopper_float8", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m, splits
     )  # fmt: skip
     layout = gl.NVMMASharedLayout(128, 8, rank=2)
     with device_guard(x):

@@ -123,11 +123,12 @@ def combined(
 
 
 def divided(
-    device: torch.device, name: str, tiles: int, blocks: int, consumers: int, block_m: int
+    device: torch.device, name: str, tiles: int, blocks: int, consumers: int, block_m: int, splits: int = 0
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
     """Programs for `tiles` of `blocks` of k, `consumers` warpgroups and `block_m` rows, and where they exchange sums and count
-    arrivals; None if each has whole tiles. `name`: of the kernel whose counters they are."""
-    programs = min(num_sms(device), tiles * blocks)
+    arrivals; None if each has whole tiles. `name`: of the kernel whose counters they are; `splits`: programs for each tile, 0
+    for as many as there are multiprocessors."""
+    programs = min(tiles * splits or num_sms(device), tiles * blocks)
     if tiles % programs == 0:
         return programs, None, None
     partial = torch.empty(2 * programs * consumers * WIDTH * block_m, dtype=torch.float32, device=device)

@@ -97,7 +97,7 @@ def _multiply(
         complete = True
         if partial is not None:
             parts, complete = combined(
-                parts, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP
+                parts, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP, True
             )  # fmt: skip
         if complete:
             n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))

@@ -68,7 +68,8 @@ class Float8Tile(NamedTuple):
 def float8_tile(block_m: int, consumers: int, pieces: int, x_blocks: bool, splits: int = 0) -> Float8Tile:
     """With as many stages as shared memory holds, up to 12."""
     stage = (consumers * WIDTH + block_m) * BLOCK_K + 4 * block_m * x_blocks
-    return Float8Tile(block_m, consumers, min(12, SHARED_BYTES // stage), pieces, splits)
+    room = SHARED_BYTES - consumers * min(4096, 2 * WIDTH * block_m // pieces)  # for results on their way to memory
+    return Float8Tile(block_m, consumers, min(12, room // stage), pieces, splits)
 
 
 def choose_float8(m: int, n: int, k: int, x_blocks: bool) -> Float8Tile:

@@ -132,7 +132,9 @@ def test_a_tools_verdict(monkeypatch, tmp_path, capsys, tool, limit, status, ver
 @pytest.mark.parametrize(
     ("kernel", "least"),
     [
-        (mla_hopper.mla_hopper_attention, 10), (gqa_hopper.gqa_hopper_attention, 10), (hopper_mm.hopper_mm_kernel, 4),
+        (mla_hopper.mla_hopper_attention, 10),
+        (gqa_hopper.gqa_hopper_attention, 10),
+        (hopper_mm.hopper_mm_kernel, 4),
         (hopper_float8.hopper_float8_kernel, 2),
     ],
     ids=["mla", "gqa", "mm", "float8"],

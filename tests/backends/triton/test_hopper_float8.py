@@ -175,6 +175,12 @@ def test_both_operands_come_from_shared_memory(variant):
     """And each block of k is a product of its own: its first instruction adds to nothing."""
     ptx = ahead.compiled(variant, 90).asm["ptx"]
     rows = int(re.search(r"\[(\d+), 128\]", variant.signature["x"])[1]) // variant.constexprs["PIECES"]
-    found = re.findall(rf"wgmma\.mma_async\S*\.m64n{rows}k32\.f32\.e4m3\.e4m3 \{{[^}}]*\}}, (%rd\d+), %rd\d+, (\S+), 1, 1;", ptx)
-    assert len(found) == len(re.findall("wgmma.mma_async", ptx)) == 4 * variant.constexprs["PIECES"] * variant.constexprs["CONSUMERS"]
+    found = re.findall(
+        rf"wgmma\.mma_async\S*\.m64n{rows}k32\.f32\.e4m3\.e4m3 \{{[^}}]*\}}, (%rd\d+), %rd\d+, (\S+), 1, 1;", ptx
+    )
+    assert (
+        len(found)
+        == len(re.findall("wgmma.mma_async", ptx))
+        == 4 * variant.constexprs["PIECES"] * variant.constexprs["CONSUMERS"]
+    )
     assert [adds == "0" for _, adds in found] == [True, False, False, False] * (len(found) // 4)

@@ -120,7 +120,9 @@ def _multiply(
                 m = i * ROWS + gl.arange(0, ROWS, of_rows) + opaque_zero()  # else addresses of all rows are kept through loops
                 acc = parts[i]
                 if f_smem is None:
-                    acc = acc * gl.expand_dims(gl.load(x_scale + m.to(gl.int64) * x_row, mask=m < M, other=0.0).to(gl.float32), 0)
+                    acc = acc * gl.expand_dims(
+                        gl.load(x_scale + m.to(gl.int64) * x_row, mask=m < M, other=0.0).to(gl.float32), 0
+                    )
                 if not W_BLOCKS:
                     of_columns = gl.load(scale + n.to(gl.int64) * scale_row, mask=n < N, other=0.0).to(gl.float32)
                     acc = acc * gl.expand_dims(of_columns, 1)

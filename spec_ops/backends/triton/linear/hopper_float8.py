@@ -36,6 +36,20 @@ from spec_ops.backends.weight_format import BLOCK
 SCALE_ROWS = gl.constexpr(BLOCK)
 
 
+@gluon.constexpr_function
+def line_layout(columns, rows):
+    """Of results `[columns, rows]`: a warp has the columns that it has of a product's sums, a thread four of a row, so that what
+    it writes at a time is 8 rows of 32 bytes."""
+    registers = [[1, 0], [2, 0]]
+    row = 8
+    while row < rows:
+        registers.append([0, row])
+        row *= 2
+    return gl.DistributedLinearLayout(
+        registers, [[4, 0], [8, 0], [0, 1], [0, 2], [0, 4]], [[16, 0], [32, 0]], [], [columns, rows]
+    )  # fmt: skip
+
+
 @gluon.jit
 def _block_scale(scale, row_stride, column_stride, n0, block, N, K, BLOCK_K: gl.constexpr):
     """Of the 64 columns from `n0` on, which lie in one block of 128 x 128."""
@@ -56,6 +70,7 @@ def _multiply(
     ROWS: gl.constexpr = x_smem.shape[1] // PIECES
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     of_rows: gl.constexpr = gl.SliceLayout(0, sums)
+    LINES: gl.constexpr = line_layout(WIDTH, ROWS)
     await_predecessors(PDL)
     stage = 0
     phase = 0
@@ -97,7 +112,7 @@ def _multiply(
         complete = True
         if partial is not None:
             parts, complete = combined(
-                parts, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP
+                parts, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP, True
             )  # fmt: skip
         if complete:
             n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
@@ -105,14 +120,19 @@ def _multiply(
                 m = i * ROWS + gl.arange(0, ROWS, of_rows) + opaque_zero()  # else addresses of all rows are kept through loops
                 acc = parts[i]
                 if f_smem is None:
-                    acc = acc * gl.expand_dims(gl.load(x_scale + m.to(gl.int64) * x_row, mask=m < M, other=0.0).to(gl.float32), 0)
+                    acc = acc * gl.expand_dims(
+                        gl.load(x_scale + m.to(gl.int64) * x_row, mask=m < M, other=0.0).to(gl.float32), 0
+                    )
                 if not W_BLOCKS:
                     of_columns = gl.load(scale + n.to(gl.int64) * scale_row, mask=n < N, other=0.0).to(gl.float32)
                     acc = acc * gl.expand_dims(of_columns, 1)
                 if bias is not None:
                     acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
-                at = out + gl.expand_dims(m * N, 0) + gl.expand_dims(n, 1)
-                gl.store(at, acc.to(out.dtype.element_ty), mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1))
+                written = gl.convert_layout(acc.to(out.dtype.element_ty), LINES)
+                n_line = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, LINES))
+                m_line = i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LINES)) + opaque_zero()
+                at = out + gl.expand_dims(m_line * N, 0) + gl.expand_dims(n_line, 1)
+                gl.store(at, written, mask=gl.expand_dims(m_line < M, 0) & gl.expand_dims(n_line < N, 1))
         position = tile * blocks + last
 
 
@@ -258,9 +278,9 @@ def float8_mm(
     if not out.numel():
         return out
     tile = tile or choose_float8(m, n, k, operands.x_blocks)
-    block_m, consumers, stages, pieces = tile
+    block_m, consumers, stages, pieces, splits = tile
     programs, partial, counters = divided(
-        x.device, "hopper_float8", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m
+        x.device, "hopper_float8", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m, splits
     )  # fmt: skip
     layout = gl.NVMMASharedLayout(128, 8, rank=2)
     with device_guard(x):

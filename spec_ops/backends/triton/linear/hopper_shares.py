@@ -78,30 +78,54 @@ def load_blocks(
 
 
 @gluon.jit
-def _places(part, base, i: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Where numbers of `part`, the `i`-th of a warpgroup's columns by `BLOCK_M` rows, are from `base` on."""
-    n = gl.arange(0, part.shape[0], gl.SliceLayout(1, part.type.layout))
-    m = i * part.shape[1] + gl.arange(0, part.shape[1], gl.SliceLayout(0, part.type.layout))
-    return base + (gl.expand_dims(n * BLOCK_M, 1) + gl.expand_dims(m, 0))
+def _in_order(part):
+    """`part`, sums of `wgmma`, as one row: four numbers of a thread, then the next thread's."""
+    WIDTH: gl.constexpr = part.shape[0]
+    ROWS: gl.constexpr = part.shape[1]
+    split = gl.reshape(part, [WIDTH // 16, 2, 8, ROWS // 8, 4, 2])
+    return gl.reshape(gl.permute(split, (3, 0, 2, 4, 1, 5)), [WIDTH * ROWS])
+
+
+@gluon.jit
+def _as_sums(row, WIDTH: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+    """The inverse of `_in_order`."""
+    split = gl.reshape(row, [ROWS // 8, WIDTH // 16, 8, 4, 2, 2])
+    part = gl.reshape(gl.permute(split, (1, 4, 2, 0, 3, 5)), [WIDTH, ROWS])
+    return gl.convert_layout(part, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _places(part, base, i: gl.constexpr, ORDERED: gl.constexpr):
+    """Where numbers of `part`, the `i`-th of a warpgroup's, are from `base` on."""
+    if ORDERED:
+        return base + i * part.numel + gl.arange(0, part.numel, part.type.layout)
+    else:
+        n = gl.arange(0, part.shape[0], gl.SliceLayout(1, part.type.layout))
+        m = gl.arange(0, part.shape[1], gl.SliceLayout(0, part.type.layout))
+        return base + (gl.expand_dims(n * part.shape[1], 1) + gl.expand_dims(m, 0))
 
 
 @gluon.jit
 def combined(
     parts, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS: gl.constexpr,
-    WARPGROUP: gl.constexpr,
+    WARPGROUP: gl.constexpr, ORDERED: gl.constexpr = False,
 ):  # fmt: skip
     """The sums over all of k of `parts`, of blocks `first` to `last` of a tile, and whether this program has them: the last one
-    to arrive, which adds the programs' sums in the order of k. `parts`: a tuple, of as many rows each."""
+    to arrive, which adds the programs' sums in the order of k.
+
+    `parts`: a tuple, of as many rows each. `ORDERED`: in memory a thread's numbers lie together."""
     complete = (first == 0) & (last == blocks)
     if not complete:
         PARTS: gl.constexpr = len(parts)
         WIDTH: gl.constexpr = parts[0].shape[0]
-        BLOCK_M: gl.constexpr = parts[0].shape[1] * PARTS
-        SLOT: gl.constexpr = CONSUMERS * WIDTH * BLOCK_M
-        mine = partial + WARPGROUP * (WIDTH * BLOCK_M)
+        ROWS: gl.constexpr = parts[0].shape[1]
+        SUMS: gl.constexpr = parts[0].type.layout
+        SLOT: gl.constexpr = CONSUMERS * WIDTH * ROWS * PARTS
+        mine = partial + WARPGROUP * (WIDTH * ROWS * PARTS)
         # A program has at most two unfinished tiles: one that began before it (slot 0) and one that goes on after it (slot 1).
         for i in gl.static_range(PARTS):
-            gl.store(_places(parts[i], mine, i, BLOCK_M) + (2 * index + (first == 0).to(gl.int32)) * SLOT, parts[i])
+            written = _in_order(parts[i]) if ORDERED else parts[i]
+            gl.store(_places(written, mine, i, ORDERED) + (2 * index + (first == 0).to(gl.int32)) * SLOT, written)
         first_program = range_of(tile * blocks, share, longer)
         last_program = range_of(tile * blocks + blocks - 1, share, longer)
         counter = counters + tile * CONSUMERS + WARPGROUP
@@ -112,22 +136,23 @@ def combined(
             gl.store(counter, 0)  # for the next launch
             found = ()
             for i in gl.static_range(PARTS):
-                places = _places(parts[i], mine, i, BLOCK_M)
+                places = _places(_in_order(parts[i]) if ORDERED else parts[i], mine, i, ORDERED)
                 # .cg: partial sums come from other multiprocessors, so L1 must not answer
                 part = gl.load(places + (2 * first_program + 1) * SLOT, cache_modifier=".cg")
                 for program in range(first_program + 1, last_program + 1):
                     part += gl.load(places + 2 * program * SLOT, cache_modifier=".cg")
-                found = found + (part,)
+                found = found + (_as_sums(part, WIDTH, ROWS, SUMS) if ORDERED else part,)
             parts = found
     return parts, complete
 
 
 def divided(
-    device: torch.device, name: str, tiles: int, blocks: int, consumers: int, block_m: int
+    device: torch.device, name: str, tiles: int, blocks: int, consumers: int, block_m: int, splits: int = 0
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
     """Programs for `tiles` of `blocks` of k, `consumers` warpgroups and `block_m` rows, and where they exchange sums and count
-    arrivals; None if each has whole tiles. `name`: of the kernel whose counters they are."""
-    programs = min(num_sms(device), tiles * blocks)
+    arrivals; None if each has whole tiles. `name`: of the kernel whose counters they are; `splits`: programs for each tile, 0
+    for as many as there are multiprocessors."""
+    programs = min(tiles * splits or num_sms(device), tiles * blocks)
     if tiles % programs == 0:
         return programs, None, None
     partial = torch.empty(2 * programs * consumers * WIDTH * block_m, dtype=torch.float32, device=device)

@@ -56,18 +56,21 @@ SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignmen
 
 
 class Float8Tile(NamedTuple):
-    """As `HopperTile`, of `hopper_float8.py`; a product of all rows is computed in `pieces`."""
+    """As `HopperTile`, of `hopper_float8.py`; a product of all rows is computed in `pieces`. A tile has `splits` programs; with
+    0 all multiprocessors have equal shares of all tiles."""
 
     block_m: int
     consumers: int
     stages: int
     pieces: int
+    splits: int = 0
 
 
-def float8_tile(block_m: int, consumers: int, pieces: int, x_blocks: bool) -> Float8Tile:
+def float8_tile(block_m: int, consumers: int, pieces: int, x_blocks: bool, splits: int = 0) -> Float8Tile:
     """With as many stages as shared memory holds, up to 12."""
     stage = (consumers * WIDTH + block_m) * BLOCK_K + 4 * block_m * x_blocks
-    return Float8Tile(block_m, consumers, min(12, SHARED_BYTES // stage), pieces)
+    room = SHARED_BYTES - consumers * min(4096, 2 * WIDTH * block_m // pieces)  # for results on their way to memory
+    return Float8Tile(block_m, consumers, min(12, room // stage), pieces, splits)
 
 
 def choose_float8(m: int, n: int, k: int, x_blocks: bool) -> Float8Tile:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import spec_ops
+from spec_ops.backends.triton.linear import hopper_tiles
 from spec_ops.backends.weight_format import dequantized
 from spec_ops.models import quantize
 from spec_ops.models.stored_tensor import Inputs
@@ -301,6 +302,22 @@ def test_rows_like_any_others(fn):
     assert texts(result.done) == "skinny_mm: 4 rows, weight 320 x 512 of 8 bits"
     assert "float8_mm" not in texts(result.refused)
     assert close(module(*inputs)[0], fn(*args), 2**-7)
+
+
+def test_rows_of_float8_and_weights_of_int8():
+    module, _ = capture(in_rows, *of("int8"), dynamo=False)
+    result = run_pass(LowerSkinnyMm(), module, 90)
+    assert (result.matches, texts(result.refused)) == (1, "")
+    assert float8_mm_op not in targets(module)
+
+
+def test_fewer_rows_than_are_faster(monkeypatch):
+    monkeypatch.setattr(hopper_tiles, "FLOAT8_LEAST_ROWS", 9)
+    for m in (8, 9):
+        module, _ = capture(in_rows, *of("row", m=m), dynamo=False)
+        result = run_pass(LowerSkinnyMm(), module, 90)
+        assert targets(module).count(skinny_mm_op if m == 8 else float8_mm_op) == 1
+        assert ("fewer than 9 rows, which are faster in their own dtype" in texts(result.refused)) == (m == 8)
 
 
 def test_129_rows_and_sizes_that_are_not_known():

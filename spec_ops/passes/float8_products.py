@@ -11,7 +11,7 @@ from spec_ops.backends.triton.linear import hopper_tiles
 from spec_ops.backends.weight_format import BLOCK
 from spec_ops.ops.linear import float8_mm_op
 from spec_ops.passes.analysis.graph import insert, value
-from spec_ops.passes.analysis.rounded_rows import RoundedRows, rounded_rows, scaled_mm
+from spec_ops.passes.analysis.rounded_rows import FirstNodes, RoundedRows, rounded_rows, scaled_mm
 from spec_ops.passes.analysis.stored_weights import NoFormatError, StoredWeight
 from spec_ops.passes.base import PassResult
 
@@ -26,7 +26,7 @@ class Float8Products:
 
     def __init__(self, graph: fx.Graph, result: PassResult) -> None:
         self._graph, self._result = graph, result
-        self._first: dict[Any, fx.Node] = {}  # so that rows of several products are rounded once
+        self._first: FirstNodes = {}  # so that rows of several products are rounded once
 
     def lower(self, node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: StoredWeight, arch: int) -> bool:
         """Replace the `mm` or `addmm` at `node` of rows `x`, if these and the weight are both of float8."""
@@ -61,7 +61,7 @@ class Float8Products:
         if reason := _refusal(node, bias, stored, (m, n, k), arch):
             self._result.refuse(node, f"float8_mm of {_shapes(node, x)}: {reason}")
             return False
-        numbers, steps = rows.shared(self._first).insert(self._graph, node, m, k)
+        numbers, steps = rows.insert(self._graph, node, m, k, self._first)
         data, scale, *_ = stored.insert(self._graph, node)
         args = (numbers, steps, data, scale, bias, value(node).dtype)
         new = insert(self._graph, node, float8_mm_op, args, source=node)

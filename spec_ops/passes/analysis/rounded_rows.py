@@ -37,7 +37,7 @@ from spec_ops.passes.analysis.stored_weights import (
 aten, prims = torch.ops.aten, torch.ops.prims
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CONSTANTS = {aten.scalar_tensor.default, aten.full.default}
-_FIRST = dict[Any, fx.Node]
+FirstNodes = dict[Any, fx.Node]  # of each value that was looked at, by what computes it and by all nodes that do
 
 
 class RoundedRows(NamedTuple):
@@ -53,9 +53,17 @@ class RoundedRows(NamedTuple):
     scales: fx.Node
     columns: int
 
-    def insert(self, graph: fx.Graph, before: fx.Node, m: int, k: int) -> tuple[fx.Node, fx.Node]:
-        """Nodes of the numbers and their scales, as `float8_mm` takes them."""
-        x, scales = self.numbers, self.scales
+    def insert(self, graph: fx.Graph, before: fx.Node, m: int, k: int, first: FirstNodes) -> tuple[fx.Node, fx.Node]:
+        """Nodes of the numbers and their scales, as `float8_mm` takes them; of products that round the same rows alike, those of
+        the first.
+
+        Args:
+            graph: that they are in.
+            before: the product, which comes after those that were asked about earlier.
+            m, k: its rows and columns.
+            first: of the graph; it grows.
+        """
+        x, scales = _first(self.numbers, first), _first(self.scales, first)
         if tuple(value(x).shape) != (m, k):
             x = insert(graph, before, aten.reshape.default, (x, [m, k]))
         fake = value(x)
@@ -63,19 +71,11 @@ class RoundedRows(NamedTuple):
             x = insert(graph, before, aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
         if value(scales).dtype != torch.float32 and not is_stored(scales):
             # Inductor keeps in float32 what it computes in between: this is what it divides rows by.
-            scales = insert(graph, before, prims.convert_element_type.default, (scales, torch.float32))
+            scales = _first(insert(graph, before, prims.convert_element_type.default, (scales, torch.float32)), first)
         shape = (1, 1) if value(scales).numel() == 1 else (m, k // self.columns)
         if tuple(value(scales).shape) != shape:
             scales = insert(graph, before, aten.reshape.default, (scales, list(shape)))
         return x, scales
-
-    def shared(self, first: _FIRST) -> RoundedRows:
-        """The same rows as the first product has them for which they were rounded, so that later ones do not round them again.
-
-        Args:
-            first: of the graph: the first node of each value so far, which grows. Products come in the order of the graph.
-        """
-        return self._replace(numbers=_first(self.numbers, first), scales=_first(self.scales, first))
 
 
 def rounded_rows(x: fx.Node) -> RoundedRows | None:
@@ -155,7 +155,7 @@ def _checked(numbers: fx.Node, scales: fx.Node, columns: int, k: int) -> Rounded
     return RoundedRows(numbers, scales, columns)
 
 
-def _first(node: Any, first: _FIRST) -> Any:
+def _first(node: Any, first: FirstNodes) -> Any:
     """The first node that computes what `node` does, from the same values by the same operations."""
     if node in first:
         return first[node]

@@ -54,8 +54,8 @@ class RoundedRows(NamedTuple):
     columns: int
 
     def insert(self, graph: fx.Graph, before: fx.Node, m: int, k: int, first: FirstNodes) -> tuple[fx.Node, fx.Node]:
-        """Nodes of the numbers and their scales, as `float8_mm` takes them; of products that round the same rows alike, those of
-        the first.
+        """Nodes of the numbers and their scales, as `float8_mm` takes them; of products that round the same rows alike, those
+        of the first.
 
         Args:
             graph: that they are in.

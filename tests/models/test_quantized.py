@@ -287,6 +287,21 @@ def test_text_of_a_quantized_target(torchao, kind):
 
 
 @pytest.mark.slow
+def test_batch_invariant_text_with_rows_of_8_bits():
+    """In bfloat16 too: a row is rounded by itself."""
+    target, draft, tokenizer = load_pair(dtype=torch.bfloat16)
+    prompts = held_out_prompts(tokenizer, 2, 32)
+    for model in (target, draft):
+        quantize(model, "float8_block_dynamic")
+    limits = {"max_seq_len": 64, "invariant": True}
+    plain = Generator(target, None, max_batch_size=2, **limits).generate(prompts, max_new_tokens=20)
+    fast = Generator(target, draft, max_batch_size=2, **limits).generate(prompts, max_new_tokens=20)
+    alone = Generator(target, draft, max_batch_size=1, **limits).generate(prompts[1:], max_new_tokens=20)
+    assert fast.tokens == plain.tokens
+    assert alone.tokens == plain.tokens[1:]
+
+
+@pytest.mark.slow
 def test_speculation_gives_the_text_of_the_quantized_target(torchao):
     """And gains as many tokens a round, within 2%."""
     target, draft, tokenizer = load_pair()

@@ -1,4 +1,4 @@
-"""Products of rows and weights of float8 on Hopper (`linear/hopper_float8.py`), on a GPU: errors, graphs, dependent launches."""
+"""Products of rows and weights of float8 on Hopper (`linear/hopper_float8.py`), on a GPU: errors, graphs and launches."""
 
 from __future__ import annotations
 

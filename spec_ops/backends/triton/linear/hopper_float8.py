@@ -38,8 +38,8 @@ SCALE_ROWS = gl.constexpr(BLOCK)
 
 @gluon.constexpr_function
 def line_layout(columns, rows):
-    """Of results `[columns, rows]`: a warp has the columns that it has of a product's sums, a thread four of a row, so that what
-    it writes at a time is 8 rows of 32 bytes."""
+    """Of results `[columns, rows]`: a warp has the columns that it has of a product's sums, a thread four of a row. So what it
+    writes at a time is 8 rows of 32 bytes."""
     registers = [[1, 0], [2, 0]]
     row = 8
     while row < rows:
@@ -104,7 +104,7 @@ def _multiply(
                     part = parts[i] + product * factor
                 else:
                     part = parts[i] + product
-                added = added + (part,)
+                added = added + (part,)  # noqa: RUF005 (not Triton's syntax)
             parts = added
             arrive(free.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
@@ -174,8 +174,8 @@ def hopper_float8_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -188,12 +188,12 @@ def hopper_float8_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
                 )),
                 (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -206,16 +206,16 @@ def hopper_float8_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
                 )),
                 (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
                 )),
                 (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 2,
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 2,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -229,20 +229,20 @@ def hopper_float8_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
                 )),
                 (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
                 )),
                 (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 2,
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 2,
                 )),
                 (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 3,
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 3,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -289,8 +289,8 @@ def float8_mm(
             TensorDescriptor(x, [m, k], [x.stride(0) if m > 1 else k, 1], [block_m, BLOCK_K], layout),
             x_scale, *_strides(x_scale),
             TensorDescriptor(weight, [n, k], [weight.stride(0) if n > 1 else k, 1], [WIDTH, BLOCK_K], layout),
-            scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0), None if bias is None else bias.contiguous(),
-            out, CONSUMERS=consumers, STAGES=stages, PIECES=pieces, X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks,
+            scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0),
+            None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages, PIECES=pieces, X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks,
             num_warps=4, early=True,
         )  # fmt: skip
     return out

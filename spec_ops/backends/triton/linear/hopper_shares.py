@@ -141,7 +141,7 @@ def combined(
                 part = gl.load(places + (2 * first_program + 1) * SLOT, cache_modifier=".cg")
                 for program in range(first_program + 1, last_program + 1):
                     part += gl.load(places + 2 * program * SLOT, cache_modifier=".cg")
-                found = found + (_as_sums(part, WIDTH, ROWS, SUMS) if ORDERED else part,)
+                found = found + (_as_sums(part, WIDTH, ROWS, SUMS) if ORDERED else part,)  # noqa: RUF005 (not Triton's syntax)
             parts = found
     return parts, complete
 

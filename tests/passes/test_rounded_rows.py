@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 import spec_ops
 from spec_ops.backends.triton.linear import hopper_tiles
@@ -21,6 +23,7 @@ from spec_ops.passes.analysis.stored_weights import weight_bytes
 from spec_ops.passes.compile_kernels import arguments, launches_of
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
+from spec_ops.passes.manager import SLOT, PassManager
 from spec_ops.passes.require_invariance import RequireInvariance
 from tests.helpers.pass_harness import capture, compile_interpreted, run_pass, targets, texts
 from tests.helpers.stored_weights import stored
@@ -453,6 +456,24 @@ def test_a_compiled_layer(arch, kind):
         assert ("got sm_100" in report.text(verbose=True)) == (arch == 100)
     for ours, eager in zip(got, want, strict=True):
         assert close(ours, eager, 1e-6 if arch is None else 2**-4)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_inductor_rounds_in_one_kernel():
+    """For a CPU, from a plan for Hopper: two layers take the same buffers."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = nn.ModuleList([quantize(nn.Linear(K, N).bfloat16(), "float8_block_dynamic") for _ in range(2)])
+    options = {SLOT: PassManager(arch=90, every_graph=True), "shape_padding": False}
+    compiled = torch.compile(lambda x: tuple(layer(x) for layer in layers), fullgraph=True, dynamic=False, options=options)
+    x = torch.randn(2, 2, K).bfloat16()
+    got, (code,) = run_and_get_code(compiled, x)
+    assert len(re.findall(r"^cpp_fused\w* = async_compile", code, re.MULTILINE)) == 1
+    first, second = re.findall(r"spec_ops\.float8_mm\.default\((reinterpret_tensor\(.*?\), reinterpret_tensor\(.*?\)),", code)
+    assert first == second
+    for ours, layer in zip(got, layers, strict=True):
+        assert close(ours, layer(x), 2**-6)
 
 
 @pytest.mark.parametrize("inputs_of", [ROW, GROUP])

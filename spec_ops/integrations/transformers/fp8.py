@@ -70,8 +70,7 @@ def round_rows(model: PreTrainedModel) -> PreTrainedModel:
             known = f"float scales for whole weights, or for blocks of {BLOCK} x {BLOCK} that divide the columns"
             got = f"{layer.weight_scale_inv.dtype} for {blocks} of {layer.in_features} columns in {name}"
             raise ValueError(f"round_rows: `model` must have {known}, got {got}")
-        measured = layer.activation_scale is not None
-        found[layer] = Inputs("float8", 0 if blocks is None or measured else BLOCK, float32_scales=True)
+        found[layer] = Inputs("float8", 0 if blocks is None else BLOCK, float32_scales=True)
     for layer, inputs in found.items():
         setattr(layer, _ROUNDS, inputs)
     return model

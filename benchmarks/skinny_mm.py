@@ -9,8 +9,8 @@
 The pass `lower_skinny_mm` takes its rule from these rows: a product is replaced where `us` is below `torch_us`. The last lines
 say for each weight which of the rule's ranges of rows gain, and what the rule does today (on sm_90). Products with
 weights of fewer bits are measured beside `torch.mm` on the dequantized weight (`torch_us`) and what a user has otherwise
-(`stored_mm.py`): `scaled_mm_us`, `int4pack_us`, `mslk_us`. `*_error` is such a kernel's error divided by `torch.mm`'s. For
-these the last lines are the shares of the floor, and what was faster. The file is written after every weight.
+(`stored_mm.py`): `scaled_mm_us`, `float8_mm_us`, `int4pack_us`, `mslk_us`. `*_error` is such a kernel's error divided by
+`torch.mm`'s. For these the last lines are the shares of the floor, and what was faster. The file is written after every weight.
 """
 
 from __future__ import annotations

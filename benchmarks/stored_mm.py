@@ -2,7 +2,8 @@
 otherwise.
 
 - float8: `torch._scaled_mm`, for which rows are rounded to 8 bits before it, with a scale for each row, for all of them, or for
-  128 columns of a row beside a weight in blocks. Compiled, as a user would; its time has theirs.
+  128 columns of a row beside a weight in blocks. Compiled, as a user would; its time has theirs. And our `float8_mm` on the
+  same rows.
 - int4: torch's `_weight_int4pack_mm`, which torchao's `tile_packed_to_4d` calls, and where `mslk` is installed the kernel of
   torchao's `Int4Tensor`.
 
@@ -23,10 +24,11 @@ import torch
 from benchmarks.timing import time_calls
 from spec_ops.backends.weight_format import dequantized, packed
 from spec_ops.models.quantized import float8_tensor, mxfp4_tensor, nvfp4_tensor
+from spec_ops.ops.linear import float8_mm_op
 from spec_ops.passes.manager import find_binaries_where_inductor_does
 
 KINDS = ("tensor", "row", "block", "int4", "nvfp4", "mxfp4")
-OTHERS = ("scaled_mm", "int4pack", "mslk")  # what a user has otherwise
+OTHERS = ("scaled_mm", "float8_mm", "int4pack", "mslk")  # what a user has otherwise; rows of 8 bits by our own kernel
 DEVICE = "cuda"
 COLD_BYTES = 200_000_000  # of weights in turn: four times the L2 of an H200
 # Seconds before a measurement, fewer than elsewhere: these products wait for memory, and a measurement takes some 10 ms.
@@ -72,6 +74,14 @@ def scaled_mm(
     return torch._scaled_mm(rounded, weight.t(), row_scales, scale.t(), out_dtype=x.dtype)
 
 
+def float8_mm(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, kind: str, rows: Callable[..., Any] = rounded_rows
+) -> torch.Tensor:
+    """As `scaled_mm`, by our kernel."""
+    rounded, row_scales = rows(x, kind)
+    return float8_mm_op(rounded, row_scales, weight, scale, None, x.dtype)
+
+
 def int4pack_parts(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What `torch._convert_weight_to_int4pack` takes, `[n, k / 2]` of numbers from 0 to 15, the even column in the high half;
     and `[k / group, n, 2]` scales and zeros, of numbers less 8."""
@@ -87,7 +97,11 @@ def others(kind: str, cases: list[tuple[Any, ...]]) -> dict[str, Callable[[int],
             return {}
         # For any sizes, or there would be a compilation for each, and after eight of them none.
         rows = torch.compile(rounded_rows, dynamic=True)
-        return {"scaled_mm": lambda m: [partial(scaled_mm, x[:m], w, s, kind, rows) for x, w, s, *_ in cases]}
+
+        def of(product: Callable[..., torch.Tensor]) -> Callable[[int], list[Callable[[], torch.Tensor]]]:
+            return lambda m: [partial(product, x[:m], w, s, kind, rows) for x, w, s, *_ in cases]
+
+        return {"scaled_mm": of(scaled_mm), "float8_mm": of(float8_mm)}
     if kind != "int4":
         return {}
 

@@ -71,7 +71,7 @@ def lookup(results: Path) -> str:
 def quantized(results: Path) -> str:
     (exact,) = load("cpu-chain3-exact", results)["rows"]
     lines = [["float32", f"{exact['accept_length']:.2f}", ""]]
-    for name in ("float8", "int8", "int4", "nvfp4", "mxfp4"):
+    for name in ("float8", "float8_dynamic", "float8_block_dynamic", "int8", "int4", "nvfp4", "mxfp4"):
         (row,) = load(f"cpu-chain3-{name}", results)["rows"]
         change = row["accept_length"] / exact["accept_length"] - 1
         lines.append([row["weights"], f"{row['accept_length']:.2f}", f"{change:+.1%}"])

@@ -6,13 +6,29 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from spec_ops.models.quantized import float8_tensor, int4_tensor, linear_layers, mxfp4_tensor, nvfp4_tensor
+from spec_ops.models.quantized import (
+    float8_block_dynamic_tensor,
+    float8_dynamic_tensor,
+    float8_tensor,
+    int4_tensor,
+    linear_layers,
+    mxfp4_tensor,
+    nvfp4_tensor,
+)
 from spec_ops.models.quantized_experts import EXPERT_KINDS, mixtures, store_experts
 from spec_ops.models.stored_tensor import StoredTensor
 
-KINDS = ("float8", "float8_block", "int4", "nvfp4", "mxfp4", "mxfp4_experts")
+KINDS = ("float8", "float8_block", "float8_dynamic", "float8_block_dynamic", "int4", "nvfp4", "mxfp4", "mxfp4_experts")
 OF_EXPERTS = "_experts"  # of a kind that stores experts alone, as gpt-oss is published
-_OF_4_BITS = {"int4": int4_tensor, "nvfp4": nvfp4_tensor, "mxfp4": mxfp4_tensor}
+_DYNAMIC = "_dynamic"  # of one that rounds rows too, but not those of experts
+_STORED = {
+    "float8_block": float8_tensor,
+    "float8_dynamic": float8_dynamic_tensor,
+    "float8_block_dynamic": float8_block_dynamic_tensor,
+    "int4": int4_tensor,
+    "nvfp4": nvfp4_tensor,
+    "mxfp4": mxfp4_tensor,
+}
 
 
 def store(model: nn.Module, kind: str) -> None:
@@ -20,18 +36,16 @@ def store(model: nn.Module, kind: str) -> None:
     its weights where `kind` is one of experts alone."""
     layers = [] if kind.endswith(OF_EXPERTS) else linear_layers(model)
     kind = kind.removesuffix(OF_EXPERTS)
-    if kind in EXPERT_KINDS:
+    if (of_experts := kind.removesuffix(_DYNAMIC)) in EXPERT_KINDS:
         for mixture in mixtures(model):
-            store_experts(mixture, kind, mxfp4_tensor if kind == "mxfp4" else float8_tensor)
+            store_experts(mixture, of_experts, mxfp4_tensor if of_experts == "mxfp4" else float8_tensor)
     for layer in layers:
         layer.weight = nn.Parameter(stored(layer.weight, kind), requires_grad=False)
 
 
 def stored(weight: torch.Tensor, kind: str) -> StoredTensor:
     """`weight [n, k]` in one of `KINDS` but those of experts alone; `"float8"` has a scale for each row."""
-    if (store := _OF_4_BITS.get(kind)) is not None:
-        return store(weight)
-    return float8_tensor(weight, 1, weight.shape[1]) if kind == "float8" else float8_tensor(weight)
+    return float8_tensor(weight, 1, weight.shape[1]) if kind == "float8" else _STORED[kind](weight)
 
 
 def parameter_bytes(parameter: torch.Tensor) -> int:

@@ -21,6 +21,7 @@ from benchmarks.sanitize import attention as sanitize_attention
 from spec_ops.backends.push import of_one_process
 from spec_ops.backends.triton.cache import rope_append as rope
 from spec_ops.backends.triton.collectives import push
+from spec_ops.backends.triton.linear import hopper_float8
 from spec_ops.backends.triton.linear import invariant as invariant_linear
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
@@ -159,6 +160,17 @@ def _hopper_mm(kind: str, m: int, device: str) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=2**-7, atol=0.25)
 
 
+def _hopper_float8(kind: str, m: int, device: str) -> None:
+    """As `_hopper_mm`, with rows of float8 too: scales of blocks go through shared memory."""
+    (x, x_scale, _), (weight, scale, _) = (stored(Rng(i).tensor(i, 1280), kind) for i in (m, 200))
+    if kind == "block":  # a row's scales, not those of 128 rows
+        x_scale = x_scale.repeat_interleave(128, 0)[:m].contiguous()
+    args = x, x_scale, weight, scale, None, torch.bfloat16
+    got = hopper_float8.float8_mm(*Copy(args, device).args).cpu()
+    wanted = reference_linear.float8_mm(*args[:-1], torch.float32)
+    torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=0.25)
+
+
 def _norm_linear(m: int, device: str) -> None:
     """A norm divided among two products, and its scale in SiLU: several programs share a tile; odd rows, columns and sums."""
     rng = Rng(m)
@@ -260,6 +272,9 @@ def cases() -> list[Case]:
     for kind, m in (("int4-128", 31), ("int4-128", 127), ("nvfp4", 63), ("mxfp4", 64)):
         run = functools.partial(_hopper_mm, kind, m)
         found.append(Case(f"skinny_mm on Hopper, {kind}, {m} rows", ("hopper_mm_kernel",), run, interpreted=False))
+    for kind, m in (("row", 7), ("block", 31), ("row", 127), ("block", 128)):
+        run = functools.partial(_hopper_float8, kind, m)
+        found.append(Case(f"float8_mm, {kind}, {m} rows", ("hopper_float8_kernel",), run, interpreted=False))
     for m in (4, 15, 31):
         names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
         found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))

@@ -149,8 +149,8 @@ Quantize = Annotated[
     str | None,
     typer.Option(
         "--quantize",
-        help="Weights of 8 bits: float8, int8 (a scale a row), float8_block (128 x 128), float8_tensor (one); of 4: int4, "
-        "nvfp4, mxfp4.",
+        help="Weights of 8 bits: float8, int8 (a scale a row), float8_block (128 x 128), float8_tensor (one); also rows: "
+        "float8_dynamic, float8_block_dynamic; weights of 4: int4, nvfp4, mxfp4.",
     ),
 ]
 Compile = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile rounds (CUDA graphs on a GPU).")]

@@ -13,9 +13,10 @@ from spec_ops._extras import install_hint
 from spec_ops.backends.weight_format import BLOCK, E2M1_MAX, FLOAT4_GROUPS, GROUPS, e2m1, e8m0, packed, packed_e2m1
 from spec_ops.models.layers import Mixture
 from spec_ops.models.quantized_experts import EXPERT_KINDS, is_stored, mixtures, store_experts
-from spec_ops.models.stored_tensor import StoredTensor
+from spec_ops.models.stored_tensor import Inputs, StoredTensor
 
-KINDS = ("float8", "float8_block", "float8_tensor", "int8", "int4", "nvfp4", "mxfp4")
+KINDS = ("float8", "float8_block", "float8_tensor", "float8_dynamic", "float8_block_dynamic", "int8", "int4", "nvfp4", "mxfp4")
+_DYNAMIC = "_dynamic"  # of a kind whose rows are rounded too
 _COLUMNS = 2 * min(GROUPS)  # what the kernels need k to be a multiple of
 _GROUP = 128  # columns that share a scale in 4 bits, where k is a multiple of it; torchao's default
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -24,23 +25,28 @@ _RANGES = [1 - 0.02 * i for i in range(16)]  # parts of a group's range that 4 b
 
 
 def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) -> nn.Module:
-    """Store the weights of a model's linear layers in 8 or 4 bits, in place. Activations keep their dtype.
+    """Store the weights of a model's linear layers in 8 or 4 bits, in place. Activations keep their dtype, and their values but
+    for the kinds that end in `_dynamic`.
 
     The weights become torchao's `Float8Tensor` or `Int8Tensor`, but for kinds that become `StoredTensor`: `"float8_block"`,
-    which torchao has for 8-bit activations alone; `"int4"`, in the layout of torchao's `Int4Tensor`, whose own kernels need a
-    GPU and one more package; `"nvfp4"` and `"mxfp4"`, of which torchao has prototypes. Biases, embeddings, norms, routers and
-    layers whose input is no multiple of 64 stay as they are, and so do layers that are quantized already, such as an LM head
-    that a draft shares with its target. The experts of this package's mixtures are stored too where `moe_experts` reads the
-    kind: the three of float8, `"int4"` (without zero points), and `"mxfp4"`. Load weights first: a quantized model has no state
-    dict in the layout of checkpoints.
+    which torchao has for 8-bit activations alone; those that end in `_dynamic`; `"int4"`, in the layout of torchao's
+    `Int4Tensor`, whose own kernels need a GPU and one more package; `"nvfp4"` and `"mxfp4"`, of which torchao has prototypes.
+    Biases, embeddings, norms, routers and layers whose input is no multiple of 64 stay as they are, and so do layers that are
+    quantized already, such as an LM head that a draft shares with its target. The experts of this package's mixtures are stored
+    too where `moe_experts` reads the kind: those of float8, `"int4"` (without zero points), and `"mxfp4"`. Their rows are never
+    rounded: `"float8_dynamic"` and `"float8_block_dynamic"` store experts as `"float8"` and `"float8_block"` do. Load weights
+    first: a quantized model has no state dict in the layout of checkpoints.
 
     Args:
         model: of any kind; ours, or one of transformers.
         kind: `"float8"`: float8_e4m3fn with a float32 scale for each row (output channel). `"float8_block"`: with one for each
             block of 128 x 128, as in DeepSeek's and Qwen's checkpoints. `"float8_tensor"`: with one for each weight.
-            `"int8"`: int8 with a scale for each row. `"int4"`: 4 bits, a scale and a zero point for 128 columns of a row each
-            (64 where 128 does not divide them). `"nvfp4"`: 4-bit floats, a scale of float8_e4m3fn for 16 columns of a row, and
-            a float32 scale for each weight. `"mxfp4"`: 4-bit floats, a power of 2 for 32 columns of a row.
+            `"float8_dynamic"`: as `"float8"`, and each row that meets a weight is rounded to float8 too, with a float32 scale
+            of its own. `"float8_block_dynamic"`: as `"float8_block"`, and rows are rounded with a scale for 128 columns each
+            (64 where 128 does not divide them), as DeepSeek's code does. `"int8"`: int8 with a scale for each row. `"int4"`: 4
+            bits, a scale and a zero point for 128 columns of a row each (64 where 128 does not divide them). `"nvfp4"`: 4-bit
+            floats, a scale of float8_e4m3fn for 16 columns of a row, and a float32 scale for each weight. `"mxfp4"`: 4-bit
+            floats, a power of 2 for 32 columns of a row.
         lm_head: whether layers of that name are quantized too.
 
     Returns:
@@ -56,9 +62,9 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
     if kind not in KINDS:
         raise ValueError(f"quantize: `kind` must be one of {list(KINDS)}, got {kind!r}")
     layers = linear_layers(model, lm_head)
-    if kind in EXPERT_KINDS:
+    if (of_experts := kind.removesuffix(_DYNAMIC)) in EXPERT_KINDS:
         for mixture in mixtures(model):
-            store_experts(mixture, kind, _STORED.get(kind, float8_tensor))
+            store_experts(mixture, of_experts, _STORED.get(of_experts, float8_tensor))
     if (store := _STORED.get(kind)) is not None:
         for layer in layers:
             layer.weight = nn.Parameter(store(layer.weight), requires_grad=False)
@@ -109,6 +115,21 @@ def float8_tensor(weight: torch.Tensor, rows: int = BLOCK, columns: int = BLOCK)
     numbers = blocks / torch.where(scale == 0, 1, scale)[:, None, :, None]
     stored = numbers.view(padded.shape)[:n, :k].to(torch.float8_e4m3fn).contiguous()
     return StoredTensor(stored, scale, dtype=weight.dtype)
+
+
+def float8_dynamic_tensor(weight: torch.Tensor) -> StoredTensor:
+    """`weight [n, k]` in float8_e4m3fn with a scale for each row, for rows that are rounded with a scale each."""
+    return _with_rounded_rows(float8_tensor(weight, 1, weight.shape[1]), 0)
+
+
+def float8_block_dynamic_tensor(weight: torch.Tensor) -> StoredTensor:
+    """`weight [n, k]` in float8_e4m3fn with a scale for each 128 x 128, for rows that are rounded with one for 128 columns, or
+    for 64 where 128 does not divide k, a multiple of 64."""
+    return _with_rounded_rows(float8_tensor(weight), BLOCK if weight.shape[1] % BLOCK == 0 else BLOCK // 2)
+
+
+def _with_rounded_rows(weight: StoredTensor, group: int) -> StoredTensor:
+    return StoredTensor(weight.data_, weight.scale, dtype=weight.dtype, inputs=Inputs("float8", group, float32_scales=True))
 
 
 @torch.no_grad()
@@ -195,6 +216,8 @@ def _divisor(scale: torch.Tensor) -> torch.Tensor:
 
 _STORED: dict[str, Callable[[torch.Tensor], StoredTensor]] = {
     "float8_block": float8_tensor,
+    "float8_dynamic": float8_dynamic_tensor,
+    "float8_block_dynamic": float8_block_dynamic_tensor,
     "int4": int4_tensor,
     "nvfp4": nvfp4_tensor,
     "mxfp4": mxfp4_tensor,

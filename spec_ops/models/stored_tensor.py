@@ -24,13 +24,19 @@ _RANGES = {"float8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
 class Inputs(NamedTuple):
     """To which numbers a layer rounds its rows, as checkpoints of 8-bit and 4-bit activations ask for; they keep their dtype.
 
+    A product of few rows of float8 with a weight of float8 takes the numbers and the scales themselves where a kernel can
+    (`lower_skinny_mm`).
+
     Attributes:
         kind: `"float8"` or `"int8"`, symmetric; `"nvfp4"`.
         group: columns of a row that share a scale; 0: all of them. 16 for `"nvfp4"`.
+        float32_scales: whether scales of 8 bits are float32, as DeepSeek's `act_quant` has them; else of the rows' dtype, as
+            compressed-tensors has them.
     """
 
     kind: str
     group: int = 0
+    float32_scales: bool = False
 
     def rounded(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """`rows [..., k]`, with the scale `[1]` or one from the greatest magnitude of each group. `"nvfp4"` has both: groups'
@@ -39,14 +45,18 @@ class Inputs(NamedTuple):
             return self._float4(rows, scale)
         low, high = _RANGES[self.kind]
         values = rows.unflatten(-1, (-1, self.group)) if self.group else rows
+        values = values.float() if self.float32_scales else values
         if scale is None:
             steps = values.abs().amax(-1, keepdim=True) / ((high - low) / 2)
-            steps = torch.where(steps == 0, torch.finfo(steps.dtype).eps, steps)
+            if self.float32_scales:
+                steps = steps.clamp_min(torch.finfo(steps.dtype).tiny)  # rows of zeros stay zeros
+            else:
+                steps = torch.where(steps == 0, torch.finfo(steps.dtype).eps, steps)
         else:
-            steps = scale.to(rows.dtype)
+            steps = scale.to(values.dtype)
         numbers = (values / steps).clamp(low, high)
-        numbers = numbers.round() if self.kind == "int8" else numbers.to(torch.float8_e4m3fn).to(rows.dtype)
-        return (numbers * steps).view(rows.shape)
+        numbers = numbers.round() if self.kind == "int8" else numbers.to(torch.float8_e4m3fn).to(values.dtype)
+        return (numbers * steps).to(rows.dtype).view(rows.shape)
 
     def _float4(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         values = rows.unflatten(-1, (-1, self.group))

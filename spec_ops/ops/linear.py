@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import torch
 
+from spec_ops.backends.float8_rows import float8_operands
 from spec_ops.backends.squares import sums_of
 from spec_ops.backends.weight_format import columns_of, for_columns, weight_format
 from spec_ops.ops._library import define_op
 from spec_ops.ops.reference import linear as reference
 
-__all__ = ["add_skinny_mm_op", "invariant_weight", "scaled_silu_mul_op", "scaled_skinny_mm_op", "skinny_mm_op"]
+__all__ = [
+    "add_skinny_mm_op",
+    "float8_mm_op",
+    "invariant_weight",
+    "scaled_silu_mul_op",
+    "scaled_skinny_mm_op",
+    "skinny_mm_op",
+]
 
 _SCALES = "Tensor? scale=None, Tensor? zero=None, Tensor? tensor_scale=None"
 
@@ -42,6 +50,23 @@ skinny_mm_op = define_op(
     _skinny_mm_fake,
     cuda="spec_ops.backends.triton.linear.invariant:skinny_mm",
     invariant="invariant",
+)
+
+
+def _float8_mm_fake(x, x_scale, weight, scale, bias, dtype):
+    float8_operands("float8_mm", x, x_scale, weight, scale, bias, dtype)
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+
+# `(x * x_scale) @ (weight * scale)^T + bias [n]`, summed in float32 and rounded once, as a contiguous `[m, n]` of `dtype`: rows
+# of float8 beside a weight of float8, with the scales that `backends/float8_rows.py` tells of, at any strides. On CUDA: sm_90, m
+# up to 128, k a multiple of 128, a result of bfloat16 or float16, rows of `x` and `weight` contiguous and aligned to 16 bytes;
+# anything else is an error (`hopper_tiles.float8_mm_refusal`).
+float8_mm_op = define_op(
+    "float8_mm(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, Tensor? bias, ScalarType dtype) -> Tensor",
+    reference.float8_mm,
+    _float8_mm_fake,
+    cuda="spec_ops.backends.triton.linear.hopper_float8:float8_mm",
 )
 
 # An RMS norm between two products is divided among them, since its factor of a row, `rstd = rsqrt(mean(y^2) + eps)`, can be

@@ -20,6 +20,14 @@ needs no figures, only a GPU with the kernel's instructions and no more rows tha
 dequantized. torchao's int4 weights come with a kernel, which a product of few rows does without too, unless they lie in an
 order of that kernel's own.
 
+Rows that were rounded to float8, as `quantize(model, "float8_dynamic")` asks for, meet a float8 weight as they are too:
+
+    mm(view(mul(convert(numbers), steps)), convert(mul(convert(permute(weight)), scale)))
+    _scaled_mm(numbers, permute(weight), steps, permute(scale))     ->     float8_mm(numbers, steps, weight, scale, None)
+
+on Hopper, for as few and as many rows as `hopper_tiles` says. Rows that several products share are rounded once. Elsewhere
+rounded rows are rows like any others.
+
 Where results must be batch-invariant, every product with a weight is replaced, by the variant of the kernel that is
 (`require_invariance`), and weights of fewer bits are dequantized.
 """
@@ -48,6 +56,7 @@ from spec_ops.passes.analysis.stored_weights import (
     shuffled_int4,
 )
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
+from spec_ops.passes.float8_products import Float8Products, layout_refusal
 
 aten = torch.ops.aten
 BLOCK_K = 256  # values of a row of the weight that the kernel reads at a time
@@ -124,6 +133,7 @@ class LowerSkinnyMm(GraphPass):
             return
         if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
             return  # the user asked Inductor to choose the kernels of products by timing them
+        float8 = Float8Products(graph, result)
         for node in [node for node in graph.nodes if node.op == "call_function"]:
             if (int4 := int4_rows(node)) is not None:
                 _read_as_stored(graph, node, None, *int4, context, result)
@@ -133,12 +143,16 @@ class LowerSkinnyMm(GraphPass):
                     node, f"product with torchao's {shuffled}: its weight lies in the order of that product's own kernel"
                 )
                 continue
+            if node.target is aten._scaled_mm.default:
+                if (arch := _arch(value(node), context)) is not None:
+                    float8.lower_scaled_mm(node, arch)
+                continue
             if node.target not in (aten.mm.default, aten.addmm.default):
                 continue
             bias, x, right = operands(node)
             if not isinstance(fake := value(x), torch.Tensor):
                 continue
-            arch = context.arch if context.arch is not None else device_arch(fake.device)
+            arch = _arch(fake, context)
             if arch is None or fake.dtype not in (torch.bfloat16, torch.float16):
                 continue
             m, n, k = _sizes(x, right)
@@ -146,6 +160,8 @@ class LowerSkinnyMm(GraphPass):
                 stored, after = dequantized(right), scaled_after(node)
             except NoFormatError as error:
                 result.refuse(node, f"product of {m} x {k} and {k} x {n}: {error}")
+                continue
+            if stored is not None and float8.lower(node, bias, x, stored, arch):
                 continue
             if stored is not None:
                 _read_as_stored(graph, node, bias, x, stored, context, result)
@@ -160,6 +176,10 @@ class LowerSkinnyMm(GraphPass):
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             result.did(new, f"skinny_mm: {m} rows, weight {n} x {k}")
+
+
+def _arch(fake: torch.Tensor, context: PassContext) -> int | None:
+    return context.arch if context.arch is not None else device_arch(fake.device)
 
 
 def _all_with_weights(graph: fx.Graph, context: PassContext, result: PassResult) -> None:
@@ -189,8 +209,7 @@ def _read_as_stored(
 ) -> None:
     """Replace the product at `node` of rows `x` and a weight of 8 or 4 bits, or say why not."""
     fake = value(x)
-    arch = context.arch if context.arch is not None else device_arch(fake.device)
-    if arch is None:
+    if (arch := _arch(fake, context)) is None:
         return
     (m, k), n = fake.shape, value(node).shape[1]
     if reason := _stored_refusal(node, bias, x, stored, arch):
@@ -217,14 +236,7 @@ def _stored_refusal(node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: Sto
         return f"more than {most} rows, for which the weight is dequantized"
     if k % QUANTIZED_K:
         return f"k is no multiple of {QUANTIZED_K}"
-    row, column = data.stride()[::-1] if stored.flipped else data.stride()
-    if column != 1 or row < data.shape[0 if stored.flipped else 1]:
-        return "the weight's rows are not contiguous"
-    if row % 16 or data.storage_offset() % 16:
-        return "the weight's rows do not start at multiples of 16 bytes"
-    if bias is not None and (node.kwargs or value(bias).shape != (n,) or value(bias).dtype != fake.dtype):
-        return "what is added is not a bias of the rows' dtype"
-    return None
+    return layout_refusal(node, bias, stored, fake.dtype)
 
 
 def _int4_rows(stored: StoredWeight, dtype: torch.dtype, n: int, k: int, arch: int) -> int:

@@ -70,7 +70,8 @@ def test_held_out_accept_length(tmp_path):
         (
             ["round", "--device", "cpu", "--weights", "int3"],
             "--weights",
-            "must be one of ['float8', 'float8_block', 'int4', 'nvfp4', 'mxfp4', 'mxfp4_experts']",
+            "must be one of ['float8', 'float8_block', 'float8_dynamic', 'float8_block_dynamic', 'int4', 'nvfp4', 'mxfp4', "
+            "'mxfp4_experts']",
         ),
         (["round", "--timeline", "."], "--timeline", "must be a file"),
         (["tune", "--json", "."], "--json", "must be a file"),

@@ -264,13 +264,14 @@ def test_rounds_with_weights_of_fewer_bits(path, monkeypatch):
     sizes = replace(TINY.shape.target, attention_sinks=False, sliding_window=None, sliding_window_pattern=None)
     monkeypatch.setitem(SHAPES, "tiny", replace(SHAPES["tiny"], target=sizes))
     case = replace(TINY, contexts=(40,), path=path)
-    for weights, bits in (("float8", 8), ("float8_block", 8), ("int4", 4), ("nvfp4", 4)):
+    for weights, bits in (("float8", 8), ("float8_block", 8), ("float8_block_dynamic", 8), ("int4", 4), ("nvfp4", 4)):
         made = CompiledRound(replace(case, weights=weights))
         layers = [m for model in (made.generator.target, made.generator.draft) for m in model.modules() if type(m) is nn.Linear]
         stored = [layer.weight for layer in layers if isinstance(layer.weight, StoredTensor)]
         assert {layer.in_features for layer in layers if not isinstance(layer.weight, StoredTensor)} <= {96}
         assert len(stored) >= 2 * 3 + 3
         assert {w.data_.numel() * w.data_.element_size() * 8 // w.numel() for w in stored} == {bits}
+        assert all((w.inputs is not None) == weights.endswith("_dynamic") for w in stored)
         (row,) = made.rows()
         assert row["weights"] == weights
         assert kind(row) == f"speculative, {weights}" + (", transformers" if path == "transformers" else "")

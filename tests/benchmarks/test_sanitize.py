@@ -16,7 +16,7 @@ from benchmarks.sanitize import __main__ as sanitize
 from benchmarks.sanitize import kernels as sanitize_kernels
 from spec_ops.backends.triton.attention.hopper import gqa as gqa_hopper
 from spec_ops.backends.triton.attention.hopper import mla as mla_hopper
-from spec_ops.backends.triton.linear import hopper_mm
+from spec_ops.backends.triton.linear import hopper_float8, hopper_mm
 from spec_ops.backends.triton.runtime import ahead
 
 
@@ -131,8 +131,13 @@ def test_a_tools_verdict(monkeypatch, tmp_path, capsys, tool, limit, status, ver
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
 @pytest.mark.parametrize(
     ("kernel", "least"),
-    [(mla_hopper.mla_hopper_attention, 10), (gqa_hopper.gqa_hopper_attention, 10), (hopper_mm.hopper_mm_kernel, 4)],
-    ids=["mla", "gqa", "mm"],
+    [
+        (mla_hopper.mla_hopper_attention, 10),
+        (gqa_hopper.gqa_hopper_attention, 10),
+        (hopper_mm.hopper_mm_kernel, 4),
+        (hopper_float8.hopper_float8_kernel, 2),
+    ],
+    ids=["mla", "gqa", "mm", "float8"],
 )
 def test_a_warpgroup_meets_before_it_announces(kernel, least):
     """What `sanitize.ORDERED` claims of a Hopper kernel, in its PTX.

@@ -160,6 +160,9 @@ def test_rows_of_a_weight(on_cpu, kind):
     moved = {"block": 64 * 256 + 4 * 2, "int4": 64 * 128 + 2 * 2 * 64 * 2, "mxfp4": 64 * 128 + 64 * 8}[kind]
     assert [row["floor_us"] for row in rows] == [round((moved + 2 * m * (64 + 256)) / 1e6, 2) for m in (1, 4)]
     assert all(0.9 < row["error_over_torch"] < 1.1 for row in rows)
+    # Rows of 8 bits have no kernel of torch here; with those that it rounds, our product loses more.
+    assert all(("float8_mm_us" in row) == (kind == "block") for row in rows)
+    assert all(row.get("float8_mm_error", 2.0) > 1.5 for row in rows)
     other = {"block": "scaled_mm", "int4": "int4pack"}.get(kind)  # which CPUs do not have, or have
     assert all((f"{other}_us" in row) != (other in row.get("refused", {})) for row in rows if other)
     assert all("refused" not in row for row in rows if other is None)

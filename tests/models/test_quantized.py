@@ -13,9 +13,9 @@ from torch._inductor import config as inductor_config
 import spec_ops
 from spec_ops.backends.weight_format import e8m0, packed_e2m1
 from spec_ops.decoding import Generator
-from spec_ops.models import CausalLM, ModelConfig, MTPDraft, load_pair, quantize, save_pair
+from spec_ops.models import CausalLM, ModelConfig, MTPDraft, load_pair, quantize, quantized, save_pair
 from spec_ops.models.corpus import held_out_prompts
-from spec_ops.models.stored_tensor import StoredTensor
+from spec_ops.models.stored_tensor import Inputs, StoredTensor
 from spec_ops.parallel import TensorParallel, shard
 from spec_ops.parallel.fake import fake_group
 from spec_ops.passes.analysis.counts import WEIGHTS
@@ -65,6 +65,50 @@ def test_float8_in_blocks(shape):
             bound = want.abs() / 16 + want.abs().max() / 448 * 2**-10
             assert bool(((block - want).abs() <= bound).all())
             torch.testing.assert_close(block.abs().max(), want.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kind", "group"), [("float8_dynamic", 256), ("float8_block_dynamic", 128)])
+def test_rows_of_8_bits(kind, group, dtype):
+    """Rounded with scales in float32, by hand; rows of zeros and of the least numbers among them."""
+    layer = quantize(nn.Linear(256, 160, dtype=dtype), kind)
+    plain = quantized.float8_tensor(layer.weight.dequantize(), *((1, 256) if group == 256 else ()))
+    weight = layer.weight
+    assert type(weight.data) is StoredTensor
+    assert (weight.data_.dtype, weight.scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert weight.scale.shape == ((160, 1) if group == 256 else (2, 2)) == plain.scale.shape
+    x = torch.randn(3, 5, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0, 0], x[0, 1], x[0, 2, :128] = 0, torch.finfo(dtype).tiny * torch.randn(256), 0
+    x[0, 3, 7] = torch.finfo(dtype).max
+    rows = weight.inputs.rounded(x, None)
+    assert rows.dtype == dtype
+    for row, got in zip(x.view(15, -1, group).double().flatten(0, 1), rows.view(-1, group).double(), strict=True):
+        step = max(row.abs().max().float() / 448, torch.tensor(torch.finfo(torch.float32).tiny))
+        numbers = (row.float() / step).to(torch.float8_e4m3fn)
+        torch.testing.assert_close(got, (numbers.float() * step).to(dtype).double(), rtol=0, atol=0)
+        # Half a unit in the last of 4 binary digits, or of the least numbers; and the rounding to the rows' dtype.
+        bound = row.abs() * (2**-4 + torch.finfo(dtype).eps) + step * 2**-10 + torch.finfo(dtype).tiny
+        assert bool(((got - row).abs() <= bound).all())
+    assert (rows != x).sum() > 100
+    want = nn.functional.linear(rows, weight.dequantize().to(dtype), layer.bias)
+    assert torch.equal(layer(x), want)
+
+
+def test_rows_of_groups_of_64():
+    """Where 128 does not divide the columns, as with int4."""
+    weight = quantize(nn.Linear(192, 48), "float8_block_dynamic").weight
+    assert weight.inputs == Inputs("float8", 64, float32_scales=True)
+    x = torch.randn(2, 192)
+    assert torch.equal(nn.functional.linear(x, weight), weight.inputs.rounded(x, None) @ weight.dequantize().t())
+
+
+def test_scales_of_the_rows_dtype_differ():
+    """`float32_scales` is one of what tensors are told apart by."""
+    layer = quantize(nn.Linear(256, 48, bias=False), "float8_dynamic").bfloat16()
+    weight, x = layer.weight, torch.randn(9, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    other = StoredTensor(weight.data_, weight.scale, dtype=torch.bfloat16, inputs=Inputs("float8"))
+    assert weight._stable_hash_for_caching() != other._stable_hash_for_caching()
+    assert not torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, other))
 
 
 def test_weights_of_other_kinds(torchao):
@@ -199,9 +243,9 @@ def test_what_needs_a_state_dict(kind, tmp_path):
 def test_layers_without_weights():
     """Of no inputs or no outputs: they stay."""
     layers = nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 64), nn.Linear(64, 8))
-    for kind in ("nvfp4", "mxfp4", "int4", "float8_block"):
-        quantized = quantize(copy.deepcopy(layers), kind)
-        assert [type(layer.weight.data) is StoredTensor for layer in quantized] == [False, False, True]
+    for kind in ("nvfp4", "mxfp4", "int4", "float8_block", "float8_dynamic", "float8_block_dynamic"):
+        model = quantize(copy.deepcopy(layers), kind)
+        assert [type(layer.weight.data) is StoredTensor for layer in model] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +273,7 @@ def test_without_torchao(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "int4", "nvfp4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "nvfp4", "float8_dynamic", "float8_block_dynamic"])
 def test_text_of_a_quantized_target(torchao, kind):
     target, draft, tokenizer = load_pair()
     prompts = held_out_prompts(tokenizer, 2, 32)
@@ -240,6 +284,21 @@ def test_text_of_a_quantized_target(torchao, kind):
     fast = Generator(target, draft, **limits).generate(prompts, max_new_tokens=16)
     assert fast.tokens == plain.tokens
     assert fast.stats.accept_length > 2
+
+
+@pytest.mark.slow
+def test_batch_invariant_text_with_rows_of_8_bits():
+    """In bfloat16 too: a row is rounded by itself."""
+    target, draft, tokenizer = load_pair(dtype=torch.bfloat16)
+    prompts = held_out_prompts(tokenizer, 2, 32)
+    for model in (target, draft):
+        quantize(model, "float8_block_dynamic")
+    limits = {"max_seq_len": 64, "invariant": True}
+    plain = Generator(target, None, max_batch_size=2, **limits).generate(prompts, max_new_tokens=20)
+    fast = Generator(target, draft, max_batch_size=2, **limits).generate(prompts, max_new_tokens=20)
+    alone = Generator(target, draft, max_batch_size=1, **limits).generate(prompts[1:], max_new_tokens=20)
+    assert fast.tokens == plain.tokens
+    assert alone.tokens == plain.tokens[1:]
 
 
 @pytest.mark.slow
@@ -290,6 +349,25 @@ def test_a_compiled_model_reads_its_weights_as_they_are_stored(torchao, kind, mo
     assert "MiB moved for weights" in reports[0].text()
     for ours, eager in zip(got, want, strict=True):
         torch.testing.assert_close(ours, eager, rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["float8_dynamic", "float8_block_dynamic"])
+@torch.no_grad()
+def test_compiled_for_the_cpu_rows_are_rounded_as_by_eager(kind, dtype):
+    """By Inductor. A quotient in the middle between two numbers may go either way."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = quantize(nn.Linear(256, 160), kind).to(dtype)
+    x = torch.randn(3, 4, 256, dtype=dtype)
+    x[0, 0], x[0, 1, :128] = 0, 0
+    compiled = spec_ops.compile(lambda x: (layer(x), layer.weight.inputs.rounded(x, None)), mode="default")
+    got, rows = compiled(x)
+    eager = layer.weight.inputs.rounded(x, None)
+    assert (rows != eager).double().mean() <= (0 if dtype == torch.float32 else 1e-2)
+    assert torch.equal(rows[0, 0], eager[0, 0])
+    torch.testing.assert_close(got, nn.functional.linear(rows, layer.weight.dequantize().to(dtype), layer.bias.to(dtype)))
 
 
 def test_command_line():

@@ -62,6 +62,24 @@ def test_experts_are_the_dequantized_ones(kind):
     assert torch.equal(stored(x), plain(x))
 
 
+@pytest.mark.parametrize("make", [quantize, store])
+@pytest.mark.parametrize("kind", ["float8_dynamic", "float8_block_dynamic"])
+def test_rows_of_experts_are_not_rounded(kind, make):
+    """Their weights are stored as by the kind whose rows keep their values; other layers round theirs."""
+    model, like = made(), with_stored_experts(made(), kind.removesuffix("_dynamic"))
+    make(model, kind)
+    for name in ("gate_up_proj", "gate_up_scale", "down_proj", "down_scale"):
+        got, want = (getattr(only(m), name) for m in (model, like))
+        assert got.dtype == want.dtype
+        assert torch.equal(got.float(), want.float())
+    layers = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and isinstance(m.weight.data, StoredTensor)]
+    assert len(layers) > 4
+    # 128 divides none of 64 and 192.
+    groups = {w.inputs.group for w in layers if w.shape[1] % 128}
+    assert groups == ({0} if kind == "float8_dynamic" else {64})
+    assert all(w.inputs.float32_scales and w.inputs.kind == "float8" for w in layers)
+
+
 def test_gate_and_up_projection_are_stored_apart():
     """Of 160 rows each: a block of 128 rows would be of both."""
     model = made()

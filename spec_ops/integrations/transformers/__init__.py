@@ -17,6 +17,7 @@ except ImportError as error:
 from spec_ops.integrations.transformers.attention import register
 from spec_ops.integrations.transformers.cache import SpecCache
 from spec_ops.integrations.transformers.eagle3 import load_eagle3
+from spec_ops.integrations.transformers.fp8 import round_rows
 from spec_ops.integrations.transformers.generate import SpeculativeOutput, TransformersGenerator, speculative_generate
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.integrations.transformers.mtp import NextNDraft, load_mtp
@@ -36,5 +37,6 @@ __all__ = [
     "read_as_stored",
     "read_mxfp4_as_stored",
     "register",
+    "round_rows",
     "speculative_generate",
 ]

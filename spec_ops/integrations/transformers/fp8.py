@@ -1,8 +1,8 @@
 """Fine-grained fp8 models of transformers, as DeepSeek and Qwen publish them: linear layers that the passes read as stored.
 
-transformers computes such a layer with a kernel of the Hub, which quantizes the rows too. Here rows keep their dtype and meet
-the dequantized weight; in a compiled round of few rows `skinny_mm` reads the 8 bits (`passes/lower_skinny_mm.py`). Without a
-GPU transformers dequantizes when it loads, and there is nothing to do. Experts keep transformers' kernels.
+transformers computes such a layer with a kernel of the Hub, which rounds the rows to 8 bits too. Here rows keep their dtype,
+unless `round_rows` asked for it, and meet the dequantized weight; in a compiled round of few rows a kernel reads the 8 bits
+(`passes/lower_skinny_mm.py`). Without a GPU transformers dequantizes when it loads, and there is nothing to do.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from spec_ops.backends.weight_format import SCALE_DTYPES, dequantized, weight_format
+from spec_ops.backends.weight_format import BLOCK, SCALE_DTYPES, dequantized, weight_format
+from spec_ops.models.stored_tensor import Inputs
 
 _MODULE = "transformers.integrations.finegrained_fp8"
+_ROUNDS = "spec_ops_inputs"  # of a layer whose rows are rounded
 
 
 def _scale(layer: Any) -> torch.Tensor:
@@ -30,12 +32,53 @@ def _scale(layer: Any) -> torch.Tensor:
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    return F.linear(input, dequantized(self.weight, _scale(self)).to(input.dtype), self.bias)
+    inputs: Inputs | None = getattr(self, _ROUNDS, None)
+    rows = input if inputs is None else inputs.rounded(input, self.activation_scale)
+    return F.linear(rows, dequantized(self.weight, _scale(self)).to(input.dtype), self.bias)
+
+
+def round_rows(model: PreTrainedModel) -> PreTrainedModel:
+    """Let the linear layers of a fine-grained fp8 model round their rows to float8 in this package's generators too.
+
+    As transformers' own layers do: with float32 scales for 128 columns of a row each where the weight has blocks, for whole
+    rows where it has one scale, and with the scale that the checkpoint has where its `activation_scheme` is "static". Otherwise
+    rows keep their values, which is more exact, and as fast while they are few: see the guide on quantized weights. Call it
+    before a `TransformersModel` or a generator of the model compiles. Experts keep their rows.
+
+        model = round_rows(AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map="cuda"))
+
+    Args:
+        model: as transformers loaded it on a GPU: without one it dequantizes the weights, and nothing says that they were fp8.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: no layer is of 8 bits, or a generator has the model already; or a layer, by name, whose scales are powers of
+            2 in 8 bits (`scale_fmt` "ue8m0"), or of other blocks, or of blocks that do not divide its columns. Nothing has
+            changed then.
+    """
+    layers = _layers(model)
+    if not layers:
+        wanted = "have layers of fine-grained fp8, and not be in a generator yet"
+        raise ValueError(f"round_rows: `model` must {wanted}, got {type(model).__name__} without such layers")
+    found = {}
+    for name, layer in layers.items():
+        blocks = None if layer.block_size is None else tuple(layer.block_size)
+        fits = blocks is None or (blocks == (BLOCK, BLOCK) and layer.in_features % BLOCK == 0)
+        if not fits or layer.weight_scale_inv.dtype not in SCALE_DTYPES:
+            known = f"float scales for whole weights, or for blocks of {BLOCK} x {BLOCK} that divide the columns"
+            got = f"{layer.weight_scale_inv.dtype} for {blocks} of {layer.in_features} columns in {name}"
+            raise ValueError(f"round_rows: `model` must have {known}, got {got}")
+        found[layer] = Inputs("float8", 0 if blocks is None else BLOCK, float32_scales=True)
+    for layer, inputs in found.items():
+        setattr(layer, _ROUNDS, inputs)
+    return model
 
 
 @contextlib.contextmanager
 def reading_as_stored(model: PreTrainedModel, argument: Any) -> Iterator[None]:
-    """Inside, linear layers of fine-grained fp8 compute with their rows' dtype, from what is stored.
+    """Inside, linear layers of fine-grained fp8 compute in their rows' dtype, from what is stored.
 
     Raises:
         ValueError: naming a layer whose weight is of another format; nothing has changed then.

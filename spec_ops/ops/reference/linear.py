@@ -1,10 +1,11 @@
-"""Reference products with a weight `[n, k]` of 16, 8 or 4 bits, and an RMS norm divided among two of them, in float32."""
+"""Reference products with a weight `[n, k]` of 16, 8 or 4 bits, with rows of float8, and an RMS norm divided among two."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from spec_ops.backends.float8_rows import dequantized_rows, float8_operands
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.weight_format import dequantized, for_columns
 from spec_ops.ops._pieces import in_pieces
@@ -36,6 +37,21 @@ def skinny_mm(
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype)
+
+
+def float8_mm(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    float8_operands("float8_mm", x, x_scale, weight, scale, bias, dtype)
+    out = dequantized_rows(x, x_scale) @ dequantized(weight, scale).t()
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(dtype)
 
 
 def add_skinny_mm(

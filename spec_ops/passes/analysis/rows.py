@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from spec_ops.ops.linear import scaled_skinny_mm_op, skinny_mm_op
+from spec_ops.ops.linear import float8_mm_op, scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.graph import ATTENTION_OPS, arg, value
 
 aten, prims, c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
@@ -390,7 +390,8 @@ def has_rows(node: fx.Node) -> bool:
 
 
 def is_product(node: fx.Node) -> bool:
-    products = (aten.mm.default, aten.addmm.default, aten.bmm.default, skinny_mm_op, scaled_skinny_mm_op)
+    ours = (skinny_mm_op, scaled_skinny_mm_op, float8_mm_op)
+    products = (aten.mm.default, aten.addmm.default, aten.bmm.default, *ours)
     return node.target in products or node.target in ATTENTION_OPS
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from spec_ops.backends.weight_format import E2M1_UNIT, KINDS, SCALE_DTYPES, weight_format
-from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op
+from spec_ops.ops.linear import add_skinny_mm_op, float8_mm_op, scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.graph import arg, insert, value
 from spec_ops.passes.analysis.rows import RESHAPES
 
@@ -29,7 +29,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _SKINNY = (skinny_mm_op, add_skinny_mm_op, scaled_skinny_mm_op)
 _STORED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 _SWAPS = {aten.permute.default, aten.t.default, aten.transpose.int}
-_SAME = {aten.alias.default, aten.detach.default, aten.clone.default}
+SAME = {aten.alias.default, aten.detach.default, aten.clone.default}  # what gives the numbers of its operand
 _VIEWS = {
     *_SWAPS, aten.view.default, aten.reshape.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
     aten.squeeze.dim, aten.alias.default, aten.detach.default,
@@ -81,6 +81,10 @@ def weight_bytes(node: fx.Node) -> int:
         return _bytes(*node.all_input_nodes[1:])
     if node.target in _SKINNY:
         return _bytes(*(arg(node, name) for name in ("weight", "scale", "zero", "tensor_scale")))
+    if node.target is float8_mm_op:
+        return _bytes(arg(node, "weight"), arg(node, "scale"))
+    if node.target is aten._scaled_mm.default:
+        return _bytes(arg(node, "mat2"), arg(node, "scale_b"))
     if node.target not in (aten.mm.default, aten.addmm.default):
         return 0
     right: Any = node.args[-1]
@@ -129,24 +133,24 @@ def dequantized(right: fx.Node) -> StoredWeight | None:
     """
     if value(right).dtype in _STORED or not _holds_stored(right, _DEPTH) or _bare_int8(right) is not None:
         return None
-    node, flipped = _peeled(right, True)
+    node, flipped = peeled(right, True)
     zeros = None
     if node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
-        node, zeros = next(((a, b) for a, b in _factors(node) if a.target is aten.mul.Tensor), (node, None))
+        node, zeros = next(((a, b) for a, b in factors_of(node) if a.target is aten.mul.Tensor), (node, None))
     node, tensor_scale = _without_tensor_scale(node)
     shape, parts, blocks = value(node).shape, None, None
     if node.target is aten.mul.Tensor:
-        parts = _factors(node)
+        parts = factors_of(node)
     elif node.target in RESHAPES and (product := _same(node.args[0])).target is aten.mul.Tensor:
         blocks = tuple(value(product).shape)
         if len(blocks) == 4 and (blocks[0] * blocks[1], blocks[2] * blocks[3]) == tuple(shape):
-            parts = _factors(product)
+            parts = factors_of(product)
     for numbers, scales in parts or ():
         if blocks is not None:
-            if (viewed := _peeled(numbers, flipped)[0]).target not in RESHAPES or value(viewed.args[0]).shape != shape:
+            if (viewed := peeled(numbers, flipped)[0]).target not in RESHAPES or value(viewed.args[0]).shape != shape:
                 continue
             numbers = viewed.args[0]
-        data, data_flipped = _peeled(numbers, flipped)
+        data, data_flipped = peeled(numbers, flipped)
         if (bytes_of := _of_e2m1(data)) is not None:
             return _of_float4(bytes_of, data_flipped, scales, flipped, tensor_scale)
         if tensor_scale is not None:
@@ -157,14 +161,14 @@ def dequantized(right: fx.Node) -> StoredWeight | None:
             continue
         if value(data).dtype not in _STORED or value(data).dim() != 2:
             continue
-        spread = _spread(scales) if blocks is None else _of_blocks(scales, blocks)
-        return _checked(data, data_flipped, spread, flipped, None if zeros is None else _spread(zeros))
+        spread = spread_of(scales) if blocks is None else _of_blocks(scales, blocks)
+        return _checked(data, data_flipped, spread, flipped, None if zeros is None else spread_of(zeros))
     raise NoFormatError("its weight of 8 or 4 bits is not dequantized as numbers times scales")
 
 
 def _bare_int8(right: Any) -> tuple[fx.Node, bool] | None:
     """The int8 that `right [k, n]` is a conversion of, without scales, and whether that is `[k, n]`."""
-    data, flipped = _peeled(right, True)
+    data, flipped = peeled(right, True)
     converted = value(right).dtype.is_floating_point and value(data).dtype == torch.int8 and value(data).dim() == 2
     return (data, flipped) if converted and is_stored(data) else None
 
@@ -180,13 +184,13 @@ def scaled_after(node: Any) -> tuple[fx.Node, StoredWeight] | None:
         return None
     n = value(node).shape[1]
     (user, *others) = node.users or [None]
-    factors = _factors(user) if user is not None and user.target is aten.mul.Tensor and not others else []
+    factors = factors_of(user) if user is not None and user.target is aten.mul.Tensor and not others else []
     for product, scales in factors:
         shape = tuple(value(scales).shape)
         if product is not node or value(user).dtype != value(node).dtype or shape[-1:] not in ((n,), (1,)):
             continue
         base = scales
-        while base.op == "call_function" and (base.target in {*RESHAPES, *_SAME} or _is_float(base)):
+        while base.op == "call_function" and (base.target in {*RESHAPES, *SAME} or is_float(base)):
             base = base.args[0]
         if value(scales).numel() == shape[-1] == value(base).numel() and value(base).dtype in SCALE_DTYPES:
             return user, StoredWeight(*found, base, False, (shape[-1], 1))
@@ -195,18 +199,18 @@ def scaled_after(node: Any) -> tuple[fx.Node, StoredWeight] | None:
 
 def _without_tensor_scale(node: Any) -> tuple[Any, fx.Node | None]:
     """`node`, or what one float32 multiplies in it if that is 4-bit floats times scales, and that float32."""
-    for product, factor in _factors(node) if node.target is aten.mul.Tensor else []:
+    for product, factor in factors_of(node) if node.target is aten.mul.Tensor else []:
         product, one = _same(product), value(factor)
         if product.target is not aten.mul.Tensor or one.numel() != 1 or one.dtype != torch.float32:
             continue
-        if any(_of_e2m1(_peeled(numbers, False)[0]) is not None for numbers, _ in _factors(product)):
+        if any(_of_e2m1(peeled(numbers, False)[0]) is not None for numbers, _ in factors_of(product)):
             return product, factor
     return node, None
 
 
 def _of_float4(data: fx.Node, data_flipped: bool, scales: Any, flipped: bool, tensor_scale: fx.Node | None) -> StoredWeight:
     """The weight of 4-bit floats, if its scales are those of a format."""
-    spread = _spread(scales)
+    spread = spread_of(scales)
     if (base := _scale_of_8_bits(spread.base)) is None:
         raise NoFormatError("its 4-bit floats have no scales of e4m3 or e8m0")
     if tensor_scale is not None and value(base).dtype == torch.uint8:
@@ -271,7 +275,7 @@ def _arithmetic(node: Any, number: float, *operations: Any) -> Any:
     return node.args[0] if packet in operations and tuple(node.args[1:]) == (number,) and not node.kwargs else None
 
 
-def _factors(product: fx.Node) -> list[tuple[Any, Any]]:
+def factors_of(product: fx.Node) -> list[tuple[Any, Any]]:
     """The two factors of a product or terms of a sum, in both orders; none if one is a number."""
     both = product.args
     return [both, both[::-1]] if all(isinstance(factor, fx.Node) for factor in both) else []  # type: ignore[list-item]
@@ -283,7 +287,7 @@ def _holds_stored(node: Any, depth: int) -> bool:
         return False
     if value(node).dtype in _STORED:
         return True
-    known = _VIEWS | _SAME | _BITS | {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.expand.default}
+    known = _VIEWS | SAME | _BITS | {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.expand.default}
     if node.op != "call_function" or node.target not in known | {prims.convert_element_type.default}:
         return False
     return any(_holds_stored(parent, depth - 1) for parent in node.all_input_nodes)
@@ -291,24 +295,24 @@ def _holds_stored(node: Any, depth: int) -> bool:
 
 def _same(node: Any) -> Any:
     """`node` without conversions to floats and copies."""
-    while node.op == "call_function" and (node.target in _SAME or _is_float(node)):
+    while node.op == "call_function" and (node.target in SAME or is_float(node)):
         node = node.args[0]
     return node
 
 
-def _is_float(node: fx.Node) -> bool:
+def is_float(node: fx.Node) -> bool:
     """Whether `node` converts to floats of 16 bits or more. A conversion to 8 bits, to integers or to bool changes numbers."""
     converts = node.target is prims.convert_element_type.default
     return converts and value(node).dtype.is_floating_point and value(node).dtype not in _STORED
 
 
-def _peeled(node: Any, flipped: bool) -> tuple[Any, bool]:
+def peeled(node: Any, flipped: bool) -> tuple[Any, bool]:
     """`node` without conversions to floats, copies and transpositions, and whether it is the transpose of what is asked
     about."""
     while node.op == "call_function" and value(node).dim() in (2, 4):
         if node.target in _SWAPS and value(node).dim() == 2:
             flipped ^= _swaps(node)
-        elif node.target not in _SAME and not _is_float(node):
+        elif node.target not in SAME and not is_float(node):
             break
         node = node.args[0]
     return node, flipped
@@ -321,24 +325,24 @@ def _swaps(node: Any) -> bool:
     return node.target is aten.t.default or (node.args[1] - node.args[2]) % 2 == 1
 
 
-def _spread(node: Any) -> _Spread:
+def spread_of(node: Any) -> _Spread:
     """What `node [*, *]`, scales of the weight's size or broadcastable to it, repeats."""
     whole = _Spread(node, False, (1, 1))
     if node.op != "call_function" or value(node).dim() != 2:
         return whole
     source = node.args[0]
     if node.target in _SWAPS:
-        inner = _spread(source)
+        inner = spread_of(source)
         return inner._replace(swapped=not inner.swapped, repeats=inner.repeats[::-1]) if _swaps(node) else inner
     if node.target is prims.convert_element_type.default:
-        return _spread(source) if value(source).dtype in SCALE_DTYPES and value(node).dtype == torch.float32 else whole
-    if node.target in _SAME or (node.target is aten.expand.default and value(source).dim() == 2):
-        return _spread(source)
+        return spread_of(source) if value(source).dtype in SCALE_DTYPES and value(node).dtype == torch.float32 else whole
+    if node.target in SAME or (node.target is aten.expand.default and value(source).dim() == 2):
+        return spread_of(source)
     if node.target is aten.slice.Tensor:  # the last blocks are not whole
-        return _spread(source) if arg(node, "start") in (None, 0) and arg(node, "step") == 1 else whole
+        return spread_of(source) if arg(node, "start") in (None, 0) and arg(node, "step") == 1 else whole
     if node.target not in RESHAPES or (found := _repeated(node)) is None:
         return whole
-    inner, dim, times = _spread(found[0]), found[1], found[2]
+    inner, dim, times = spread_of(found[0]), found[1], found[2]
     if inner.repeats[dim] > 1:
         return whole
     return inner._replace(repeats=(times, inner.repeats[1]) if dim == 0 else (inner.repeats[0], times))
@@ -362,7 +366,7 @@ def _repeated(node: Any) -> tuple[fx.Node, int, int] | None:
 def _of_blocks(node: Any, blocks: tuple[int, ...]) -> _Spread:
     """Scales `[a, 1, b, 1]` of a weight's view `[a, rows, b, columns]`."""
     wanted = (blocks[0], 1, blocks[2], 1)
-    while node.op == "call_function" and node.target in {*RESHAPES, aten.unsqueeze.default, *_SAME} and value(node).dim() > 2:
+    while node.op == "call_function" and node.target in {*RESHAPES, aten.unsqueeze.default, *SAME} and value(node).dim() > 2:
         if value(node).numel() != blocks[0] * blocks[2] or (value(node).dim() == 4 and tuple(value(node).shape) != wanted):
             break
         node = node.args[0]

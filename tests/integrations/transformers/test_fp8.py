@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedM
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 
 from spec_ops.backends.weight_format import dequantized
-from spec_ops.integrations.transformers import TransformersGenerator
+from spec_ops.integrations.transformers import TransformersGenerator, round_rows
 from spec_ops.integrations.transformers.loading import load_checkpoints
 from spec_ops.integrations.transformers.model import TransformersModel
 from spec_ops.models import CheckpointError
-from spec_ops.ops.linear import skinny_mm_op
+from spec_ops.models.stored_tensor import Inputs, StoredTensor
+from spec_ops.ops.linear import float8_mm_op, skinny_mm_op
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
 from tests.helpers.pass_harness import capture, run_pass, targets, texts
 from tests.helpers.stored_weights import stored
@@ -90,6 +91,78 @@ def test_layers_are_read_as_they_are_stored(kind):
     assert torch.ops.aten.mm.default not in targets(module)
     assert skinny_mm_op in targets(module)
     model.close()
+
+
+def rounded_by_hand(layer: nn.Linear, x: torch.Tensor, group: int, scale: torch.Tensor | None = None) -> torch.Tensor:
+    values = x.float().unflatten(-1, (-1, group))
+    steps = values.abs().amax(-1, keepdim=True) / 448 if scale is None else scale
+    rows = ((values / steps).clamp(-448, 448).to(torch.float8_e4m3fn).float() * steps).view(x.shape).to(x.dtype)
+    return nn.functional.linear(rows, layer.weight.to(x.dtype), layer.bias)
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["block", "tensor"])
+def test_rows_are_rounded_where_that_is_asked_for(kind, scheme):
+    """As the checkpoint says: in the order of the format's blocks, for whole rows, or by the scale that it has."""
+    fp8, plain = pair(kind)
+    layer, like = (model.model.layers[0].mlp.up_proj for model in (fp8, plain))
+    if scheme == "static":
+        for own in linears(fp8).values():
+            own.activation_scale = nn.Parameter(torch.tensor(0.01), requires_grad=False)
+    assert round_rows(fp8) is fp8
+    assert type(layer) is FP8Linear
+    model = TransformersModel(fp8)
+    x = torch.randn(4, 256)
+    group = 128 if kind == "block" and scheme == "dynamic" else 256
+    want = rounded_by_hand(like, x, group, None if scheme == "dynamic" else torch.tensor(0.01))
+    assert torch.equal(layer(x), want)
+    assert not torch.equal(want, like(x))
+    module, _ = capture(lambda x: layer(x), x.bfloat16())
+    result = run_pass(LowerSkinnyMm(), module, 90)
+    assert texts(result.done) == "float8_mm: 4 rows of 8 bits, weight 384 x 256 of 8 bits", texts(result.refused)
+    (product,) = (node for node in module.graph.nodes if node.target is float8_mm_op)
+    scales = {"dynamic": (4, 256 // group), "static": (1, 1)}[scheme]
+    assert tuple(product.args[1].meta["val"].shape) == scales
+    model.close()
+
+
+@torch.no_grad()
+def test_text_with_rounded_rows():
+    """Plain and speculative text is that of a model that rounds its rows. Where a number rounds the other way, another of two
+    tokens that are about as likely may follow."""
+    fp8, plain = pair()
+    like = copy.deepcopy(plain)
+    for name, layer in linears(like).items():
+        own, inputs = fp8.get_submodule(name), Inputs("float8", 128, float32_scales=True)
+        weight = StoredTensor(own.weight.data, own.weight_scale_inv.data, dtype=torch.float32, inputs=inputs)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    ids = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    behind = []
+    for model, draft in ((copy.deepcopy(fp8), None), (round_rows(copy.deepcopy(fp8)), None), (round_rows(fp8), plain)):
+        with TransformersGenerator(model, draft, compile=False) as generator:
+            text = generator.generate(ids, **settings)
+        logits = like(text).logits[:, ids.shape[1] - 1 : -1]
+        chosen = logits.gather(-1, text[:, ids.shape[1] :, None])[..., 0]
+        behind.append(float(((logits.amax(-1) - chosen) / logits.std(-1)).max()))
+    assert max(behind[1:]) < 0.15 < behind[0], behind
+
+
+def test_rows_that_cannot_be_rounded_are_named():
+    fp8, plain = pair()
+    with pytest.raises(ValueError, match=r"round_rows: `model` must have layers of fine-grained fp8, .* got LlamaForCausalLM"):
+        round_rows(plain)
+    layer = fp8.model.layers[1].mlp.down_proj
+    for change in ({"block_size": (64, 128)}, {"in_features": 192}, {"weight_scale_inv": torch.ones(2, 3, dtype=torch.uint8)}):
+        broken = copy.deepcopy(fp8)
+        (own := broken.get_submodule("model.layers.1.mlp.down_proj")).weight_scale_inv.requires_grad_(False)
+        for name, value in change.items():
+            own._parameters.pop(name, None)
+            setattr(own, name, value)
+        with pytest.raises(ValueError, match=r"round_rows: .* got torch.* columns in model.layers.1.mlp.down_proj"):
+            round_rows(broken)
+        assert not any(hasattr(module, "spec_ops_inputs") for module in broken.modules())
+    assert layer.in_features == 384
 
 
 def test_formats_that_are_not_known_are_named():

@@ -11,8 +11,7 @@ multiplies it, and waits; from 32 rows on either takes about as long. Here
 Numbers are scaled, not sums, and rounded to bfloat16 with their scale. So sums stay where they are, and the result is a product
 with the dequantized weight in bfloat16. What a whole weight shares multiplies the last sum.
 
-Programs have equal shares of the blocks of k of all tiles, one tile after the other, so a tile may be shared by several. Each
-then writes its sum, and the last one to arrive adds them up, in the order of k: none waits for another.
+How programs share the blocks of k: `hopper_shares.py`.
 """
 
 from __future__ import annotations
@@ -20,31 +19,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.triton.attention.hopper.program import (
-    arrive,
-    await_predecessors,
-    barrier,
-    next_stage,
-    range_of,
-    range_start,
-)
+from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, range_start
+from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, tiles_of
 from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, choose, int4_rows
 from spec_ops.backends.triton.linear.operands import Weight, check_operands, readable, scale_arguments
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
-from spec_ops.backends.triton.runtime.counters import arrival_counters
-from spec_ops.backends.triton.runtime.launch import Target, device_guard, launch, num_sms, recorded
+from spec_ops.backends.triton.runtime.launch import Target, device_guard, launch, recorded
 from spec_ops.backends.weight_format import for_columns, weight_format
 
 # Of a byte of int4 in a word, `-8` to `7` as a pair of bfloat16: a multiplication copies the upper half to where the upper
@@ -144,78 +134,6 @@ def _numbers(stored, s, z, KIND: gl.constexpr, BLOCK_K: gl.constexpr, BYTES: gl.
 
 
 @gluon.jit
-def _ask_for_weight(rows, row_stride, n0, column, N, WIDTH: gl.constexpr):
-    """`WIDTH` rows of the weight, from byte `column` on, on their way to L2, as `skinny_mm.ask_for_weight` does it."""
-    row = gl.minimum(n0 + gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [1], [0])), N - 1)
-    line = (rows + row.to(gl.int64) * row_stride + column).to(gl.int64)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _load(
-    x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """The loading warp. Before the wait for earlier kernels it asks for its first blocks of the weight: their way to L2."""
-    WIDTH: gl.constexpr = w_smem.shape[1]
-    STORED: gl.constexpr = w_smem.shape[2]
-    BLOCK_K: gl.constexpr = x_smem.shape[2]
-    BYTES: gl.constexpr = BLOCK_K * x_smem.shape[1] * 2 + CONSUMERS * WIDTH * STORED
-    if PDL:
-        for position in range(start, gl.minimum(stop, start + STAGES)):
-            tile = position // blocks
-            for c in gl.static_range(CONSUMERS):
-                n0 = (tile * CONSUMERS + c) * WIDTH
-                _ask_for_weight(weight_rows, row_stride, n0, (position - tile * blocks) * STORED, N, WIDTH)
-    await_predecessors(PDL)
-    stage = 0
-    phase = 1  # all stages are free: waiting for the phase before the first does not wait
-    for position in range(start, stop):
-        tile = position // blocks
-        block = position - tile * blocks
-        mbarrier.wait(free.index(stage), phase)
-        mbarrier.expect(full.index(stage), BYTES)
-        for c in gl.static_range(CONSUMERS):
-            at = [(tile * CONSUMERS + c) * WIDTH, block * STORED]
-            tma.async_copy_global_to_shared(weight, at, full.index(stage), w_smem.index(stage * CONSUMERS + c))
-        tma.async_copy_global_to_shared(x, [0, block * BLOCK_K], full.index(stage), x_smem.index(stage))
-        stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon.jit
-def _combined(
-    acc, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS: gl.constexpr, WARPGROUP: gl.constexpr
-):  # fmt: skip
-    """The sum over all of k of `acc`, of blocks `first` to `last` of a tile, and whether this program has it: the last one to
-    arrive, which adds the programs' sums in the order of k."""
-    complete = (first == 0) & (last == blocks)
-    if not complete:
-        WIDTH: gl.constexpr = acc.shape[0]
-        BLOCK_M: gl.constexpr = acc.shape[1]
-        n = gl.arange(0, WIDTH, gl.SliceLayout(1, acc.type.layout))
-        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout))
-        mine = partial + WARPGROUP * (WIDTH * BLOCK_M) + (gl.expand_dims(n * BLOCK_M, 1) + gl.expand_dims(m, 0))
-        SLOT: gl.constexpr = CONSUMERS * WIDTH * BLOCK_M
-        # A program has at most two unfinished tiles: one that began before it (slot 0) and one that goes on after it (slot 1).
-        gl.store(mine + (2 * index + (first == 0).to(gl.int32)) * SLOT, acc)
-        first_program = range_of(tile * blocks, share, longer)
-        last_program = range_of(tile * blocks + blocks - 1, share, longer)
-        counter = counters + tile * CONSUMERS + WARPGROUP
-        barrier()  # every thread's part is written before one thread announces it
-        arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        complete = arrived == last_program - first_program
-        if complete:
-            gl.store(counter, 0)  # for the next launch
-            # .cg: partial sums come from other multiprocessors, so L1 must not answer
-            acc = gl.load(mine + (2 * first_program + 1) * SLOT, cache_modifier=".cg")
-            for program in range(first_program + 1, last_program + 1):
-                acc += gl.load(mine + 2 * program * SLOT, cache_modifier=".cg")
-    return acc, complete
-
-
-@gluon.jit
 def _multiply(
     x_smem, w_smem, full, free, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, bias, out,
     start, stop, blocks, index, share, longer, KIND: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
@@ -270,9 +188,10 @@ def _multiply(
 
         complete = True
         if partial is not None:
-            acc, complete = _combined(
-                acc, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP
+            parts, complete = combined(
+                (acc,), partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP
             )  # fmt: skip
+            acc = parts[0]
         if complete:
             n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
             m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums))
@@ -321,7 +240,7 @@ def hopper_mm_kernel(
                     x_smem, w_smem, full, free, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
                     bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, PDL, 1,
                 )),
-                (_load, (
+                (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
                     PDL,
                 )),
@@ -344,7 +263,7 @@ def hopper_mm_kernel(
                     x_smem, w_smem, full, free, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
                     bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, PDL, 2,
                 )),
-                (_load, (
+                (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
                     PDL,
                 )),
@@ -367,12 +286,9 @@ def product(x: torch.Tensor, weights: Weight, bias: torch.Tensor | None, out: to
     check_operands("skinny_mm", x, weight)
     x = readable(x)
     block_m, consumers, stages = tile
-    tiles, blocks = triton.cdiv(n, consumers * WIDTH), k // BLOCK_K
-    programs = min(num_sms(x.device), tiles * blocks)
-    partial = counters = None
-    if tiles % programs:
-        partial = torch.empty(2 * programs * consumers * WIDTH * block_m, dtype=torch.float32, device=x.device)
-        counters = arrival_counters(x.device, tiles * consumers, "hopper_mm")
+    programs, partial, counters = divided(
+        x.device, "hopper_mm", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m
+    )  # fmt: skip
     with device_guard(x):
         launch(
             hopper_mm_kernel, (programs,),

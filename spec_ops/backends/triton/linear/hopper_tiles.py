@@ -48,3 +48,50 @@ def choose(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, sca
 def int4_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype) -> int:
     """Most rows of `dtype` with such a weight of int4; 0 if it is left to `skinny_mm_kernel`."""
     return next((m for m in (INT4_ROWS, FEW_ROWS) if choose(m, n, k, stored, dtype, scale_dtype) is not None), 0)
+
+
+FLOAT8_ROWS = 128  # most of `float8_mm`
+FLOAT8_LEAST_ROWS = 1  # from which it is faster than reading the weight alone as it is stored
+SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignment takes
+
+
+class Float8Tile(NamedTuple):
+    """As `HopperTile`, of `hopper_float8.py`; a product of all rows is computed in `pieces`. A tile has `splits` programs; with
+    0 all multiprocessors have equal shares of all tiles."""
+
+    block_m: int
+    consumers: int
+    stages: int
+    pieces: int
+    splits: int = 0
+
+
+def float8_tile(block_m: int, consumers: int, pieces: int, x_blocks: bool, splits: int = 0) -> Float8Tile:
+    """With as many stages as shared memory holds, up to 12."""
+    stage = (consumers * WIDTH + block_m) * BLOCK_K + 4 * block_m * x_blocks
+    room = SHARED_BYTES - consumers * min(4096, 2 * WIDTH * block_m // pieces)  # for results on their way to memory
+    return Float8Tile(block_m, consumers, min(12, room // stage), pieces, splits)
+
+
+def choose_float8(m: int, n: int, k: int, x_blocks: bool) -> Float8Tile:
+    """For `m` rows, whose scales are of blocks of k or not, and `n` columns."""
+    block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
+    many = n >= MANY_COLUMNS
+    return float8_tile(block_m, 3 if many else 2, 2 if many and block_m == 128 else 1, x_blocks)
+
+
+def float8_mm_refusal(m: int, n: int, k: int, dtype: torch.dtype, arch: int | None) -> Exception | None:
+    """Why `hopper_float8.py` does not compute `float8_mm` of `m` rows with a weight `[n, k]` on `arch` (90 for sm_90; None: a
+    CPU); None if it does. What holds everywhere, and strides, are checked apart."""
+    if arch != ARCH:
+        got = "a CPU" if arch is None else f"sm_{arch}"
+        return RuntimeError(f"float8_mm: needs a GPU of sm_{ARCH} (Hopper), got {got}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return TypeError(f"float8_mm: `dtype` must be torch.bfloat16 or torch.float16 on CUDA, got {dtype}")
+    if k == 0 or k % BLOCK_K:
+        return ValueError(f"float8_mm: the columns of `x` must be a multiple of {BLOCK_K}, got {k}")
+    if m > FLOAT8_ROWS:
+        return ValueError(f"float8_mm: `x` must have at most {FLOAT8_ROWS} rows, got {m}")
+    if m * n >= 2**31:  # the kernel addresses the output in 32 bits
+        return ValueError(f"float8_mm: `x` rows times `weight` rows must be less than 2^31, got {m} times {n}")
+    return None

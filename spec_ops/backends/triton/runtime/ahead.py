@@ -314,7 +314,7 @@ def _assembly(path: str) -> str | None:
 
 def _serialized(assembly: str) -> bool:
     """Whether most `wgmma` end a group of their own: a group is the products over all of the inner dimension, 16 at a time."""
-    products = re.findall(r"\bHGMMA\b[^;]*", assembly)
+    products = re.findall(r"\b[HQ]GMMA\b[^;]*", assembly)
     return 2 * sum("gsb0" in product for product in products) > len(products)
 
 

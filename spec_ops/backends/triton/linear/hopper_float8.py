@@ -1,0 +1,317 @@
+"""Products of up to 128 rows of float8 with a weight of float8 on Hopper (sm_90), in Gluon: nothing is converted, both are what
+the tensor cores multiply.
+
+Those keep some 14 bits of a sum of float8 products. So each block of 128 of k is a product of its own, and added to the sum in
+float32 registers, times its scales where parts of k have their own; those of whole rows multiply the last sum.
+
+A warp loads the weight and the rows some blocks ahead, as in `hopper_mm.py`, and how programs share the blocks of k is in
+`hopper_shares.py`. A warpgroup has 64 columns and all rows. Rows come from L2 for each tile, and with 128 of them that way is
+the limit: so tiles are wide. To hold sums of 64 columns and 128 rows beside a block's product, which are 64 registers each, a
+product may be computed in `PIECES` of the rows, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from spec_ops.backends.float8_rows import float8_operands
+from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, opaque_zero, range_start
+from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, tiles_of
+from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, Float8Tile, choose_float8, float8_mm_refusal
+from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
+from spec_ops.backends.triton.runtime.launch import Target, arch_of, device_guard, launch, recorded
+from spec_ops.backends.weight_format import BLOCK
+
+SCALE_ROWS = gl.constexpr(BLOCK)
+
+
+@gluon.constexpr_function
+def line_layout(columns, rows):
+    """Of results `[columns, rows]`: a warp has the columns that it has of a product's sums, a thread four of a row. So what it
+    writes at a time is 8 rows of 32 bytes."""
+    registers = [[1, 0], [2, 0]]
+    row = 8
+    while row < rows:
+        registers.append([0, row])
+        row *= 2
+    return gl.DistributedLinearLayout(
+        registers, [[4, 0], [8, 0], [0, 1], [0, 2], [0, 4]], [[16, 0], [32, 0]], [], [columns, rows]
+    )  # fmt: skip
+
+
+@gluon.jit
+def _block_scale(scale, row_stride, column_stride, n0, block, N, K, BLOCK_K: gl.constexpr):
+    """Of the 64 columns from `n0` on, which lie in one block of 128 x 128."""
+    row = gl.minimum(n0, N - 1) // SCALE_ROWS
+    column = gl.minimum(block, K // BLOCK_K - 1)
+    return gl.load(scale + row.to(gl.int64) * row_stride + column.to(gl.int64) * column_stride).to(gl.float32)
+
+
+@gluon.jit
+def _multiply(
+    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K, bias, out,
+    start, stop, blocks, index, share, longer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
+    W_BLOCKS: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: its columns of each of its program's tiles, all rows."""
+    WIDTH: gl.constexpr = w_smem.shape[1]
+    BLOCK_K: gl.constexpr = x_smem.shape[2]
+    ROWS: gl.constexpr = x_smem.shape[1] // PIECES
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    of_rows: gl.constexpr = gl.SliceLayout(0, sums)
+    LINES: gl.constexpr = line_layout(WIDTH, ROWS)
+    await_predecessors(PDL)
+    stage = 0
+    phase = 0
+    position = start
+    while position < stop:
+        tile = position // blocks
+        first = position - tile * blocks
+        last = gl.minimum(blocks, stop - tile * blocks)
+        n0 = (tile * CONSUMERS + WARPGROUP) * WIDTH
+        nothing = gl.zeros([WIDTH, ROWS], gl.float32, sums)
+        parts = (nothing,) * PIECES
+        w_scale = 1.0
+        if W_BLOCKS:
+            w_scale = _block_scale(scale, scale_row, scale_column, n0, first, N, K, BLOCK_K)
+        for block in range(first, last):
+            factor = w_scale
+            if W_BLOCKS:
+                w_scale = _block_scale(scale, scale_row, scale_column, n0, block + 1, N, K, BLOCK_K)
+            mbarrier.wait(full.index(stage), phase)
+            added = ()
+            for i in gl.static_range(PIECES):
+                rows = x_smem.index(stage).slice(i * ROWS, ROWS, dim=0).permute((1, 0))
+                token = warpgroup_mma(
+                    w_smem.index(stage * CONSUMERS + WARPGROUP), rows, nothing, use_acc=False, is_async=True
+                )  # fmt: skip
+                product = warpgroup_mma_wait(0, [token])
+                if f_smem is not None:
+                    of_block = f_smem.index(stage).slice(i * ROWS, ROWS).load(of_rows) * factor
+                    part = parts[i] + product * gl.expand_dims(of_block, 0)
+                elif W_BLOCKS:
+                    part = parts[i] + product * factor
+                else:
+                    part = parts[i] + product
+                added = added + (part,)  # noqa: RUF005 (not Triton's syntax)
+            parts = added
+            arrive(free.index(stage))
+            stage, phase = next_stage(stage, phase, STAGES)
+
+        complete = True
+        if partial is not None:
+            parts, complete = combined(
+                parts, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP, True
+            )  # fmt: skip
+        if complete:
+            n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
+            for i in gl.static_range(PIECES):
+                m = i * ROWS + gl.arange(0, ROWS, of_rows) + opaque_zero()  # else addresses of all rows are kept through loops
+                acc = parts[i]
+                if f_smem is None:
+                    acc = acc * gl.expand_dims(
+                        gl.load(x_scale + m.to(gl.int64) * x_row, mask=m < M, other=0.0).to(gl.float32), 0
+                    )
+                if not W_BLOCKS:
+                    of_columns = gl.load(scale + n.to(gl.int64) * scale_row, mask=n < N, other=0.0).to(gl.float32)
+                    acc = acc * gl.expand_dims(of_columns, 1)
+                if bias is not None:
+                    acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
+                written = gl.convert_layout(acc.to(out.dtype.element_ty), LINES)
+                n_line = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, LINES))
+                m_line = i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LINES)) + opaque_zero()
+                at = out + gl.expand_dims(m_line * N, 0) + gl.expand_dims(n_line, 1)
+                gl.store(at, written, mask=gl.expand_dims(m_line < M, 0) & gl.expand_dims(n_line < N, 1))
+        position = tile * blocks + last
+
+
+@gluon.jit(do_not_specialize=["M", "x_row", "x_column"])
+def hopper_float8_kernel(
+    x, x_scale, x_row, x_column, weight, scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
+    bias, out,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, X_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. `x_scale` and
+    `scale`, with their strides: of blocks of k (`X_BLOCKS`, `W_BLOCKS`) or of whole rows, 0 where all share one. The rest:
+    `skinny_mm_kernel`."""
+    BLOCK_M: gl.constexpr = x.block_shape[0]
+    BLOCK_K: gl.constexpr = x.block_shape[1]
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=CONSUMERS)
+    fence_async_shared()
+    WIDTH: gl.constexpr = weight.block_shape[0]
+    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    w_smem = gl.allocate_shared_memory(weight.dtype, [STAGES * CONSUMERS, WIDTH, BLOCK_K], weight.layout)
+    if X_BLOCKS:
+        f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        factors = x_scale
+    else:
+        f_smem: gl.constexpr = None
+        factors: gl.constexpr = None
+    index = gl.program_id(0)
+    blocks = gl.cdiv(K, BLOCK_K)
+    total = gl.cdiv(N, CONSUMERS * WIDTH) * blocks
+    share = total // gl.num_programs(0)
+    longer = total - share * gl.num_programs(0)
+    start = range_start(index, share, longer)
+    stop = range_start(index + 1, share, longer)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                )),
+                (load_blocks, (
+                    x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
+                    PDL, factors, x_row, x_column, f_smem, M,
+                )),
+            ],
+            [1], [40],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                )),
+                (_multiply, (
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
+                )),
+                (load_blocks, (
+                    x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
+                    PDL, factors, x_row, x_column, f_smem, M,
+                )),
+            ],
+            [4, 1], [232, 40],
+        )  # fmt: skip
+    elif CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                )),
+                (_multiply, (
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
+                )),
+                (_multiply, (
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 2,
+                )),
+                (load_blocks, (
+                    x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
+                    PDL, factors, x_row, x_column, f_smem, M,
+                )),
+            ],
+            [4, 4, 1], [152, 152, 40],
+        )  # fmt: skip
+    else:
+        gl.static_assert(CONSUMERS == 4)
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                )),
+                (_multiply, (
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
+                )),
+                (_multiply, (
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 2,
+                )),
+                (_multiply, (
+                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 3,
+                )),
+                (load_blocks, (
+                    x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
+                    PDL, factors, x_row, x_column, f_smem, M,
+                )),
+            ],
+            [4, 4, 4, 1], [112, 112, 112, 32],
+        )  # fmt: skip
+
+
+def float8_mm(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    dtype: torch.dtype, tile: Float8Tile | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`spec_ops.ops.linear.float8_mm_op`; `tile`: in place of what `choose_float8` takes.
+
+    Raises:
+        TypeError, ValueError: what `float8_operands` refuses, and operands that TMA cannot read.
+        RuntimeError: a GPU that is not of sm_90.
+    """
+    operands = float8_operands("float8_mm", x, x_scale, weight, scale, bias, dtype)
+    (m, k), n = x.shape, weight.shape[0]
+    if (refusal := float8_mm_refusal(m, n, k, dtype, arch_of(x.device))) is not None:
+        raise refusal
+    for name, rows in (("x", x), ("weight", weight)):
+        stride = rows.stride(0) if rows.shape[0] > 1 else k
+        if rows.stride(1) != 1 or stride < k or stride % 16 or rows.data_ptr() % 16:
+            raise ValueError(
+                f"float8_mm: `{name}` must have contiguous rows that start at multiples of 16 bytes, got strides "
+                f"{tuple(rows.stride())} at address {rows.data_ptr():#x}"
+            )
+    out = x.new_empty(m, n, dtype=dtype)
+    if not out.numel():
+        return out
+    tile = tile or choose_float8(m, n, k, operands.x_blocks)
+    block_m, consumers, stages, pieces, splits = tile
+    programs, partial, counters = divided(
+        x.device, "hopper_float8", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m, splits
+    )  # fmt: skip
+    layout = gl.NVMMASharedLayout(128, 8, rank=2)
+    with device_guard(x):
+        launch(
+            hopper_float8_kernel, (programs,),
+            TensorDescriptor(x, [m, k], [x.stride(0) if m > 1 else k, 1], [block_m, BLOCK_K], layout),
+            x_scale, *_strides(x_scale),
+            TensorDescriptor(weight, [n, k], [weight.stride(0) if n > 1 else k, 1], [WIDTH, BLOCK_K], layout),
+            scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0),
+            None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages, PIECES=pieces, X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks,
+            num_warps=4, early=True,
+        )  # fmt: skip
+    return out
+
+
+def _strides(scale: torch.Tensor) -> tuple[int, int]:
+    """0 for a dimension of one."""
+    return 0 if scale.shape[0] == 1 else scale.stride(0), 0 if scale.shape[1] == 1 else scale.stride(1)
+
+
+def ahead() -> Iterator[Variant]:
+    for blocks in (False, True):
+        for m, n in ((8, 4096), (16, 28672), (32, 4096), (32, 28672), (64, 4096), (64, 28672), (128, 4096), (128, 28672)):
+            yield _variant(m, n, 4096, blocks)
+
+
+def _variant(m: int, n: int, k: int, blocks: bool, tile: Float8Tile | None = None) -> Variant:
+    x, weight = (torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta") for rows in (m, n))
+    x_scale = torch.empty(k // BLOCK_K if blocks else 1, m, device="meta").t()
+    scale = torch.empty(-(-n // BLOCK), k // BLOCK, device="meta") if blocks else torch.empty(n, 1, device="meta")
+    with recorded(Target(90, 132)) as launches:
+        float8_mm(x, x_scale, weight, scale, None, torch.bfloat16, tile)
+    name = f"hopper_float8, scales of {'blocks' if blocks else 'rows'}, {m} x {n} x {k}"
+    return variant_of(name, launches[0], archs=(90,))

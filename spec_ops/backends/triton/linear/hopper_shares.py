@@ -1,0 +1,164 @@
+"""What the Gluon kernels of products on Hopper share (`hopper_mm.py`, `hopper_float8.py`): a warp that loads, and programs with
+equal shares of a weight's blocks of k.
+
+The blocks of all tiles are one list, one tile after the other, and each program has as many of them as the others. So a tile
+may be shared by several. Each then writes its sum, and the last one to arrive adds them up, in the order of k: none waits for
+another.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from spec_ops.backends.triton.attention.hopper.program import await_predecessors, barrier, next_stage, range_of
+from spec_ops.backends.triton.linear.hopper_tiles import WIDTH
+from spec_ops.backends.triton.runtime.counters import arrival_counters
+from spec_ops.backends.triton.runtime.launch import num_sms
+
+
+@gluon.jit
+def _ask_for_weight(rows, row_stride, n0, column, N, WIDTH: gl.constexpr):
+    """`WIDTH` rows of the weight, from byte `column` on, on their way to L2, as `skinny_mm.ask_for_weight` does it."""
+    row = gl.minimum(n0 + gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [1], [0])), N - 1)
+    line = (rows + row.to(gl.int64) * row_stride + column).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_factors(factors, row_stride, column_stride, block, M, WIDTH: gl.constexpr):
+    """Those of a block of k of `WIDTH` rows; 0 beyond the last."""
+    row = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [1], [0]))
+    at = factors + row.to(gl.int64) * row_stride + block.to(gl.int64) * column_stride
+    return gl.load(at, mask=row < M, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def load_blocks(
+    x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr, factors=None, factor_row=None, factor_column=None, f_smem=None, M=None,
+):  # fmt: skip
+    """The loading warp: each block of the weight and of the rows, and with `factors [M, blocks]` a number for each row.
+
+    Before the wait for earlier kernels it asks for its first blocks of the weight: their way to L2."""
+    WIDTH: gl.constexpr = w_smem.shape[1]
+    STORED: gl.constexpr = w_smem.shape[2]
+    BLOCK_K: gl.constexpr = x_smem.shape[2]
+    BYTES: gl.constexpr = BLOCK_K * x_smem.shape[1] * x_smem.dtype.primitive_bitwidth // 8 + CONSUMERS * WIDTH * STORED
+    if PDL:
+        for position in range(start, gl.minimum(stop, start + STAGES)):
+            tile = position // blocks
+            for c in gl.static_range(CONSUMERS):
+                n0 = (tile * CONSUMERS + c) * WIDTH
+                _ask_for_weight(weight_rows, row_stride, n0, (position - tile * blocks) * STORED, N, WIDTH)
+    await_predecessors(PDL)
+    stage = 0
+    phase = 1  # all stages are free: waiting for the phase before the first does not wait
+    if factors is not None:
+        numbers = _load_factors(factors, factor_row, factor_column, start % blocks, M, x_smem.shape[1])
+    for position in range(start, stop):
+        tile = position // blocks
+        block = position - tile * blocks
+        mbarrier.wait(free.index(stage), phase)
+        if factors is not None:
+            f_smem.index(stage).store(numbers)
+            numbers = _load_factors(factors, factor_row, factor_column, (position + 1) % blocks, M, x_smem.shape[1])
+            barrier()  # every lane has written before one arrives
+        mbarrier.expect(full.index(stage), BYTES)
+        for c in gl.static_range(CONSUMERS):
+            at = [(tile * CONSUMERS + c) * WIDTH, block * STORED]
+            tma.async_copy_global_to_shared(weight, at, full.index(stage), w_smem.index(stage * CONSUMERS + c))
+        tma.async_copy_global_to_shared(x, [0, block * BLOCK_K], full.index(stage), x_smem.index(stage))
+        stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def _in_order(part):
+    """`part`, sums of `wgmma`, as one row: four numbers of a thread, then the next thread's."""
+    WIDTH: gl.constexpr = part.shape[0]
+    ROWS: gl.constexpr = part.shape[1]
+    split = gl.reshape(part, [WIDTH // 16, 2, 8, ROWS // 8, 4, 2])
+    return gl.reshape(gl.permute(split, (3, 0, 2, 4, 1, 5)), [WIDTH * ROWS])
+
+
+@gluon.jit
+def _as_sums(row, WIDTH: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+    """The inverse of `_in_order`."""
+    split = gl.reshape(row, [ROWS // 8, WIDTH // 16, 8, 4, 2, 2])
+    part = gl.reshape(gl.permute(split, (1, 4, 2, 0, 3, 5)), [WIDTH, ROWS])
+    return gl.convert_layout(part, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _places(part, base, i: gl.constexpr, ORDERED: gl.constexpr):
+    """Where numbers of `part`, the `i`-th of a warpgroup's, are from `base` on."""
+    if ORDERED:
+        return base + i * part.numel + gl.arange(0, part.numel, part.type.layout)
+    else:
+        n = gl.arange(0, part.shape[0], gl.SliceLayout(1, part.type.layout))
+        m = gl.arange(0, part.shape[1], gl.SliceLayout(0, part.type.layout))
+        return base + (gl.expand_dims(n * part.shape[1], 1) + gl.expand_dims(m, 0))
+
+
+@gluon.jit
+def combined(
+    parts, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS: gl.constexpr,
+    WARPGROUP: gl.constexpr, ORDERED: gl.constexpr = False,
+):  # fmt: skip
+    """The sums over all of k of `parts`, of blocks `first` to `last` of a tile, and whether this program has them: the last one
+    to arrive, which adds the programs' sums in the order of k.
+
+    `parts`: a tuple, of as many rows each. `ORDERED`: in memory a thread's numbers lie together."""
+    complete = (first == 0) & (last == blocks)
+    if not complete:
+        PARTS: gl.constexpr = len(parts)
+        WIDTH: gl.constexpr = parts[0].shape[0]
+        ROWS: gl.constexpr = parts[0].shape[1]
+        SUMS: gl.constexpr = parts[0].type.layout
+        SLOT: gl.constexpr = CONSUMERS * WIDTH * ROWS * PARTS
+        mine = partial + WARPGROUP * (WIDTH * ROWS * PARTS)
+        # A program has at most two unfinished tiles: one that began before it (slot 0) and one that goes on after it (slot 1).
+        for i in gl.static_range(PARTS):
+            written = _in_order(parts[i]) if ORDERED else parts[i]
+            gl.store(_places(written, mine, i, ORDERED) + (2 * index + (first == 0).to(gl.int32)) * SLOT, written)
+        first_program = range_of(tile * blocks, share, longer)
+        last_program = range_of(tile * blocks + blocks - 1, share, longer)
+        counter = counters + tile * CONSUMERS + WARPGROUP
+        barrier()  # every thread's part is written before one thread announces it
+        arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        complete = arrived == last_program - first_program
+        if complete:
+            gl.store(counter, 0)  # for the next launch
+            found = ()
+            for i in gl.static_range(PARTS):
+                places = _places(_in_order(parts[i]) if ORDERED else parts[i], mine, i, ORDERED)
+                # .cg: partial sums come from other multiprocessors, so L1 must not answer
+                part = gl.load(places + (2 * first_program + 1) * SLOT, cache_modifier=".cg")
+                for program in range(first_program + 1, last_program + 1):
+                    part += gl.load(places + 2 * program * SLOT, cache_modifier=".cg")
+                found = found + (_as_sums(part, WIDTH, ROWS, SUMS) if ORDERED else part,)  # noqa: RUF005 (not Triton's syntax)
+            parts = found
+    return parts, complete
+
+
+def divided(
+    device: torch.device, name: str, tiles: int, blocks: int, consumers: int, block_m: int, splits: int = 0
+) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    """Programs for `tiles` of `blocks` of k, `consumers` warpgroups and `block_m` rows, and where they exchange sums and count
+    arrivals; None if each has whole tiles. `name`: of the kernel whose counters they are; `splits`: programs for each tile, 0
+    for as many as there are multiprocessors."""
+    programs = min(tiles * splits or num_sms(device), tiles * blocks)
+    if tiles % programs == 0:
+        return programs, None, None
+    partial = torch.empty(2 * programs * consumers * WIDTH * block_m, dtype=torch.float32, device=device)
+    return programs, partial, arrival_counters(device, tiles * consumers, name)
+
+
+def tiles_of(n: int, consumers: int) -> int:
+    """How many tiles a weight of `n` columns has."""
+    return triton.cdiv(n, consumers * WIDTH)

@@ -1,0 +1,186 @@
+"""How the Hopper kernel of `float8_mm` is launched and compiled; `tests/gpu/test_hopper_float8.py` has what it computes."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what is launched")
+
+from spec_ops.backends.triton.linear import hopper_float8  # noqa: E402
+from spec_ops.backends.triton.linear.hopper_tiles import choose_float8, float8_mm_refusal  # noqa: E402
+from spec_ops.backends.triton.runtime import ahead  # noqa: E402
+from spec_ops.backends.triton.runtime.launch import Launch, Target, recorded  # noqa: E402
+from tests.helpers.selection import covering, parametrize_pairs  # noqa: E402
+
+BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
+LIMIT = 232_448  # bytes of shared memory that a program may have on sm_90
+
+
+def empty(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=of, device="meta")
+
+
+def operands(m: int, n: int = 4096, k: int = 4096, blocks: bool = False) -> dict[str, torch.Tensor]:
+    x_scale, scale = (empty(m, k // 128), empty(-(-n // 128), k // 128)) if blocks else (empty(m, 1), empty(n, 1))
+    return {"x": empty(m, k, of=F8), "x_scale": x_scale, "weight": empty(n, k, of=F8), "scale": scale}
+
+
+def launched(given: dict[str, torch.Tensor], arch: int = 90, sms: int = 132, bias=None, dtype: torch.dtype = BF16) -> Launch:
+    with recorded(Target(arch, sms)) as launches:
+        out = hopper_float8.float8_mm(**given, bias=bias, dtype=dtype)
+    assert (out.shape, out.dtype) == ((given["x"].shape[0], given["weight"].shape[0]), dtype)
+    (only,) = launches
+    return only
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128])
+def test_a_tile_has_all_rows_and_fits(m, blocks):
+    for n, k in ((4096, 4096), (28672, 4096), (100, 128), (4096, 14336)):
+        tile = choose_float8(m, n, k, blocks)
+        assert m <= tile.block_m
+        assert (tile.block_m // tile.pieces) % 8 == 0
+        assert tile.stages >= 4
+        assert tile.stages * 128 * (64 * tile.consumers + tile.block_m + blocks * tile.block_m // 32) <= LIMIT
+        given = launched(operands(m, n, k, blocks)).arguments
+        assert given["x"].block_shape == [tile.block_m, 128]
+        assert given["weight"].block_shape == [64, 128]
+        assert (given["X_BLOCKS"], given["W_BLOCKS"]) == (blocks and k > 128, blocks and k > 128)
+
+
+@pytest.mark.parametrize("sms", [1, 114, 132])
+@pytest.mark.parametrize(("n", "k"), [(100, 128), (64, 14336), (1000, 1280), (28672, 4096), (132 * 128, 1024)])
+def test_programs_share_the_blocks_of_k(n, k, sms):
+    """Each has some, and partial sums where a program does not have whole tiles: two of them for each program."""
+    for m in (8, 32, 128):
+        given = launched(operands(m, n, k), sms=sms).arguments
+        consumers, block_m = given["CONSUMERS"], given["x"].block_shape[0]
+        tiles, blocks = -(-n // (64 * consumers)), k // 128
+        programs = min(sms, tiles * blocks)
+        whole = tiles % programs == 0
+        assert (given["partial"] is None) == (given["counters"] is None) == whole
+        if not whole:
+            assert given["partial"].numel() == 2 * programs * consumers * 64 * block_m
+            assert given["counters"].numel() >= tiles * consumers
+
+
+def test_strides_of_scales():
+    """Any; what all share is read at stride 0."""
+    given = operands(8, blocks=True) | {"x_scale": empty(32, 8).t(), "scale": empty(64, 32)[::2]}
+    found = launched(given).arguments
+    assert [found[name] for name in ("x_row", "x_column", "scale_row", "scale_column")] == [1, 8, 64, 1]
+    found = launched(operands(8) | {"x_scale": empty(1, 1), "scale": empty(1, 1)}).arguments
+    assert [found[name] for name in ("x_row", "x_column", "scale_row", "scale_column")] == [0, 0, 0, 0]
+    assert (found["X_BLOCKS"], found["W_BLOCKS"]) == (False, False)
+    found = launched(operands(8) | {"x_scale": empty(8, 32)}).arguments  # either without the other
+    assert (found["X_BLOCKS"], found["W_BLOCKS"]) == (True, False)
+    found = launched(operands(8) | {"scale": empty(32, 32)}).arguments
+    assert (found["X_BLOCKS"], found["W_BLOCKS"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "error", "message"),
+    [
+        (operands(8), {"arch": 100}, RuntimeError, r"needs a GPU of sm_90 \(Hopper\), got sm_100"),
+        (operands(8), {"dtype": torch.float32}, TypeError, "`dtype` must be torch.bfloat16 or torch.float16 on CUDA, got"),
+        (operands(129), {}, ValueError, "`x` must have at most 128 rows, got 129"),
+        (operands(8, k=4160), {}, ValueError, "the columns of `x` must be a multiple of 128, got 4160"),
+        (operands(8, k=0), {}, ValueError, "the columns of `x` must be a multiple of 128, got 0"),
+        (operands(128, 2**24, 128), {}, ValueError, "`x` rows times `weight` rows must be less than 2.31, got 128 t"),
+        (operands(8) | {"x": empty(8, 4104, of=F8)[:, :4096]}, {}, ValueError, "`x` must have contiguous rows that start at"),
+        (operands(8) | {"x": empty(4096, 8, of=F8).t()}, {}, ValueError, "`x` must have contiguous rows that start at"),
+        (operands(8) | {"x": empty(1, 4096, of=F8).expand(8, -1)}, {}, ValueError, "`x` must have contiguous rows"),
+        (operands(8) | {"weight": empty(4096, 4104, of=F8)[:, :4096]}, {}, ValueError, "`weight` must have contiguous rows"),
+        (operands(8), {"bias": empty(8)}, ValueError, "`bias` must have shape"),
+    ],
+)  # fmt: skip
+def test_refusals(given, more, error, message):
+    with pytest.raises(error, match=f"^float8_mm: {message}"):
+        launched(given, **more)
+
+
+def test_refusal_without_tensors():
+    assert float8_mm_refusal(128, 28672, 4096, BF16, 90) is None
+    assert isinstance(float8_mm_refusal(128, 28672, 4096, BF16, None), RuntimeError)
+
+
+def test_rows_of_other_strides_and_one_row():
+    assert launched(operands(8) | {"x": empty(8, 4224, of=F8)[:, 128:]}).arguments["x"].strides == [4224, 1]
+    assert launched(operands(1) | {"x": empty(1, 4096, of=F8).expand(1, -1)}).arguments["x"].strides == [4096, 1]
+
+
+def test_nothing_is_launched_for_nothing():
+    for given in (operands(0), operands(8, n=0) | {"scale": empty(0, 1)}):
+        with recorded(Target(90, 132)) as launches:
+            hopper_float8.float8_mm(**given, bias=None, dtype=BF16)
+        assert not launches
+
+
+VARIANTS = list(hopper_float8.ahead())
+PAIRS = [(variant, 90) for variant in VARIANTS]
+
+
+def _facts(variant: ahead.Variant, arch: int) -> list[tuple]:
+    constants = variant.constexprs
+    return [(constants["X_BLOCKS"], constants["PIECES"]), (variant.signature["x"], constants["CONSUMERS"])]
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.function is test_compiles_without_spills_for_one_program_on_a_multiprocessor:
+        parametrize_pairs(metafunc, PAIRS, covering(PAIRS, _facts))
+
+
+@pytest.mark.slow
+def test_compiles_without_spills_for_one_program_on_a_multiprocessor(variant, arch):
+    used = ahead.compile_ahead(variant, arch)
+    assert (used.spill_bytes, used.loop_spills, used.serialized) == (0, 0, False)
+    warps = 4 * variant.constexprs["CONSUMERS"] + 4  # the loading warp's registers are those of a warpgroup
+    assert ahead.resident_blocks(used, warps, 90) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [8, 128])
+def test_other_arguments_compile(m):
+    """A bias, float16, scales of 16 bits, of blocks of k of one operand alone, and a single column."""
+    cases = [
+        launched(operands(m), bias=empty(4096, of=BF16), dtype=torch.float16),
+        launched(operands(m, n=1)),
+        launched(operands(m, blocks=True) | {"scale": empty(4096, 1, of=BF16)}, bias=empty(4096)),
+        launched(operands(m, blocks=True) | {"x_scale": empty(m, 1, of=BF16)}),
+    ]
+    for case in cases:
+        used = ahead.compile_ahead(ahead.variant_of("other arguments", case, archs=(90,)), 90)
+        assert used.spill_bytes == 0
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[-1]], ids=lambda variant: variant.name)
+def test_nothing_is_read_or_written_before_the_wait(variant):
+    """But for asking: each warp that reads or writes waits for earlier kernels first, the loading warp after its requests."""
+    ptx = ahead.compiled(variant, 90).asm["ptx"]
+    waits = [at.start() for at in re.finditer(r"griddepcontrol\.wait", ptx)]
+    assert len(waits) == variant.constexprs["CONSUMERS"] + 1
+    first = min(at.start() for at in re.finditer(r"ld\.global|st\.global|atom\.|cp\.async\.bulk\.tensor", ptx))
+    assert first > waits[0]
+    asked, loads = ptx.find("prefetch.global.L2"), ptx.find("cp.async.bulk.tensor")
+    assert any(0 < asked < wait < loads for wait in waits)
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[-1]], ids=lambda variant: variant.name)
+def test_both_operands_come_from_shared_memory(variant):
+    """And each block of k is a product of its own: its first instruction adds to nothing."""
+    ptx = ahead.compiled(variant, 90).asm["ptx"]
+    rows = int(re.search(r"\[(\d+), 128\]", variant.signature["x"])[1]) // variant.constexprs["PIECES"]
+    found = re.findall(
+        rf"wgmma\.mma_async\S*\.m64n{rows}k32\.f32\.e4m3\.e4m3 \{{[^}}]*\}}, (%rd\d+), %rd\d+, (\S+), 1, 1;", ptx
+    )
+    assert (
+        len(found)
+        == len(re.findall("wgmma.mma_async", ptx))
+        == 4 * variant.constexprs["PIECES"] * variant.constexprs["CONSUMERS"]
+    )
+    assert [adds == "0" for _, adds in found] == [True, False, False, False] * (len(found) // 4)

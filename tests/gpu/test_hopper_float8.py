@@ -1,0 +1,143 @@
+"""Products of rows and weights of float8 on Hopper (`linear/hopper_float8.py`), on a GPU: errors, graphs and launches."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton comes for Linux only")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for sm_90"
+    ),
+]
+
+from spec_ops.backends.float8_rows import dequantized_rows  # noqa: E402
+from spec_ops.backends.triton.runtime import counters  # noqa: E402
+from spec_ops.backends.weight_format import dequantized  # noqa: E402
+from spec_ops.ops.linear import float8_mm_op  # noqa: E402
+
+F8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128)
+# Layers; columns that no tile divides; a single program; a tile that 112 programs share; as many tiles as programs (132).
+SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336), (1000, 1280), (100, 128), (64, 14336), (132 * 128, 1024))
+KINDS = {"rows": ("row", "row"), "blocks": ("block", "block"), "tensors": ("all", "all"), "mixed": ("block", "row")}
+
+
+def generator(*shape: int) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(sum(shape))
+
+
+def numbers(m: int, k: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(m, k, generator=generator(m, k, seed), device="cuda").to(F8)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    """Of different sizes: no sum is near to what one of another row or block would be."""
+    return torch.rand(shape, generator=generator(*shape), device="cuda") * 4 + 0.1
+
+
+def scale_of(kind: str, rows: int, k: int, of_weight: bool) -> torch.Tensor:
+    if kind == "all":
+        return scales(1, 1)
+    if kind == "row":
+        return scales(rows, 1)
+    return scales(-(-rows // 128), k // 128) if of_weight else scales(k // 128, rows).t()
+
+
+def operands(kind: str, m: int, n: int, k: int) -> list[torch.Tensor]:
+    of_rows, of_weight = KINDS[kind]
+    return [numbers(m, k), scale_of(of_rows, m, k, False), numbers(n, k, 1), scale_of(of_weight, n, k, True)]
+
+
+def loss(out: torch.Tensor, want: torch.Tensor) -> float:
+    return (out.double() - want).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_error_is_that_of_bfloat16(n, k, kind):
+    x, x_scale, weight, scale = operands(kind, max(ROWS), n, k)
+    x = torch.cat([numbers(max(ROWS), 128, 2), x], 1)[:, 128:]  # rows farther apart than they are long
+    bias = scales(n) * 4
+    full = dequantized(weight, scale)
+    for m in ROWS:
+        rows, of_rows = x[:m], x_scale if x_scale.numel() == 1 else x_scale[:m]
+        wide = dequantized_rows(rows, of_rows)
+        for dtype, b in ((BF16, bias.to(BF16)), (FP16, None)) if m in (9, 128) else ((BF16, bias),):
+            want = wide.double() @ full.double().t() + (0 if b is None else b.double())
+            rounded = wide.to(BF16).float() @ full.to(BF16).float().t() + (0 if b is None else b.float())
+            got = float8_mm_op(rows, of_rows, weight, scale, b, dtype)
+            assert got.dtype == dtype
+            assert loss(got, want) <= 1.05 * loss(rounded.to(dtype), want), (m, dtype)
+
+
+def test_other_rows():
+    """A row's bits depend on no other row of its tile, not even one of NaN behind the last; strides of scales do not count."""
+    for kind in ("rows", "blocks"):
+        x, x_scale, weight, scale = operands(kind, 24, 4096, 4096)
+        want = float8_mm_op(x, x_scale, weight, scale, None, BF16)
+        assert torch.equal(float8_mm_op(x[:20], x_scale[:20], weight, scale, None, BF16), want[:20])
+        beside = torch.cat([x, torch.full_like(x.float(), float("nan")).to(F8)])
+        assert torch.equal(float8_mm_op(beside[:24], x_scale, weight, scale, None, BF16), want)
+        apart = torch.stack([x_scale, x_scale], 2)[..., 0]
+        assert torch.equal(float8_mm_op(x, apart, weight, scale.t().contiguous().t(), None, BF16), want)
+        for dtype in (BF16, FP16):
+            of16 = float8_mm_op(x, x_scale.to(dtype), weight, scale.to(dtype), None, BF16)
+            assert torch.equal(of16, float8_mm_op(x, x_scale.to(dtype).float(), weight, scale.to(dtype).float(), None, BF16))
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+@pytest.mark.parametrize("m", [4, 32, 64, 128])
+def test_chains_in_a_graph(kind, m):
+    """Each product reads the last one's result, rounded, and is launched while that is written. It leaves the counters as it
+    found them."""
+    x, x_scale, *_ = operands(kind, m, 4096, 4096)
+    weights = [(numbers(4096, 4096, seed), operands(kind, m, 4096, 4096)[3] / 256) for seed in range(4)]
+
+    def run(after_each=lambda: None) -> list[torch.Tensor]:
+        made, rows = [], x
+        for i in range(16):
+            made.append(float8_mm_op(rows, x_scale, *weights[i % 4], None, BF16))
+            rows = (made[-1].float() / made[-1].float().square().mean().sqrt()).to(F8)
+            after_each()
+        return made
+
+    want = [result.clone() for result in run(torch.cuda.synchronize)]
+    assert all(result.isfinite().all() and result.any() for result in want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(10):
+        for result in got:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+    torch.cuda.synchronize()
+    ours = [found for (kernel, *_), found in counters._sets.items() if kernel == "hopper_float8"]
+    assert ours
+    assert not any(found.any() for found in ours)
+
+
+def test_one_after_the_other():
+    """No kernel lies between them: each is launched while the last one runs, and shares its counters."""
+    given = [operands(kind, m, 4096, 4096) for kind in ("rows", "blocks") for m in (8, 128)]
+    want = [float8_mm_op(*args, None, BF16) for args in given]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [float8_mm_op(*given[i % 4], None, BF16) for i in range(40)]
+    for _ in range(10):
+        graph.replay()
+        assert all(torch.equal(result, want[i % 4]) for i, result in enumerate(got))
+
+
+def test_results_repeat():
+    """Whoever is last to arrive: sums are in the order of k."""
+    for kind, m, n, k in (("rows", 32, 4096, 4096), ("blocks", 128, 64, 14336), ("blocks", 64, 4096, 14336)):
+        given = operands(kind, m, n, k)
+        first = float8_mm_op(*given, None, BF16)
+        assert all(torch.equal(first, float8_mm_op(*given, None, BF16)) for _ in range(100))

@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton.attention.tuning import SHARED
 from spec_ops.backends.triton.linear.float4 import float4_products, rest_of, wide_float4_products
+from spec_ops.backends.triton.linear.int4 import int4_products
 from spec_ops.backends.triton.linear.operands import CHUNK, Weight, check_operands, readable, scale_arguments
 from spec_ops.backends.triton.linear.quantized import ROWS_IN_PLACE, WARPGROUP, quantized_products, scaled
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
@@ -104,6 +105,8 @@ class Config:
     chunk: int = CHUNK
     chunked: bool = False
     loaded: bool = False
+    words: bool = False
+    registers: int | None = None
 
     @property
     def chunks(self) -> bool:
@@ -247,6 +250,11 @@ def products(
             x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
         )  # fmt: skip
+    elif BITS == 4 and weight.dtype == tl.int32:
+        acc = int4_products(
+            x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
+        )  # fmt: skip
     elif BITS < 16:
         acc = quantized_products(
             x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
@@ -354,15 +362,17 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
     config = config or choose(m, n, k, num_sms(x.device), arch_of(x.device), stored)
     block_m, block_n, splits = config.block_m, config.block_n, config.splits
     tiles = triton.cdiv(n, block_n)
+    read = weight.view(torch.int32) if config.words else weight
     partial = counters = None
     if splits > 1:
         partial = torch.empty(tiles * splits * block_n * block_m, dtype=torch.float32, device=x.device)
         counters = arrival_counters(x.device, tiles, "skinny_mm")
     with device_guard(x):
         launch(
-            kernel, (tiles * splits,), *_rows(x, config), _descriptor(weight, block_n, config, k // weight.shape[1]),
+            kernel, (tiles * splits,), *_rows(x, config), _descriptor(read, block_n, config, k // read.shape[1]),
             *scale_arguments(*scales), partial, counters, m, n, k, weight, weight.stride(0), *args, **constants,
             **_constants(config, stored, n, k), num_warps=config.num_warps, early=config.full,
+            **({"maxnreg": config.registers} if config.registers else {}),
         )  # fmt: skip
 
 
@@ -437,9 +447,10 @@ def variants(
     element = {"plain": "bf16", "float8": "fp8e4nv", "int8": "i8"}.get(stored.kind, "u8")
     packed = 2 if stored.bits == 4 else 1
     for config, archs in chosen.items():
+        read, each = ("i32", 8) if config.words else (element, packed)
         blocks = {
             "x": "*bf16:16" if config.loaded else f"tensordesc<bf16{_block_shape(config.block_m, config)}>",
-            "weight": f"tensordesc<{element}{_block_shape(config.block_n, config, packed)}>",
+            "weight": f"tensordesc<{read}{_block_shape(config.block_n, config, each)}>",
         }
         split = {"partial": "*fp32:16", "counters": "*i32:16"}
         sizes = {"M": "i32", "N": "i32:16", "K": "i32:16", "weight_rows": f"*{element}:16", "row_stride": "i32:16"}

@@ -71,6 +71,14 @@ def test_scales_beyond_the_weight_are_not_read(m):
     torch.testing.assert_close(got.double(), exact(x, weight, scale, *rest) + bias.double(), rtol=2**-10, atol=2**-8)
 
 
+@pytest.mark.parametrize("k", [64, 128, 256])
+@pytest.mark.parametrize("m", [1, 9, 32, 64])
+def test_int4_of_one_group(m, k):
+    x, bias, weight, *scales = tensors(m, 40, k, f"int4-{k}")
+    got = linear.skinny_mm(x, weight, bias, *scales)
+    torch.testing.assert_close(got.double(), exact(x, weight, *scales) + bias.double(), rtol=2**-10, atol=2**-8)
+
+
 @pytest.mark.parametrize(("m", "scales_as"), [(8, torch.float32), (16, torch.float16)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_is_that_of_a_product_with_the_dequantized_weight(kind, m, scales_as):

@@ -377,7 +377,8 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
 
 
 def _constants(config: Config, stored: WeightFormat, n: int, k: int) -> dict[str, Any]:
-    within = stored.bits < 16 and not (stored.columns == k and stored.rows in (1, n))  # scales of parts of k
+    # Scales of parts of k; those of int4 always, as zero points are added where a part is summed.
+    within = stored.bits < 16 and (stored.kind == "int4" or not (stored.columns == k and stored.rows in (1, n)))
     return {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": config.chunk,
         "SPLITS": config.splits, "STAGES": config.num_stages, "ASKED": ASKED if config.full else 0,

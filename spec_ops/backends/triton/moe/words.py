@@ -4,9 +4,7 @@ Those kernels are bound by instructions, most of all by those of integers, of wh
 floats. So the eight numbers of a word are taken apart where they lie: numbers i and i + 4 are in the two halves of a word, one
 mask for both, and a multiplication puts copies of them where the sign and where the rest of a bfloat16 is (`linear/float4.py`).
 
-The tensor cores add up over k in any order, as long as both operands have the same. A thread has consecutive words of a row:
-with a chunk of 128 of k all 32 numbers of a scale. The order is that of `mma.sync` where a thread has four neighbours of each
-16 of k, which Triton takes for weights of 8 bits; with any other order numbers would change threads through shared memory.
+The order of k is that of `linear/words.py`: with a chunk of 128 of k a thread has all 32 numbers of a scale.
 
 A number is left times 2^-126, and a scale takes that back: it is `2^126 / WORD_REST` times what it is, of which the sum takes
 the rest. That is exact for scales up to 2^6. A greater one is infinite, so that its sums are no numbers, and those are computed
@@ -19,6 +17,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.linear.quantized import INTERPRETED
+from spec_ops.backends.triton.linear.words import pair_numbers
 
 WORD_REST = tl.constexpr(2.0**5)
 GREATEST = tl.constexpr(133)  # the byte of 2^6
@@ -66,7 +65,7 @@ def _assembled(CODE: tl.constexpr, word, scale):
 
 @triton.jit
 def word_numbers(words, scale, dtype: tl.constexpr, EXACT: tl.constexpr):
-    """The numbers `[chunks, n, k]` of `words [chunks, n, k / 8]`, k in the order of `word_rows`, times `scale [chunks, n,
+    """The numbers `[chunks, n, k]` of `words [chunks, n, k / 8]`, k in the order of `linear/words.py`, times `scale [chunks, n,
     k / 32]` as it is stored. Unless `EXACT` divided by `WORD_REST`, and no numbers if `scale` is above `GREATEST`."""
     C: tl.constexpr = words.shape[0]
     N: tl.constexpr = words.shape[1]
@@ -88,32 +87,7 @@ def word_numbers(words, scale, dtype: tl.constexpr, EXACT: tl.constexpr):
         ODD: tl.constexpr = _ODD_EXACT if EXACT else _ODD
         first = tl.join(_assembled(EVEN, parts, one), _assembled(EVEN, upper, one))
         second = tl.join(_assembled(ODD, parts, one), _assembled(ODD, upper, one))
-    pairs = tl.join(first, second)
-    low = pairs.to(tl.int16).to(dtype, bitcast=True)
-    high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
-    # Of thread t and its word w the half h of pair u + 2 * s. From [t, w, s, u, h] to [w, s, t, u, h].
-    numbers = tl.reshape(tl.join(low, high), [C, N, 4, W, 2, 2, 2])
-    return tl.reshape(tl.permute(numbers, (0, 1, 3, 4, 2, 5, 6)), [C, N, W * 32])
-
-
-@triton.jit
-def word_rows(rows, ORDERED: tl.constexpr):
-    """`rows [chunks, m, k]` as the other operand `[chunks, k, m]`. `ORDERED`: each eight are as in `word_place`."""
-    C: tl.constexpr = rows.shape[0]
-    M: tl.constexpr = rows.shape[1]
-    W: tl.constexpr = rows.shape[2] // 32
-    parts = tl.reshape(rows, [C, M, 4, W, 2, 2, 2])
-    if ORDERED:
-        parts = tl.permute(parts, (0, 1, 2, 3, 6, 5, 4))
-    # From [t, w, h, s, u] to `word_numbers`' order.
-    return tl.permute(tl.reshape(tl.permute(parts, (0, 1, 3, 5, 2, 6, 4)), [C, M, W * 32]), (0, 2, 1))
-
-
-@triton.jit
-def word_place(k):
-    """Where number `k` of a row is put, so that a thread finds pairs, and those of one instruction side by side: bits 0 and 2
-    change places."""
-    return (k & -6) | ((k & 1) << 2) | ((k >> 2) & 1)
+    return pair_numbers(first, second, dtype)
 
 
 @triton.jit

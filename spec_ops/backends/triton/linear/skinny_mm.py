@@ -9,8 +9,8 @@ Every program reads all rows over its share of k, from L2: `BLOCK_M / BLOCK_N` b
 16 rows that is at most one, and narrow tiles, of which each warp takes a chunk of k, need the fewest partial sums. With more
 rows a tile has the 64 columns of a warpgroup's instruction (`wgmma`), which reads both operands from shared memory.
 
-A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide in registers (`quantized.py`, `float4.py`),
-from which a warpgroup's instructions take them. A few rows beside 8 bits are loaded, and not read by TMA (`LOADED_ROWS`).
+A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide in registers (`quantized.py`, `int4.py`,
+`float4.py`), from which a warpgroup's instructions take them. A few rows beside 8 bits are loaded, and not read by TMA (`LOADED_ROWS`).
 """
 
 from __future__ import annotations
@@ -105,8 +105,6 @@ class Config:
     chunk: int = CHUNK
     chunked: bool = False
     loaded: bool = False
-    words: bool = False
-    registers: int | None = None
 
     @property
     def chunks(self) -> bool:
@@ -250,7 +248,7 @@ def products(
             x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
         )  # fmt: skip
-    elif BITS == 4 and weight.dtype == tl.int32:
+    elif BITS == 4 and CHUNKED:
         acc = int4_products(
             x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
@@ -317,6 +315,11 @@ def skinny_mm_kernel(
         store_transposed(out, acc, n, tl.arange(0, BLOCK_M), N, M)
 
 
+def _takes_words(stored: WeightFormat, config: Config) -> bool:
+    """Whether the weight is read as words of eight numbers."""
+    return stored.kind == "int4" and config.chunks
+
+
 def _block_shape(rows: int, config: Config, packed: int = 1) -> list[int]:
     """Of `[k / chunk, n, chunk]` where warps take chunks, of `[n, k]` else; an element holds `packed` numbers of k."""
     if config.chunks:
@@ -362,7 +365,7 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
     config = config or choose(m, n, k, num_sms(x.device), arch_of(x.device), stored)
     block_m, block_n, splits = config.block_m, config.block_n, config.splits
     tiles = triton.cdiv(n, block_n)
-    read = weight.view(torch.int32) if config.words else weight
+    read = weight.view(torch.int32) if _takes_words(stored, config) else weight
     partial = counters = None
     if splits > 1:
         partial = torch.empty(tiles * splits * block_n * block_m, dtype=torch.float32, device=x.device)
@@ -372,7 +375,6 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
             kernel, (tiles * splits,), *_rows(x, config), _descriptor(read, block_n, config, k // read.shape[1]),
             *scale_arguments(*scales), partial, counters, m, n, k, weight, weight.stride(0), *args, **constants,
             **_constants(config, stored, n, k), num_warps=config.num_warps, early=config.full,
-            **({"maxnreg": config.registers} if config.registers else {}),
         )  # fmt: skip
 
 
@@ -448,7 +450,7 @@ def variants(
     element = {"plain": "bf16", "float8": "fp8e4nv", "int8": "i8"}.get(stored.kind, "u8")
     packed = 2 if stored.bits == 4 else 1
     for config, archs in chosen.items():
-        read, each = ("i32", 8) if config.words else (element, packed)
+        read, each = ("i32", 8) if _takes_words(stored, config) else (element, packed)
         blocks = {
             "x": "*bf16:16" if config.loaded else f"tensordesc<bf16{_block_shape(config.block_m, config)}>",
             "weight": f"tensordesc<{read}{_block_shape(config.block_n, config, each)}>",

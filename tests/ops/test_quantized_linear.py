@@ -158,7 +158,7 @@ def test_assembly_of_4_bit_floats(dtype, unit):
 def test_assembly_of_words_of_4_bit_floats(exact):
     """For the experts: every number with every scale, in the order of pairs, and nothing but sums that are no numbers where
     one factor is too small. What is small is exact."""
-    words = pytest.importorskip("spec_ops.backends.triton.moe.words", reason="triton comes for Linux only")
+    words = pytest.importorskip("spec_ops.backends.triton.linear.float4_words", reason="triton comes for Linux only")
     scale_code, even, odd = (getattr(words, f"{name}_EXACT" if exact else name).value for name in ("_SCALE", "_EVEN", "_ODD"))
     rest = 1.0 if exact else words.WORD_REST.value
     for byte in range(255):

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.linear.quantized import INTERPRETED, load_scales
-from spec_ops.backends.triton.linear.words import pair_numbers, word_rows
+from spec_ops.backends.triton.linear.words import load_rows, pair_numbers, word_rows
 
 OFFSET_BF16, OFFSET_FP16 = tl.constexpr(136.0), tl.constexpr(24.0)
 
@@ -58,18 +58,6 @@ def int4_numbers(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(x, x_stride, block, M, K, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """As `quantized.chunked_rows`, but `[CHUNKS, BLOCK_M, CHUNK]`."""
-    if x_stride is None:
-        return x.load([block * CHUNKS, 0, 0])
-    else:
-        chunk = block * CHUNKS + tl.arange(0, CHUNKS)[:, None, None]
-        k = chunk * CHUNK + tl.arange(0, CHUNK)[None, None, :]
-        row = tl.arange(0, BLOCK_M)[None, :, None]
-        return tl.load(x + row.to(tl.int64) * x_stride + k, mask=(row < M) & (chunk < K // CHUNK), other=0.0)
-
-
-@triton.jit
 def int4_products(
     x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
@@ -90,7 +78,7 @@ def int4_products(
         z = load_scales(zero, scale_row, scale_column, row, first * CHUNKS + chunk, N, chunks, CHUNK, 1, COLUMNS)
     for block in tl.range(first, end, num_stages=STAGES):
         # Rows first: numbers would be made, and wait in registers, ahead of the wait for rows.
-        rows = word_rows(_load_rows(x, x_stride, block, M, K, BLOCK_M, CHUNKS, CHUNK), False)
+        rows = word_rows(load_rows(x, x_stride, block, M, K, BLOCK_M, CHUNKS, CHUNK), False)
         columns = int4_numbers(weight.load([block * CHUNKS, tile * BLOCK_N, 0]), dtype)
         rest = -OFFSET * s
         if zero is not None:

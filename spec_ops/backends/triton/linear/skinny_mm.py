@@ -26,7 +26,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton.attention.tuning import SHARED
-from spec_ops.backends.triton.linear.float4 import float4_products, rest_of, wide_float4_products
+from spec_ops.backends.triton.linear.float4 import rest_of, wide_float4_products
+from spec_ops.backends.triton.linear.float4_words import float4_products
 from spec_ops.backends.triton.linear.int4 import int4_products
 from spec_ops.backends.triton.linear.operands import CHUNK, Weight, check_operands, readable, scale_arguments
 from spec_ops.backends.triton.linear.quantized import ROWS_IN_PLACE, WARPGROUP, quantized_products, scaled
@@ -92,7 +93,7 @@ def most_rows(stored: WeightFormat) -> int:
 class Config:
     """A tile, programs that share its k, Triton's count of stages, and programs that a multiprocessor holds at once; `full`: it
     has no room for more of them, so that a launch may be early. `chunk` divides k; below `WARPGROUP` columns warps take it.
-    `loaded`: rows of `x` are (`quantized.chunked_rows`)."""
+    `loaded`: rows of `x` are (`quantized.chunked_rows`). `max_registers` of a thread, if not as many as the assembler likes."""
 
     block_m: int
     block_n: int
@@ -105,11 +106,17 @@ class Config:
     chunk: int = CHUNK
     chunked: bool = False
     loaded: bool = False
+    max_registers: int | None = None
 
     @property
     def chunks(self) -> bool:
         """As of `Tile`."""
         return self.chunked or self.block_n < WARPGROUP.value
+
+    @property
+    def limit(self) -> dict[str, int]:
+        """`max_registers` as a launch takes it."""
+        return {} if self.max_registers is None else {"maxnreg": self.max_registers}
 
 
 def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | None = None) -> Config:
@@ -148,10 +155,11 @@ def fitted(
     elif bits < 16 and not tile.chunks:
         # A tile's sums on their way to memory, and what tcgen05 does not take from registers: numbers of 4 bits, and ones.
         rest += 4 * block_n * block_m + 2 * block_n * block_k * (bits == 4 and 100 <= arch < 120)
+    words = bits == 4 and tile.chunks
     if stored is not None and stored.float4:
-        rest += 4 * block_n * block_k // stored.columns  # scales on their way between threads
-    elif bits == 4 and tile.chunks and chunk < 128:
-        rest += (256 << 10) // chunk  # what threads exchange of narrow chunks, as compiled
+        rest += (1 if words else 4) * block_n * block_k // stored.columns  # scales on their way between threads
+    elif words:
+        rest += 8 * block_n * block_k // chunk  # scales and zero points likewise
     shared = SHARED.get(arch, 99) * 1024
     programs = max(1, min(most, shared // (2 * buffer + rest)))
     # At least two blocks for each, and partial sums of at most a quarter of the weight's bytes.
@@ -159,14 +167,21 @@ def fitted(
     if splits is None:
         splits = max(1, min(sms * programs // tiles, blocks // 2, k * bits // (128 * block_m)))
     programs = min(programs, triton.cdiv(tiles * splits, sms))  # the rest of the memory is for blocks in flight
-    buffers = min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits))
+    room = (shared // programs - rest) // buffer
+    buffers = min(room, triton.cdiv(blocks, splits))
+    if words and 90 <= arch < 100:
+        # Room for no program more, so that a launch may be early, even if that is more buffers than blocks.
+        buffers = max(buffers, min(room, ((shared + 1024) // (programs + 1) - 1024) // buffer + 1))
     # A stage is the product itself, except that Triton adds a buffer where the product is asynchronous (wgmma, tcgen05): where
     # it reads the weight's buffer.
     asynchronous = not tile.chunks and 90 <= arch < 120 and bits == 16
     # Not on sm_120: its 99 KiB leave two to four blocks in flight, and Triton 3.6 keeps values on the stack to ask for two.
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
     stages = max(2, buffers + (not asynchronous))
-    return Config(block_m, block_n, block_k, num_warps, splits, stages, programs, full, chunk, chunked)
+    # MXFP4 has a second loop, which nearly never runs, and for which the assembler would take more registers than there are.
+    registers = 65536 // (32 * num_warps * programs) // 8 * 8 if words and stored is not None and stored.kind == "mxfp4" else 255
+    limit = registers if registers < 255 else None
+    return Config(block_m, block_n, block_k, num_warps, splits, stages, programs, full, chunk, chunked, max_registers=limit)
 
 
 @triton.jit
@@ -317,7 +332,7 @@ def skinny_mm_kernel(
 
 def _takes_words(stored: WeightFormat, config: Config) -> bool:
     """Whether the weight is read as words of eight numbers."""
-    return stored.kind == "int4" and config.chunks
+    return stored.bits == 4 and config.chunks
 
 
 def _block_shape(rows: int, config: Config, packed: int = 1) -> list[int]:
@@ -374,7 +389,7 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
         launch(
             kernel, (tiles * splits,), *_rows(x, config), _descriptor(read, block_n, config, k // read.shape[1]),
             *scale_arguments(*scales), partial, counters, m, n, k, weight, weight.stride(0), *args, **constants,
-            **_constants(config, stored, n, k), num_warps=config.num_warps, early=config.full,
+            **_constants(config, stored, n, k), **config.limit, num_warps=config.num_warps, early=config.full,
         )  # fmt: skip
 
 
@@ -478,7 +493,7 @@ def variants(
             },
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            options={} if chooses is None else {"enable_fp_fusion": False},
+            options={**config.limit, **({} if chooses is None else {"enable_fp_fusion": False})},
             archs=tuple(archs),
             programs=config.programs,
             early=config.full,

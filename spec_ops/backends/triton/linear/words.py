@@ -28,6 +28,18 @@ def pair_numbers(first, second, dtype: tl.constexpr):
 
 
 @triton.jit
+def load_rows(x, x_stride, block, M, K, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """As `quantized.chunked_rows`, but `[CHUNKS, BLOCK_M, CHUNK]`."""
+    if x_stride is None:
+        return x.load([block * CHUNKS, 0, 0])
+    else:
+        chunk = block * CHUNKS + tl.arange(0, CHUNKS)[:, None, None]
+        k = chunk * CHUNK + tl.arange(0, CHUNK)[None, None, :]
+        row = tl.arange(0, BLOCK_M)[None, :, None]
+        return tl.load(x + row.to(tl.int64) * x_stride + k, mask=(row < M) & (chunk < K // CHUNK), other=0.0)
+
+
+@triton.jit
 def word_rows(rows, ORDERED: tl.constexpr):
     """`rows [chunks, m, k]` as the other operand `[chunks, k, m]`. `ORDERED`: each eight are as in `word_place`."""
     C: tl.constexpr = rows.shape[0]

@@ -148,18 +148,18 @@ def fitted(
             chunk = min(chunk, block_k // num_warps if stored.float4 else stored.columns)
         block_k = block_k if tile.chunks or stored.float4 else min(block_k, stored.columns)
     blocks = triton.cdiv(k, block_k)
+    words = bits == 4 and tile.chunks
     buffer = block_k * (block_n * bits // 8 + 2 * block_m)
+    if words and stored is not None and stored.kind == "int4":
+        buffer += 4 * block_n * block_k // chunk  # scales and zero points
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
     if block_m > MAX_ROWS:
         rest += 2 * block_k * block_m  # Triton's buffer more of what an asynchronous product reads
     elif bits < 16 and not tile.chunks:
         # A tile's sums on their way to memory, and what tcgen05 does not take from registers: numbers of 4 bits, and ones.
         rest += 4 * block_n * block_m + 2 * block_n * block_k * (bits == 4 and 100 <= arch < 120)
-    words = bits == 4 and tile.chunks
     if stored is not None and stored.float4:
         rest += (1 if words else 4) * block_n * block_k // stored.columns  # scales on their way between threads
-    elif words:
-        rest += 8 * block_n * block_k // chunk  # scales and zero points likewise
     shared = SHARED.get(arch, 99) * 1024
     programs = max(1, min(most, shared // (2 * buffer + rest)))
     # At least two blocks for each, and partial sums of at most a quarter of the weight's bytes.
@@ -177,6 +177,7 @@ def fitted(
     asynchronous = not tile.chunks and 90 <= arch < 120 and bits == 16
     # Not on sm_120: its 99 KiB leave two to four blocks in flight, and Triton 3.6 keeps values on the stack to ask for two.
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
+    full |= words and 90 <= arch < 100 and block_n == 64 and num_warps * programs >= 16  # by registers
     stages = max(2, buffers + (not asynchronous))
     # MXFP4 has a second loop, which nearly never runs, and for which the assembler would take more registers than there are.
     registers = 65536 // (32 * num_warps * programs) // 8 * 8 if words and stored is not None and stored.kind == "mxfp4" else 255

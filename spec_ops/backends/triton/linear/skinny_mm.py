@@ -152,6 +152,7 @@ def fitted(
     buffer = block_k * (block_n * bits // 8 + 2 * block_m)
     if words and stored is not None and stored.kind == "int4":
         buffer += 4 * block_n * block_k // chunk  # scales and zero points
+        most = min(most, 3) if chunk == 32 else most  # by registers
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
     if block_m > MAX_ROWS:
         rest += 2 * block_k * block_m  # Triton's buffer more of what an asynchronous product reads
@@ -179,9 +180,9 @@ def fitted(
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
     full |= words and 90 <= arch < 100 and block_n == 64 and num_warps * programs >= 16  # by registers
     stages = max(2, buffers + (not asynchronous))
-    # MXFP4 has a second loop, which nearly never runs, and for which the assembler would take more registers than there are.
-    registers = 65536 // (32 * num_warps * programs) // 8 * 8 if words and stored is not None and stored.kind == "mxfp4" else 255
-    limit = registers if registers < 255 else None
+    # Else the assembler takes some more, or spills: for MXFP4 because of a second loop, which nearly never runs.
+    limited = words and stored is not None and (stored.kind == "mxfp4" or block_n * block_m >= 512 or chunk == 32)
+    limit = min(255, 65536 // (32 * num_warps * programs) // 8 * 8) if limited else None
     return Config(block_m, block_n, block_k, num_warps, splits, stages, programs, full, chunk, chunked, max_registers=limit)
 
 

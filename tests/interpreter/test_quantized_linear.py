@@ -71,10 +71,17 @@ def test_scales_beyond_the_weight_are_not_read(m):
     torch.testing.assert_close(got.double(), exact(x, weight, scale, *rest) + bias.double(), rtol=2**-10, atol=2**-8)
 
 
+@pytest.mark.parametrize("k", [64, 128, 256])
+@pytest.mark.parametrize("m", [1, 9, 32, 64])
+def test_int4_of_one_group(m, k):
+    x, bias, weight, *scales = tensors(m, 40, k, f"int4-{k}")
+    got = linear.skinny_mm(x, weight, bias, *scales)
+    torch.testing.assert_close(got.double(), exact(x, weight, *scales) + bias.double(), rtol=2**-10, atol=2**-8)
+
+
 @pytest.mark.parametrize(("m", "scales_as"), [(8, torch.float32), (16, torch.float16)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_is_that_of_a_product_with_the_dequantized_weight(kind, m, scales_as):
-    """16 rows of int4 whose scales have the rows' dtype: numbers are scaled, and rounded."""
     g = torch.Generator().manual_seed(0)
     x, (weight, *scales) = (
         torch.randn(m, 1024, generator=g).half(),
@@ -87,6 +94,17 @@ def test_error_is_that_of_a_product_with_the_dequantized_weight(kind, m, scales_
         for out in (linear.skinny_mm(x, weight, None, *scales), linear.skinny_mm(x, rounded, None))
     )
     assert ours <= 1.05 * theirs
+
+
+@pytest.mark.parametrize("m", [1, 16])
+def test_int4_beside_rows_of_one_sign(m):
+    """What numbers have too much is taken off a sum a thousand times as large as the result."""
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.rand(m, 1024, generator=g).half() + 3, torch.randint(0, 256, (64, 512), generator=g, dtype=torch.uint8)
+    scale, zero = torch.full((64, 8), 0.25), torch.full((64, 8), 0.125)  # the mean of a weight is 0
+    want = exact(x, weight, scale, zero)
+    got = linear.skinny_mm(x, weight, None, scale, zero)
+    torch.testing.assert_close(got.double(), want, rtol=2**-10, atol=2**-10 * want.square().mean().sqrt().item())
 
 
 @pytest.mark.parametrize("kind", ["row", "block", "int4-128", "nvfp4"])

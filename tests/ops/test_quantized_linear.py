@@ -106,20 +106,14 @@ def _twice(number: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shifted", [False, True])
-def test_assembly_of_int4_that_is_scaled(dtype, shifted):
-    """Rounded once, as a dequantized weight is; each byte has its own scale and zero point."""
-    quantized = pytest.importorskip("spec_ops.backends.triton.linear.quantized", reason="triton comes for Linux only")
-    name = f"{'_SHIFTED' if shifted else '_SCALED'}_{'BF16' if dtype == torch.bfloat16 else 'FP16'}"
-    scales, zeros = (torch.tensor(numbers).to(dtype) for numbers in ([0.0137, 1.0, 3.3, 0.25], [0.41, -2.7, 0.0, 100.0]))
-    pairs = {f"${5 + i}": _twice(scale) for i, scale in enumerate(scales)}
-    if shifted:
-        pairs |= {f"${9 + i}": _twice(zero) for i, zero in enumerate(zeros)}
+def test_assembly_of_words_of_int4(dtype):
+    """Pairs of numbers i and i + 4, plus what sums lose again."""
+    int4 = pytest.importorskip("spec_ops.backends.triton.linear.int4", reason="triton comes for Linux only")
+    name = "BF16" if dtype == torch.bfloat16 else "FP16"
     for word in WORDS:
-        got = run_assembly(getattr(quantized, name).value, dtype, {"$4": word, **pairs})
-        wide = unpacked(bytes_of(word))[0].double() * scales.double().repeat_interleave(2)
-        want = (wide + zeros.double().repeat_interleave(2) if shifted else wide).to(dtype)
-        assert got.tolist() == want.tolist()
+        pairs = [run_assembly(getattr(int4, f"_{name}_{i}").value, dtype, {"$1": word})[:2] for i in range(4)]
+        want = unpacked(bytes_of(word))[0] + getattr(int4, f"OFFSET_{name}").value
+        assert torch.stack(pairs, 1).flatten().tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("kind", ["INT4_SCALED", "INT4_SHIFTED", "NVFP4", "MXFP4"])
@@ -164,7 +158,7 @@ def test_assembly_of_4_bit_floats(dtype, unit):
 def test_assembly_of_words_of_4_bit_floats(exact):
     """For the experts: every number with every scale, in the order of pairs, and nothing but sums that are no numbers where
     one factor is too small. What is small is exact."""
-    words = pytest.importorskip("spec_ops.backends.triton.moe.words", reason="triton comes for Linux only")
+    words = pytest.importorskip("spec_ops.backends.triton.linear.float4_words", reason="triton comes for Linux only")
     scale_code, even, odd = (getattr(words, f"{name}_EXACT" if exact else name).value for name in ("_SCALE", "_EVEN", "_ODD"))
     rest = 1.0 if exact else words.WORD_REST.value
     for byte in range(255):

@@ -13,12 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.linear.quantized import INTERPRETED, chunked_rows
+from spec_ops.backends.triton.linear.quantized import INTERPRETED
 
 # Bits of e2m1 where exponent and mantissa of a wider format meet are the number times 2^-126, or 2^-14 in float16. A scale of
 # e4m3 is at most 448, so it takes most of that back at no further cost; the rest, 2^8, is left to the last sum. Those of e8m0
 # may be any power of 2, so numbers are brought back first.
-_UNITS = {"bf16": 0x7E80, "f16": 0x7400}  # 2^126, 2^14
+UNITS = {"bf16": 0x7E80, "f16": 0x7400}  # 2^126, 2^14
 _NV_UNIT = {"bf16": 2.0**118, "f16": 2.0**6}
 NV_REST = tl.constexpr(2.0**8)
 
@@ -31,7 +31,7 @@ def _scaled_pairs(kind: str, unit: bool) -> str:
     and where the rest is, 6 bits apart, so that they do not overlap.
     """
     steps = ["and.b32 low, $4, 0x0F0F0F0F", "shr.u32 high, $4, 4", "and.b32 high, high, 0x0F0F0F0F"]
-    steps += [f"mov.b32 unit, 0x{_UNITS[kind] * 0x10001:08X}"] * unit
+    steps += [f"mov.b32 unit, 0x{UNITS[kind] * 0x10001:08X}"] * unit
     for i in range(4):
         # A selector above 7 repeats a byte's sign, which is 0.
         steps += [f"prmt.b32 p, low, high, 0x{0x8480 + 0x1111 * i:04X}"]
@@ -45,7 +45,7 @@ def _scaled_pairs(kind: str, unit: bool) -> str:
     return f"{{ .reg .b32 low, high, p, rest, unit; {'; '.join(steps)}; }}"
 
 
-_PAIRS = {(kind, unit): tl.constexpr(_scaled_pairs(kind, unit)) for kind in _UNITS for unit in (False, True)}
+_PAIRS = {(kind, unit): tl.constexpr(_scaled_pairs(kind, unit)) for kind in UNITS for unit in (False, True)}
 _NV_BF16, _MX_BF16 = _PAIRS["bf16", False], _PAIRS["bf16", True]
 _NV_FP16, _MX_FP16 = _PAIRS["f16", False], _PAIRS["f16", True]
 _NV_UNIT_BF16, _NV_UNIT_FP16 = tl.constexpr(_NV_UNIT["bf16"]), tl.constexpr(_NV_UNIT["f16"])
@@ -65,6 +65,12 @@ def load_float4_scales(
     none: tl.constexpr = 0 if scale.dtype.element_ty == tl.uint8 else 0.0
     inside = part < K // CHUNK if WHOLE >= CHUNK else column // (WHOLE // GROUP) < K // WHOLE
     return tl.load(at, mask=(n < N)[None, :, None] & inside, other=none)
+
+
+@triton.jit
+def interpreted_scale(scale, dtype: tl.constexpr):
+    """What `scale_pairs` has twice."""
+    return scale_pairs(scale, dtype).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -124,26 +130,6 @@ def opaque(value):
         return value
     else:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def float4_products(
-    x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, before `rest_of`. Tiles are narrower than `WARPGROUP`."""
-    dtype: tl.constexpr = x.dtype if x_stride is None else x.dtype.element_ty
-    CHUNKS: tl.constexpr = BLOCK_K // CHUNK
-    sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
-    # Asked for a block ahead, as in `quantized_products`.
-    s = load_float4_scales(scale, scale_row, scale_column, n, first * CHUNKS, N, K, CHUNK, CHUNKS, COLUMNS, CHUNK)
-    for block in tl.range(first, end, num_stages=STAGES):
-        columns = scaled_numbers(weight.load([block * CHUNKS, tile * BLOCK_N, 0]), s, dtype)
-        rows = chunked_rows(x, x_stride, block, M, K, BLOCK_M, CHUNKS, CHUNK)
-        sums = tl.dot(columns, rows, sums)
-        s = load_float4_scales(scale, scale_row, scale_column, n, (block + 1) * CHUNKS, N, K, CHUNK, CHUNKS, COLUMNS, CHUNK)
-    return tl.sum(sums, 0)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 A product with a weight `stored * scale` is a product with what is stored, times the scale: exact numbers meet the tensor cores,
 and a scale costs one multiplication of a sum. Where all of k shares it (per row and per tensor), that is the last sum; where
 blocks or groups of k do, that of each. What `zero` adds to a weight is `zero * sum(x)`, a product with ones. So no weight is
-rounded after it was dequantized, but for int4 with 9 to 16 rows of the dtype of its scales (`scaled_int4`).
+rounded after it was dequantized. (int4 where warps take chunks of k: `int4.py`.)
 
 Formats: `backends/weight_format.py`.
 """
@@ -18,9 +18,8 @@ ROWS_IN_PLACE = tl.constexpr(64)  # up to so many, products add in place, and sc
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # by Triton's interpreter, which knows no assembly
 
 
-def _pairs(kind: str, offset: str, then: str = "") -> str:
-    """PTX: the two numbers of each of four bytes `$4`, as pairs of 16 bits `$0` to `$3`. If `then` is `"mul"`, times the pairs
-    `$5` to `$8`; if it is `"fma.rn"`, also plus `$9` to `$12`.
+def _pairs(kind: str, offset: str) -> str:
+    """PTX: the two numbers of each of four bytes `$4`, as pairs of 16 bits `$0` to `$3`.
 
     A byte of the word, and one of the word shifted by half a byte, have a number each in their lower half. These become the
     last bits of `offset`, exclusive or 8, and lose it again.
@@ -29,19 +28,12 @@ def _pairs(kind: str, offset: str, then: str = "") -> str:
         f"prmt.b32 p{i}, $4, high, 0x0{4 + i}0{i}; lop3.b32 p{i}, p{i}, 0x000F000F, 0x{2 * offset}, 0x6A; "  # (a & b) ^ c
         for i in range(4)
     )
-    give = "".join(f"sub.{kind}x2 {f'p{i}' if then else f'${i}'}, p{i}, offset; " for i in range(4))
-    if then:
-        more = {"mul": 1, "fma.rn": 2}[then]
-        give += "".join(
-            f"{then}.{kind}x2 ${i}, p{i}, {', '.join(f'${5 + 4 * j + i}' for j in range(more))}; " for i in range(4)
-        )
+    give = "".join(f"sub.{kind}x2 ${i}, p{i}, offset; " for i in range(4))
     return f"{{ .reg .b32 high, offset, p<4>; mov.b32 offset, 0x{2 * offset}; shr.u32 high, $4, 4; {take}{give}}}"
 
 
 _PAIRS_BF16 = tl.constexpr(_pairs("bf16", "4308"))  # 136
 _PAIRS_FP16 = tl.constexpr(_pairs("f16", "6408"))  # 1032
-_SCALED_BF16, _SCALED_FP16 = (tl.constexpr(_pairs(*which, "mul")) for which in (("bf16", "4308"), ("f16", "6408")))
-_SHIFTED_BF16, _SHIFTED_FP16 = (tl.constexpr(_pairs(*which, "fma.rn")) for which in (("bf16", "4308"), ("f16", "6408")))
 
 
 @triton.jit
@@ -73,42 +65,6 @@ def numbers(block, dtype: tl.constexpr, BITS: tl.constexpr):
             high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
         wide = joined(low, high)
     return wide
-
-
-@triton.jit
-def twice(wide, dtype: tl.constexpr):
-    """float32 that `dtype` holds, as `dtype` twice in 32 bits."""
-    if dtype == tl.bfloat16:
-        bits = wide.to(tl.int32, bitcast=True)  # the lower half is 0
-        pair = bits | ((bits >> 16) & 0xFFFF)
-    else:
-        bits = wide.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        pair = bits | (bits << 16)
-    return pair
-
-
-@triton.jit
-def scaled_int4(block, s, z, dtype: tl.constexpr):
-    """What a block `[..., k / 2]` of int4 holds times `s [...]` plus `z` (or None), `[..., k]`, rounded to `dtype` once."""
-    if INTERPRETED:
-        wide = numbers(block, dtype, 4).to(tl.float32) * tl.expand_dims(s, -1)
-        if z is not None:
-            wide += tl.expand_dims(z, -1)
-        result = wide.to(dtype)
-    else:
-        scale = tl.expand_dims(twice(s, dtype), -1)
-        if z is None:
-            pairs = tl.inline_asm_elementwise(
-                _SCALED_BF16 if dtype == tl.bfloat16 else _SCALED_FP16, "=r,=r,=r,=r,r,r,r,r,r", [block, scale],
-                dtype=tl.int32, is_pure=True, pack=4,
-            )  # fmt: skip
-        else:
-            pairs = tl.inline_asm_elementwise(
-                _SHIFTED_BF16 if dtype == tl.bfloat16 else _SHIFTED_FP16, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
-                [block, scale, tl.expand_dims(twice(z, dtype), -1)], dtype=tl.int32, is_pure=True, pack=4,
-            )  # fmt: skip
-        result = joined(pairs.to(tl.int16).to(dtype, bitcast=True), (pairs >> 16).to(tl.int16).to(dtype, bitcast=True))
-    return result
 
 
 @triton.jit
@@ -165,12 +121,9 @@ def quantized_products(
     STORED: tl.constexpr = BLOCK_K * BITS // 8
     CHUNKED: tl.constexpr = len(weight.block_shape) == 3
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
-    # Scales that the rows' dtype holds multiply numbers, two at a time, and the result is rounded once, as a dequantized
-    # weight. That is faster with 16 rows alone (`docs/notebook/products.md`).
-    SCALED: tl.constexpr = BITS == 4 and COLUMNS > 0 and BLOCK_M == 16 and scale.dtype.element_ty == dtype
+    tl.static_assert(BITS == 8 or not CHUNKED)
     if CHUNKED:
         sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
-        ones = tl.full([CHUNKS, BLOCK_N, CHUNK], 1, dtype)
         row, chunk = n[None, :], tl.arange(0, CHUNKS)[:, None]
         chunks = K // CHUNK
     else:
@@ -193,10 +146,7 @@ def quantized_products(
         else:
             columns = weight.load([tile * BLOCK_N, block * STORED])
             rows = tl.permute(x.load([0, block * BLOCK_K]), (1, 0))
-        if SCALED:
-            columns = scaled_int4(columns, s, z if zero is not None else None, dtype)
-            sums = tl.dot(columns, rows, sums)
-        elif COLUMNS > 0:
+        if COLUMNS > 0:
             columns = numbers(columns, dtype, BITS)
             sums += tl.dot(columns, rows) * tl.expand_dims(s, -1)
             if zero is not None:

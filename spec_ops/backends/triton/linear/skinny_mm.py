@@ -9,8 +9,8 @@ Every program reads all rows over its share of k, from L2: `BLOCK_M / BLOCK_N` b
 16 rows that is at most one, and narrow tiles, of which each warp takes a chunk of k, need the fewest partial sums. With more
 rows a tile has the 64 columns of a warpgroup's instruction (`wgmma`), which reads both operands from shared memory.
 
-A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide in registers (`quantized.py`, `float4.py`),
-from which a warpgroup's instructions take them. A few rows beside 8 bits are loaded, and not read by TMA (`LOADED_ROWS`).
+A weight of 8 or 4 bits is read as it lies, and its numbers become 16 bits wide in registers (`quantized.py`, `int4.py`,
+`float4.py`), from which a warpgroup's instructions take them. A few rows beside 8 bits are loaded, and not read by TMA (`LOADED_ROWS`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton.attention.tuning import SHARED
-from spec_ops.backends.triton.linear.float4 import float4_products, rest_of, wide_float4_products
+from spec_ops.backends.triton.linear.float4 import rest_of, wide_float4_products
+from spec_ops.backends.triton.linear.float4_words import float4_products
+from spec_ops.backends.triton.linear.int4 import int4_products
 from spec_ops.backends.triton.linear.operands import CHUNK, Weight, check_operands, readable, scale_arguments
 from spec_ops.backends.triton.linear.quantized import ROWS_IN_PLACE, WARPGROUP, quantized_products, scaled
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
@@ -91,7 +93,7 @@ def most_rows(stored: WeightFormat) -> int:
 class Config:
     """A tile, programs that share its k, Triton's count of stages, and programs that a multiprocessor holds at once; `full`: it
     has no room for more of them, so that a launch may be early. `chunk` divides k; below `WARPGROUP` columns warps take it.
-    `loaded`: rows of `x` are (`quantized.chunked_rows`)."""
+    `loaded`: rows of `x` are (`quantized.chunked_rows`). `max_registers` of a thread, if not as many as the assembler likes."""
 
     block_m: int
     block_n: int
@@ -104,11 +106,17 @@ class Config:
     chunk: int = CHUNK
     chunked: bool = False
     loaded: bool = False
+    max_registers: int | None = None
 
     @property
     def chunks(self) -> bool:
         """As of `Tile`."""
         return self.chunked or self.block_n < WARPGROUP.value
+
+    @property
+    def limit(self) -> dict[str, int]:
+        """`max_registers` as a launch takes it."""
+        return {} if self.max_registers is None else {"maxnreg": self.max_registers}
 
 
 def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | None = None) -> Config:
@@ -140,7 +148,11 @@ def fitted(
             chunk = min(chunk, block_k // num_warps if stored.float4 else stored.columns)
         block_k = block_k if tile.chunks or stored.float4 else min(block_k, stored.columns)
     blocks = triton.cdiv(k, block_k)
+    words = bits == 4 and tile.chunks
     buffer = block_k * (block_n * bits // 8 + 2 * block_m)
+    if words and stored is not None and stored.kind == "int4":
+        buffer += 4 * block_n * block_k // chunk  # scales and zero points
+        most = min(most, 3) if chunk == 32 else most  # by registers
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
     if block_m > MAX_ROWS:
         rest += 2 * block_k * block_m  # Triton's buffer more of what an asynchronous product reads
@@ -148,9 +160,7 @@ def fitted(
         # A tile's sums on their way to memory, and what tcgen05 does not take from registers: numbers of 4 bits, and ones.
         rest += 4 * block_n * block_m + 2 * block_n * block_k * (bits == 4 and 100 <= arch < 120)
     if stored is not None and stored.float4:
-        rest += 4 * block_n * block_k // stored.columns  # scales on their way between threads
-    elif bits == 4 and tile.chunks and chunk < 128:
-        rest += (256 << 10) // chunk  # what threads exchange of narrow chunks, as compiled
+        rest += (1 if words else 4) * block_n * block_k // stored.columns  # scales on their way between threads
     shared = SHARED.get(arch, 99) * 1024
     programs = max(1, min(most, shared // (2 * buffer + rest)))
     # At least two blocks for each, and partial sums of at most a quarter of the weight's bytes.
@@ -158,14 +168,22 @@ def fitted(
     if splits is None:
         splits = max(1, min(sms * programs // tiles, blocks // 2, k * bits // (128 * block_m)))
     programs = min(programs, triton.cdiv(tiles * splits, sms))  # the rest of the memory is for blocks in flight
-    buffers = min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits))
+    room = (shared // programs - rest) // buffer
+    buffers = min(room, triton.cdiv(blocks, splits))
+    if words and 90 <= arch < 100:
+        # Room for no program more, so that a launch may be early, even if that is more buffers than blocks.
+        buffers = max(buffers, min(room, ((shared + 1024) // (programs + 1) - 1024) // buffer + 1))
     # A stage is the product itself, except that Triton adds a buffer where the product is asynchronous (wgmma, tcgen05): where
     # it reads the weight's buffer.
     asynchronous = not tile.chunks and 90 <= arch < 120 and bits == 16
     # Not on sm_120: its 99 KiB leave two to four blocks in flight, and Triton 3.6 keeps values on the stack to ask for two.
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
+    full |= words and 90 <= arch < 100 and block_n == 64 and num_warps * programs >= 16  # by registers
     stages = max(2, buffers + (not asynchronous))
-    return Config(block_m, block_n, block_k, num_warps, splits, stages, programs, full, chunk, chunked)
+    # Else the assembler takes some more, or spills: for MXFP4 because of a second loop, which nearly never runs.
+    limited = words and stored is not None and (stored.kind == "mxfp4" or block_n * block_m >= 512 or chunk == 32)
+    limit = min(255, 65536 // (32 * num_warps * programs) // 8 * 8) if limited else None
+    return Config(block_m, block_n, block_k, num_warps, splits, stages, programs, full, chunk, chunked, max_registers=limit)
 
 
 @triton.jit
@@ -247,6 +265,11 @@ def products(
             x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
         )  # fmt: skip
+    elif BITS == 4 and CHUNKED:
+        acc = int4_products(
+            x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
+        )  # fmt: skip
     elif BITS < 16:
         acc = quantized_products(
             x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
@@ -309,6 +332,11 @@ def skinny_mm_kernel(
         store_transposed(out, acc, n, tl.arange(0, BLOCK_M), N, M)
 
 
+def _takes_words(stored: WeightFormat, config: Config) -> bool:
+    """Whether the weight is read as words of eight numbers."""
+    return stored.bits == 4 and config.chunks
+
+
 def _block_shape(rows: int, config: Config, packed: int = 1) -> list[int]:
     """Of `[k / chunk, n, chunk]` where warps take chunks, of `[n, k]` else; an element holds `packed` numbers of k."""
     if config.chunks:
@@ -354,20 +382,22 @@ def run(kernel: Any, name: str, x: torch.Tensor, weights: Weight, config: Config
     config = config or choose(m, n, k, num_sms(x.device), arch_of(x.device), stored)
     block_m, block_n, splits = config.block_m, config.block_n, config.splits
     tiles = triton.cdiv(n, block_n)
+    read = weight.view(torch.int32) if _takes_words(stored, config) else weight
     partial = counters = None
     if splits > 1:
         partial = torch.empty(tiles * splits * block_n * block_m, dtype=torch.float32, device=x.device)
         counters = arrival_counters(x.device, tiles, "skinny_mm")
     with device_guard(x):
         launch(
-            kernel, (tiles * splits,), *_rows(x, config), _descriptor(weight, block_n, config, k // weight.shape[1]),
+            kernel, (tiles * splits,), *_rows(x, config), _descriptor(read, block_n, config, k // read.shape[1]),
             *scale_arguments(*scales), partial, counters, m, n, k, weight, weight.stride(0), *args, **constants,
-            **_constants(config, stored, n, k), num_warps=config.num_warps, early=config.full,
+            **_constants(config, stored, n, k), **config.limit, num_warps=config.num_warps, early=config.full,
         )  # fmt: skip
 
 
 def _constants(config: Config, stored: WeightFormat, n: int, k: int) -> dict[str, Any]:
-    within = stored.bits < 16 and not (stored.columns == k and stored.rows in (1, n))  # scales of parts of k
+    # Scales of parts of k; those of int4 always, as zero points are added where a part is summed.
+    within = stored.bits < 16 and (stored.kind == "int4" or not (stored.columns == k and stored.rows in (1, n)))
     return {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "CHUNK": config.chunk,
         "SPLITS": config.splits, "STAGES": config.num_stages, "ASKED": ASKED if config.full else 0,
@@ -437,9 +467,10 @@ def variants(
     element = {"plain": "bf16", "float8": "fp8e4nv", "int8": "i8"}.get(stored.kind, "u8")
     packed = 2 if stored.bits == 4 else 1
     for config, archs in chosen.items():
+        read, each = ("i32", 8) if _takes_words(stored, config) else (element, packed)
         blocks = {
             "x": "*bf16:16" if config.loaded else f"tensordesc<bf16{_block_shape(config.block_m, config)}>",
-            "weight": f"tensordesc<{element}{_block_shape(config.block_n, config, packed)}>",
+            "weight": f"tensordesc<{read}{_block_shape(config.block_n, config, each)}>",
         }
         split = {"partial": "*fp32:16", "counters": "*i32:16"}
         sizes = {"M": "i32", "N": "i32:16", "K": "i32:16", "weight_rows": f"*{element}:16", "row_stride": "i32:16"}
@@ -464,7 +495,7 @@ def variants(
             },
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            options={} if chooses is None else {"enable_fp_fusion": False},
+            options={**config.limit, **({} if chooses is None else {"enable_fp_fusion": False})},
             archs=tuple(archs),
             programs=config.programs,
             early=config.full,

@@ -15,7 +15,7 @@ than 16 tokens, and where columns lie side by side in memory (`transposed`), who
 
 Weights of 8 and 4 bits are read as they lie, and become 16 bits wide in registers (`stored.py`). Numbers of MXFP4 that are
 scaled there have tiles of their own (`tiles.SCALED_TILES`), come eight at a time up to 32 tokens, and up to 16 have one factor
-for their scale, where it is not too great (`words.py`). Else the program's sums are computed again.
+for their scale, where it is not too great (`linear/float4_words.py`). Else the program's sums are computed again.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.expert_format import inner_of
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
+from spec_ops.backends.triton.linear.float4_words import any_not_finite
 from spec_ops.backends.triton.linear.norm import store_sum
 from spec_ops.backends.triton.linear.skinny_mm import combined, store_transposed
+from spec_ops.backends.triton.linear.words import word_place
 from spec_ops.backends.triton.moe.activation import activated, gated
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
 from spec_ops.backends.triton.moe.stored import formats, scale_arguments, scale_constants, scales_numbers
 from spec_ops.backends.triton.moe.sums import down_sums, gate_up_sums
 from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, Config, Sizes, choose
-from spec_ops.backends.triton.moe.words import any_not_finite, word_place
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import Launch, arch_of, await_predecessors, device_guard, launch, num_sms, recorded

@@ -22,8 +22,8 @@ import triton.language as tl
 
 from spec_ops.backends.expert_format import ExpertFormat, expert_format
 from spec_ops.backends.triton.linear.float4 import load_float4_scales, opaque, scaled_numbers
+from spec_ops.backends.triton.linear.float4_words import word_numbers
 from spec_ops.backends.triton.linear.quantized import numbers
-from spec_ops.backends.triton.moe.words import word_numbers
 
 
 @triton.jit

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spec_ops.backends.triton.linear.float4_words import WORD_REST
+from spec_ops.backends.triton.linear.words import word_rows
 from spec_ops.backends.triton.moe.stored import added, block_scales
-from spec_ops.backends.triton.moe.words import WORD_REST, word_rows
 
 
 @triton.jit

@@ -27,7 +27,7 @@ class Config:
         chunk: of k, what a warp has.
         num_warps: of a program.
         scaled: numbers of MXFP4 are, two at a time, and not sums (`stored.py`).
-        again: sums are computed again where a scale was too great for one factor (`words.py`).
+        again: sums are computed again where a scale was too great for one factor (`linear/float4_words.py`).
         max_registers: of a thread; None: as many as the assembler likes.
     """
 

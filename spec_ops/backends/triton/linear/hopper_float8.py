@@ -165,11 +165,14 @@ def hopper_float8_kernel(
         factors: gl.constexpr = None
     index = gl.program_id(0)
     blocks = gl.cdiv(K, BLOCK_K)
-    total = gl.cdiv(N, CONSUMERS * WIDTH) * blocks
+    unit = 1
+    if partial is None:  # whole tiles
+        unit = blocks
+    total = gl.cdiv(N, CONSUMERS * WIDTH) * (blocks // unit)
     share = total // gl.num_programs(0)
     longer = total - share * gl.num_programs(0)
-    start = range_start(index, share, longer)
-    stop = range_start(index + 1, share, longer)
+    start = range_start(index, share, longer) * unit
+    stop = range_start(index + 1, share, longer) * unit
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -277,6 +280,8 @@ def float8_mm(
     out = x.new_empty(m, n, dtype=dtype)
     if not out.numel():
         return out
+    if operands.x_blocks:
+        x_scale = x_scale.float()  # as it is copied to shared memory
     tile = tile or choose_float8(m, n, k, operands.x_blocks)
     block_m, consumers, stages, pieces, splits = tile
     programs, partial, counters = divided(
@@ -290,8 +295,8 @@ def float8_mm(
             x_scale, *_strides(x_scale),
             TensorDescriptor(weight, [n, k], [weight.stride(0) if n > 1 else k, 1], [WIDTH, BLOCK_K], layout),
             scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0),
-            None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages, PIECES=pieces, X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks,
-            num_warps=4, early=True,
+            None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages, PIECES=pieces,
+            X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks, num_warps=4, early=True,
         )  # fmt: skip
     return out
 

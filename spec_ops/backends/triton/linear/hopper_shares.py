@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from spec_ops.backends.triton.attention.hopper.program import await_predecessors, barrier, next_stage, range_of
+from spec_ops.backends.triton.attention.hopper.program import await_predecessors, barrier, next_stage, opaque_zero, range_of
 from spec_ops.backends.triton.linear.hopper_tiles import WIDTH
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import num_sms
@@ -143,6 +143,31 @@ def combined(
                 found = found + (_as_sums(part, WIDTH, ROWS, SUMS) if ORDERED else part,)  # noqa: RUF005 (not Triton's syntax)
             parts = found
     return parts, complete
+
+
+@gluon.constexpr_function
+def _line_layout(columns, rows):
+    """Of results `[columns, rows]`: a warp has the columns that it has of a product's sums, a thread four of a row. So what it
+    writes at a time is 8 rows of 32 bytes."""
+    registers = [[1, 0], [2, 0]]
+    row = 8
+    while row < rows:
+        registers.append([0, row])
+        row *= 2
+    return gl.DistributedLinearLayout(
+        registers, [[4, 0], [8, 0], [0, 1], [0, 2], [0, 4]], [[16, 0], [32, 0]], [], [columns, rows]
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_lines(out, acc, n0, m0, M, N):
+    """Sums `acc` of columns from `n0` on and rows from `m0` on, to the contiguous `out [M, N]`."""
+    LINES: gl.constexpr = _line_layout(acc.shape[0], acc.shape[1])
+    written = gl.convert_layout(acc.to(out.dtype.element_ty), LINES)
+    n = n0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LINES))
+    m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LINES)) + opaque_zero()
+    at = out + gl.expand_dims(m * N, 0) + gl.expand_dims(n, 1)
+    gl.store(at, written, mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1))
 
 
 def divided(

@@ -27,27 +27,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.float8_rows import float8_operands
 from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, opaque_zero, range_start
-from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, tiles_of
+from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, store_lines, tiles_of
 from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, Float8Tile, choose_float8, float8_mm_refusal
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import Target, arch_of, device_guard, launch, recorded
 from spec_ops.backends.weight_format import BLOCK
 
 SCALE_ROWS = gl.constexpr(BLOCK)
-
-
-@gluon.constexpr_function
-def line_layout(columns, rows):
-    """Of results `[columns, rows]`: a warp has the columns that it has of a product's sums, a thread four of a row. So what it
-    writes at a time is 8 rows of 32 bytes."""
-    registers = [[1, 0], [2, 0]]
-    row = 8
-    while row < rows:
-        registers.append([0, row])
-        row *= 2
-    return gl.DistributedLinearLayout(
-        registers, [[4, 0], [8, 0], [0, 1], [0, 2], [0, 4]], [[16, 0], [32, 0]], [], [columns, rows]
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -70,7 +56,6 @@ def _multiply(
     ROWS: gl.constexpr = x_smem.shape[1] // PIECES
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     of_rows: gl.constexpr = gl.SliceLayout(0, sums)
-    LINES: gl.constexpr = line_layout(WIDTH, ROWS)
     await_predecessors(PDL)
     stage = 0
     phase = 0
@@ -128,11 +113,7 @@ def _multiply(
                     acc = acc * gl.expand_dims(of_columns, 1)
                 if bias is not None:
                     acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
-                written = gl.convert_layout(acc.to(out.dtype.element_ty), LINES)
-                n_line = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, LINES))
-                m_line = i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LINES)) + opaque_zero()
-                at = out + gl.expand_dims(m_line * N, 0) + gl.expand_dims(n_line, 1)
-                gl.store(at, written, mask=gl.expand_dims(m_line < M, 0) & gl.expand_dims(n_line < N, 1))
+                store_lines(out, acc, n0, i * ROWS, M, N)
         position = tile * blocks + last
 
 
@@ -165,11 +146,14 @@ def hopper_float8_kernel(
         factors: gl.constexpr = None
     index = gl.program_id(0)
     blocks = gl.cdiv(K, BLOCK_K)
-    total = gl.cdiv(N, CONSUMERS * WIDTH) * blocks
+    unit = 1
+    if partial is None:  # whole tiles
+        unit = blocks
+    total = gl.cdiv(N, CONSUMERS * WIDTH) * (blocks // unit)
     share = total // gl.num_programs(0)
     longer = total - share * gl.num_programs(0)
-    start = range_start(index, share, longer)
-    stop = range_start(index + 1, share, longer)
+    start = range_start(index, share, longer) * unit
+    stop = range_start(index + 1, share, longer) * unit
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -277,6 +261,8 @@ def float8_mm(
     out = x.new_empty(m, n, dtype=dtype)
     if not out.numel():
         return out
+    if operands.x_blocks:
+        x_scale = x_scale.float()  # as it is copied to shared memory
     tile = tile or choose_float8(m, n, k, operands.x_blocks)
     block_m, consumers, stages, pieces, splits = tile
     programs, partial, counters = divided(
@@ -290,8 +276,8 @@ def float8_mm(
             x_scale, *_strides(x_scale),
             TensorDescriptor(weight, [n, k], [weight.stride(0) if n > 1 else k, 1], [WIDTH, BLOCK_K], layout),
             scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0),
-            None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages, PIECES=pieces, X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks,
-            num_warps=4, early=True,
+            None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages, PIECES=pieces,
+            X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks, num_warps=4, early=True,
         )  # fmt: skip
     return out
 

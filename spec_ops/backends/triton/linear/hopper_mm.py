@@ -189,7 +189,7 @@ def _multiply(
         complete = True
         if partial is not None:
             parts, complete = combined(
-                (acc,), partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP
+                (acc,), partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP, True
             )  # fmt: skip
             acc = parts[0]
         if complete:

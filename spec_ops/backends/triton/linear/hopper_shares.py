@@ -12,9 +12,9 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from spec_ops.backends.triton.attention.hopper.program import await_predecessors, barrier, next_stage, range_of
+from spec_ops.backends.triton.attention.hopper.program import await_predecessors, barrier, next_stage, opaque_zero, range_of
 from spec_ops.backends.triton.linear.hopper_tiles import WIDTH
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import num_sms
@@ -31,11 +31,14 @@ def _ask_for_weight(rows, row_stride, n0, column, N, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _load_factors(factors, row_stride, column_stride, block, M, WIDTH: gl.constexpr):
-    """Those of a block of k of `WIDTH` rows; 0 beyond the last."""
-    row = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [1], [0]))
+def _copy_factors(factors, row_stride, column_stride, block, M, to, full):
+    """Those of a block of k on their way to shared memory; for rows beyond the last those of the last one. `full` counts them
+    too."""
+    row = gl.minimum(gl.arange(0, to.shape[0], gl.BlockedLayout([1], [32], [1], [0])), M - 1)
     at = factors + row.to(gl.int64) * row_stride + block.to(gl.int64) * column_stride
-    return gl.load(at, mask=row < M, other=0.0).to(gl.float32)
+    async_copy.async_copy_global_to_shared(to, at)
+    async_copy.mbarrier_arrive(full)
+    barrier()  # every lane is counted before one arrives
 
 
 @gluon.jit
@@ -43,7 +46,7 @@ def load_blocks(
     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr, factors=None, factor_row=None, factor_column=None, f_smem=None, M=None,
 ):  # fmt: skip
-    """The loading warp: each block of the weight and of the rows, and with `factors [M, blocks]` a number for each row.
+    """The loading warp: each block of the weight and of the rows, and of `factors [M, blocks]`, float32, a number for each row.
 
     Before the wait for earlier kernels it asks for its first blocks of the weight: their way to L2."""
     WIDTH: gl.constexpr = w_smem.shape[1]
@@ -59,16 +62,12 @@ def load_blocks(
     await_predecessors(PDL)
     stage = 0
     phase = 1  # all stages are free: waiting for the phase before the first does not wait
-    if factors is not None:
-        numbers = _load_factors(factors, factor_row, factor_column, start % blocks, M, x_smem.shape[1])
     for position in range(start, stop):
         tile = position // blocks
         block = position - tile * blocks
         mbarrier.wait(free.index(stage), phase)
         if factors is not None:
-            f_smem.index(stage).store(numbers)
-            numbers = _load_factors(factors, factor_row, factor_column, (position + 1) % blocks, M, x_smem.shape[1])
-            barrier()  # every lane has written before one arrives
+            _copy_factors(factors, factor_row, factor_column, block, M, f_smem.index(stage), full.index(stage))
         mbarrier.expect(full.index(stage), BYTES)
         for c in gl.static_range(CONSUMERS):
             at = [(tile * CONSUMERS + c) * WIDTH, block * STORED]
@@ -146,14 +145,46 @@ def combined(
     return parts, complete
 
 
+@gluon.constexpr_function
+def _line_layout(columns, rows):
+    """Of results `[columns, rows]`: a warp has the columns that it has of a product's sums, a thread four of a row. So what it
+    writes at a time is 8 rows of 32 bytes."""
+    registers = [[1, 0], [2, 0]]
+    row = 8
+    while row < rows:
+        registers.append([0, row])
+        row *= 2
+    return gl.DistributedLinearLayout(
+        registers, [[4, 0], [8, 0], [0, 1], [0, 2], [0, 4]], [[16, 0], [32, 0]], [], [columns, rows]
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_lines(out, acc, n0, m0, M, N):
+    """Sums `acc` of columns from `n0` on and rows from `m0` on, to the contiguous `out [M, N]`."""
+    LINES: gl.constexpr = _line_layout(acc.shape[0], acc.shape[1])
+    written = gl.convert_layout(acc.to(out.dtype.element_ty), LINES)
+    n = n0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LINES))
+    m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LINES)) + opaque_zero()
+    at = out + gl.expand_dims(m * N, 0) + gl.expand_dims(n, 1)
+    gl.store(at, written, mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1))
+
+
 def divided(
     device: torch.device, name: str, tiles: int, blocks: int, consumers: int, block_m: int, splits: int = 0
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
     """Programs for `tiles` of `blocks` of k, `consumers` warpgroups and `block_m` rows, and where they exchange sums and count
-    arrivals; None if each has whole tiles. `name`: of the kernel whose counters they are; `splits`: programs for each tile, 0
-    for as many as there are multiprocessors."""
-    programs = min(tiles * splits or num_sms(device), tiles * blocks)
-    if tiles % programs == 0:
+    arrivals; None if each has whole tiles. `name`: of the kernel whose counters they are.
+
+    `splits`: 0 for a program on each multiprocessor, with equal shares; else so many for each tile, of which 1 means whole
+    tiles, and as few programs as give none more tiles than it must have."""
+    sms = num_sms(device)
+    programs = min(sms, tiles * blocks)
+    if splits == 1:
+        programs = triton.cdiv(tiles, triton.cdiv(tiles, sms))
+    elif splits:
+        programs = tiles * min(splits, blocks)
+    if splits == 1 or tiles % programs == 0:
         return programs, None, None
     partial = torch.empty(2 * programs * consumers * WIDTH * block_m, dtype=torch.float32, device=device)
     return programs, partial, arrival_counters(device, tiles * consumers, name)

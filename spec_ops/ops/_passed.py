@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from spec_ops.backends.registry import forgotten_with_selections
-from spec_ops.ops._library import fakes_check
 
 MOST = 4096  # calls that are remembered
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -19,7 +18,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 class Passed:
     """What the checks of an op found, by the facts of a call: sizes, strides, dtypes and devices of tensors, which of them are
-    one, and everything else.
+    one, and everything else. Not for calls that Dynamo traces: callers hand it `check` itself, which costs it less.
 
     Args:
         check: takes an op's arguments; raises, or returns what its callers need. It must not look at numbers in tensors, nor at
@@ -33,7 +32,7 @@ class Passed:
 
     def __call__(self, *values: Any) -> Any:
         """`check(*values)`, or what it returned for a call with these facts."""
-        if fakes_check() or (key := _facts(values)) is None:
+        if (key := _facts(values)) is None:
             return self._check(*values)
         try:
             found = self._found.get(key, self)

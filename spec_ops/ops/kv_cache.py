@@ -153,7 +153,6 @@ move_kv_op = define_op(
 )
 
 
-@Passed
 def _append_factors(k_cache, v_cache, k, v, slots, k_scale, v_scale, backend) -> tuple[float, float]:
     """Check a call of `append_kv`; returns the factors of its caches."""
     if not fakes_check():
@@ -165,7 +164,9 @@ def _append_factors(k_cache, v_cache, k, v, slots, k_scale, v_scale, backend) ->
     return k_factor, v_factor
 
 
-@Passed
+_passed_append = Passed(_append_factors)
+
+
 def _append_mla_factor(kv_cache, c_kv, k_rope, slots, kv_scale, backend) -> float:
     """Check a call of `append_mla_kv`; returns the factor of its cache."""
     if not fakes_check():
@@ -174,6 +175,9 @@ def _append_mla_factor(kv_cache, c_kv, k_rope, slots, kv_scale, backend) -> floa
     factor = check.scale("kv_scale", kv_scale, "kv_cache", kv_cache.dtype)
     validate_backend_name(check, backend)
     return factor
+
+
+_passed_append_mla = Passed(_append_mla_factor)
 
 
 def append_kv(
@@ -205,7 +209,8 @@ def append_kv(
 
     Source: FlashInfer `append_paged_kv_cache`, SGLang `set_kv_buffer`.
     """
-    k_factor, v_factor = _append_factors(k_cache, v_cache, k, v, slots, k_scale, v_scale, backend)
+    factors = _append_factors if fakes_check() else _passed_append
+    k_factor, v_factor = factors(k_cache, v_cache, k, v, slots, k_scale, v_scale, backend)
     if backend == "auto":
         append_kv_op(k_cache, v_cache, k, v, slots, k_factor, v_factor)
     else:
@@ -233,7 +238,8 @@ def append_mla_kv(
 
     Source: FlashInfer `append_paged_mla_kv_cache`.
     """
-    factor = _append_mla_factor(kv_cache, c_kv, k_rope, slots, kv_scale, backend)
+    factor_of = _append_mla_factor if fakes_check() else _passed_append_mla
+    factor = factor_of(kv_cache, c_kv, k_rope, slots, kv_scale, backend)
     if backend == "auto":
         append_mla_kv_op(kv_cache, c_kv, k_rope, slots, factor)
     else:

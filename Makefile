@@ -24,7 +24,7 @@ test-all: test
 
 # Real SGLang engines on a CPU, in an environment of their own: its own requirements pin another torch. Ten minutes; not in CI.
 test-sglang: $(VENV)-sglang/.ready
-	SGLANG_NEWEST=$(VENV)-sglang/newest $(VENV)-sglang/bin/python -m pytest tests/sglang
+	SGLANG_NEWEST=$(VENV)-sglang/newest $(VENV)-sglang/bin/python -m pytest -n $(or $(WORKERS),auto) --dist worksteal tests/sglang
 
 $(VENV)-sglang/.ready: tests/sglang/requirements.txt
 	test -x $(VENV)-sglang/bin/python || $(PYTHON) -m venv $(VENV)-sglang

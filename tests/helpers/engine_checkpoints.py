@@ -1,4 +1,5 @@
-"""Tiny checkpoints of random weights that SGLang and vLLM serve: a Llama and its EAGLE-3 head, a DeepSeek and its MTP layer."""
+"""Tiny checkpoints of random weights that SGLang and vLLM serve: a Llama and its EAGLE-3 head, a DeepSeek and its MTP layer,
+a Gemma 3 with windows."""
 
 from __future__ import annotations
 
@@ -72,6 +73,21 @@ def write_draft(folder: Path, dim: int = 16) -> None:
     }  # fmt: skip
     config = _llama(dim, architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=VOCAB)
     _save(folder, config, shapes, seed=1)
+
+
+def write_windowed_target(folder: Path, window: int, dim: int = 16) -> None:
+    """A Gemma 3 of which every other layer sees `window` positions, the query's own among them."""
+    shapes = {name: shape for name, shape in _ENDS.items() if not name.startswith("lm_head")}
+    for i in range(LAYERS):
+        prefix = f"model.layers.{i}"
+        shapes |= _layer(prefix, _grouped(dim) | {"q_norm": (dim,), "k_norm": (dim,)})
+        shapes |= {f"{prefix}.{side}_feedforward_layernorm.weight": (HIDDEN,) for side in ("pre", "post")}
+    config = _llama(
+        dim, architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", tie_word_embeddings=True, sliding_window=window,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2), query_pre_attn_scalar=dim,
+        hidden_activation="gelu_pytorch_tanh", rope_local_base_freq=10000.0, pad_token_id=0,
+    )  # fmt: skip
+    _save(folder, config, shapes, seed=3)
 
 
 # SGLang's rotary embedding of DeepSeek on a CPU knows no other kind.

@@ -189,23 +189,46 @@ def test_a_tree_of_eagle3(models, plain):
     assert serve(models, attention_backend="spec_ops", page_size=1, **TREE)["tokens"] == plain
 
 
-@pytest.fixture(scope="module")
-def latent(tmp_path_factory) -> tuple[Path, list[list[int]]]:
-    """A target with MLA, its EAGLE-3 head, and what transformers writes: SGLang's own backend for a CPU has no MLA."""
+def written(folder: Path) -> list[list[int]]:
+    """What transformers writes with a target in float32: SGLang's own backends for a CPU have neither MLA nor windows."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tests.helpers.engine_checkpoints import LAYERS, YARN, write_draft, write_latent_target
     from tests.sglang.serve import PROMPTS
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    return [model.generate(p, attention_mask=torch.ones_like(p), **options)[0, p.shape[1] :].tolist() for p in prompts]
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory) -> tuple[Path, list[list[int]]]:
+    """A target with windows that are shorter than most texts, its EAGLE-3 head, and its texts."""
+    from tests.helpers.engine_checkpoints import write_draft, write_windowed_target
+
+    folder = tmp_path_factory.mktemp("windowed")
+    write_windowed_target(folder / "target", window=12)
+    write_draft(folder / "draft")
+    return folder, written(folder)
+
+
+@pytest.mark.parametrize(("page_size", "speculation"), [(16, {}), (16, EAGLE3), (1, TREE)], ids=["plain", "chain", "tree"])
+def test_windows(windowed, page_size, speculation):
+    folder, texts = windowed
+    found = serve(folder, {"alone": 0}, attention_backend="spec_ops", page_size=page_size, **speculation)
+    assert found["tokens"] == texts
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory) -> tuple[Path, list[list[int]]]:
+    """A target with MLA, its EAGLE-3 head, and its texts."""
+    from tests.helpers.engine_checkpoints import LAYERS, YARN, write_draft, write_latent_target
 
     folder = tmp_path_factory.mktemp("latent")
     write_latent_target(folder / "target", layers=LAYERS, rope_scaling=YARN)
     write_draft(folder / "draft")
-    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    texts = [model.generate(p, attention_mask=torch.ones_like(p), **options)[0, p.shape[1] :].tolist() for p in prompts]
-    return folder, texts
+    return folder, written(folder)
 
 
 @pytest.mark.parametrize("speculation", [{}, EAGLE3, EAGLE3 | GRAPHS], ids=["plain", "eagle3", "graphs"])

@@ -23,7 +23,7 @@ import torch
 
 from spec_ops import ops
 from spec_ops.integrations.sglang import ahead
-from spec_ops.integrations.sglang.limits import check_layer
+from spec_ops.integrations.sglang.limits import check_inputs, check_layer
 
 
 class Attended(NamedTuple):
@@ -115,6 +115,7 @@ class SpecOpsAttention:
         self.forward_metadata: Attended | None = None
         self._write_location = write_location
         self._checked: set[int] = set()
+        self._text_config = getattr(runner.model_config, "hf_text_config", None)
         own, verify = ([0], [self.draft_tokens])
         self._lengths = {
             "decode": Lengths(self.req_to_token, self.page_size, own),
@@ -222,13 +223,17 @@ class SpecOpsAttention:
     ) -> torch.Tensor:
         """`[tokens, heads * v_head_dim]` of queries `[tokens, heads * dim]`."""
         if layer.layer_id not in self._checked:
-            check_layer(layer)
+            check_layer(layer, self._text_config)
             self._checked.add(layer.layer_id)
+        if getattr(fb, "mm_inputs", None):
+            check_inputs(layer, fb)
         if given := [name for name, value in others.items() if value is not None]:
             raise NotImplementedError(f"spec_ops: SGLang passed {', '.join(given)} to attention, which is not supported")
         if save_kv_cache and k is not None:
             self._write_kv(layer, fb.out_cache_loc, k, v, k_rope)
         heads = layer.tp_q_head_num
+        if q.dim() == 4:  # Gemma 3's, [1, tokens, heads, dim]
+            q = q[0]
         q = q.view(q.shape[0], heads, -1)
         if q_rope is not None:
             q = torch.cat([q, q_rope.view(q.shape[0], heads, -1)], -1)

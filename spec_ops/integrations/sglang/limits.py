@@ -11,6 +11,7 @@ from spec_ops.backends.registry import REFERENCE, BackendError, device_arch, mis
 from spec_ops.integrations.sglang.symbols import NAME, splits_hand_on, version
 from spec_ops.ops.tree import MAX_TREE_TOKENS
 
+CAUSAL, BOTH_WAYS = "decoder", "decoder_bidirectional"  # kinds of attention, of SGLang's `AttentionType`
 OTHER = "use another --attention-backend, triton for example"
 ALGORITHMS = (None, "EAGLE", "EAGLE3", "NEXTN")
 POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
@@ -111,13 +112,31 @@ def runner_heads(runner: Any) -> int:
     return from_pool * max(1, heads // total)
 
 
-def check_layer(layer: Any) -> None:
-    """Raise ValueError for a layer (SGLang's `RadixAttention`) whose attention is another one than our ops compute."""
-    kind = getattr(layer.attn_type, "value", layer.attn_type)
-    if kind != "decoder" or layer.is_cross_attention:
+def check_layer(layer: Any, config: Any = None) -> None:
+    """Raise ValueError for a layer (SGLang's `RadixAttention`) whose attention is another one than our ops compute.
+
+    Args:
+        config: the model's own, of its text. Before 0.5.23 all Gemma 3 are said to attend in both directions, which embedding
+            models alone do, and images (`check_inputs`).
+    """
+    kind = kind_of(layer)
+    causal = kind == CAUSAL or (kind == BOTH_WAYS and not getattr(config, "use_bidirectional_attention", False))
+    if not causal or layer.is_cross_attention:
         refuse(f"layer {layer.layer_id} has attention of type {'cross' if layer.is_cross_attention else kind}", OTHER)
     if getattr(layer, "xai_temperature_len", -1) > 0:
         refuse(f"layer {layer.layer_id} scales logits by length (`xai_temperature_len`)", OTHER)
     method = getattr(layer, "logit_capping_method", "tanh")
     if layer.logit_cap and method != "tanh":
         refuse(f"layer {layer.layer_id} caps logits by {method}", OTHER)
+
+
+def kind_of(layer: Any) -> str:
+    """The name of a layer's attention."""
+    return getattr(layer.attn_type, "value", layer.attn_type)
+
+
+def check_inputs(layer: Any, fb: Any) -> None:
+    """Raise ValueError for images in a batch whose tokens see each other in both directions."""
+    images = [given for given in getattr(fb, "mm_inputs", None) or () if given is not None]
+    if images and kind_of(layer) == BOTH_WAYS and any(given.contains_image_inputs() for given in images):
+        refuse(f"layer {layer.layer_id} attends in both directions between the tokens of an image", OTHER)

@@ -9,7 +9,7 @@ import torch
 
 from spec_ops.integrations.engine_symbols import Symbol, read_module
 from spec_ops.integrations.sglang import symbols
-from spec_ops.integrations.sglang.limits import check_layer, check_runner
+from spec_ops.integrations.sglang.limits import check_inputs, check_layer, check_runner
 from tests.helpers.engine_source import write_source
 from tests.integrations.sglang.stand_ins import layer, runner
 
@@ -131,3 +131,23 @@ def test_refused_layers(changes, told):
     check_layer(layer())
     with pytest.raises(ValueError, match=told):
         check_layer(layer(**changes))
+
+
+BOTH_WAYS = {"attn_type": SimpleNamespace(value="decoder_bidirectional")}
+
+
+def test_layers_of_gemma_3_that_are_said_to_attend_both_ways():
+    """Its text is causal; an embedding model's is not."""
+    check_layer(layer(**BOTH_WAYS))
+    check_layer(layer(**BOTH_WAYS), SimpleNamespace(use_bidirectional_attention=False))
+    with pytest.raises(ValueError, match="layer 0 has attention of type decoder_bidirectional"):
+        check_layer(layer(**BOTH_WAYS), SimpleNamespace(use_bidirectional_attention=True))
+
+
+def test_images_between_whose_tokens_attention_goes_both_ways():
+    image, sound = (SimpleNamespace(contains_image_inputs=lambda found=found: found) for found in (True, False))
+    for given in (None, [], [None], [None, sound]):
+        check_inputs(layer(**BOTH_WAYS), SimpleNamespace(mm_inputs=given))
+    check_inputs(layer(), SimpleNamespace(mm_inputs=[image]))
+    with pytest.raises(ValueError, match="both directions between the tokens of an image; use another --attention-backend"):
+        check_inputs(layer(**BOTH_WAYS), SimpleNamespace(mm_inputs=[None, image]))

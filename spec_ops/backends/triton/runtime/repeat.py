@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 from spec_ops.backends.triton.runtime.cooperative import too_large_a_grid
 from spec_ops.backends.triton.runtime.counters import arrival_counters
@@ -94,6 +95,8 @@ class _Recorder:
         return _Plan(starts, made, counters, None if found is None else found[:2])
 
     def _start(self, kernel: Any, binary: Any, grid: tuple[int, ...], named: dict[str, Any]) -> _Start:
+        if binary is None and isinstance(kernel, triton.JITFunction):  # Triton was told to compile nothing
+            raise _NotRepeatableError
         parameters = inspect.signature(kernel.fn).parameters
         arguments = [named.get(name, parameter.default) for name, parameter in parameters.items()]
         places = []

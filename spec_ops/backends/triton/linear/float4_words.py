@@ -124,7 +124,7 @@ def _sums(
     dtype: tl.constexpr = x.dtype if x_stride is None else x.dtype.element_ty
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK
     sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
-    # Asked for a block ahead, as in `int4_products`.
+    # Asked for a block ahead, as in `quantized_products`.
     s = load_float4_scales(scale, scale_row, scale_column, n, first * CHUNKS, N, K, CHUNK, CHUNKS, COLUMNS, CHUNK)
     for block in tl.range(first, end, num_stages=STAGES):
         rows = word_rows(load_rows(x, x_stride, block, M, K, BLOCK_M, CHUNKS, CHUNK), False)
@@ -135,7 +135,7 @@ def _sums(
 
 
 @triton.jit
-def float4_products(
+def float4_word_products(
     x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, COLUMNS: tl.constexpr,

@@ -1,4 +1,4 @@
-"""int4 beside up to 32 rows, where each warp has a chunk of k: products with numbers as they come out of their words.
+"""int4 where each warp has a chunk of k: products with numbers as they come out of their words.
 
 Such a product is bound by instructions, so the eight numbers of a word cost seven: `lop3` takes a pair of them, in the order
 of `words.py`, and makes it two numbers of 16 bits, `OFFSET` + number each, whose last bits are the number's (plus 8). `OFFSET`
@@ -58,7 +58,7 @@ def int4_numbers(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def int4_products(
+def int4_word_products(
     x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, COLUMNS: tl.constexpr,

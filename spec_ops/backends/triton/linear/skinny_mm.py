@@ -26,9 +26,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spec_ops.backends.triton.attention.tuning import SHARED
-from spec_ops.backends.triton.linear.float4 import rest_of, wide_float4_products
-from spec_ops.backends.triton.linear.float4_words import float4_products
-from spec_ops.backends.triton.linear.int4 import int4_products
+from spec_ops.backends.triton.linear.float4 import float4_products, rest_of, wide_float4_products
+from spec_ops.backends.triton.linear.float4_words import float4_word_products
+from spec_ops.backends.triton.linear.int4 import int4_word_products
 from spec_ops.backends.triton.linear.operands import CHUNK, Weight, check_operands, readable, scale_arguments
 from spec_ops.backends.triton.linear.quantized import ROWS_IN_PLACE, WARPGROUP, quantized_products, scaled
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant
@@ -76,7 +76,11 @@ MANY_COLUMNS = {8: (Tile(8, 16, 512, 4, 4), Tile(16, 64, 256, 4, 2)), 4: ()}
 # Most rows of `x` that are loaded, and not read by TMA (`quantized.chunked_rows`): of weights of 8 bits on Hopper, by whether
 # columns are many, and whether all of k shares a scale.
 LOADED_ROWS = {(True, True): 4, (True, False): 2, (False, True): 1, (False, False): 0}
-MANY_INT4_COLUMNS = (Tile(8, 32, 512, 4, 4), Tile(16, 64, 512, 4, 3, True))  # on Hopper, with groups of a chunk or more
+# On Hopper, 4 bits with groups of a chunk or more. Tiles of 2 and 4 rows are computed as 8, but bring and keep only these.
+MANY_INT4_COLUMNS = (Tile(16, 64, 512, 4, 3, True),)
+HOPPER_ROWS = (2, 4, 8)
+HOPPER_TILE, NARROW_HOPPER_TILE = Tile(8, 64, 512, 4, 4, True), Tile(8, 16, 1024, 4, 4)
+WORD_ROWS = 16  # up to so many, weights of 4 bits are read in words
 # For more rows, all of them in one tile, so that the weight is read once; with a weight of 16 bits cuBLAS computes them. int4
 # has no such tile: because of `zero` it took up to twice as long as dequantizing the weight and multiplying.
 WIDE_TILE, NARROW_TILE = Tile(128, 128, 128, 8, 1), Tile(128, 64, 128, 4, 2)
@@ -119,6 +123,16 @@ class Config:
         return {} if self.max_registers is None else {"maxnreg": self.max_registers}
 
 
+def _hopper_tile(m: int, n: int, k: int, stored: WeightFormat) -> Tile | None:
+    """The tile of a weight of 4 bits on Hopper, None if it is one of those of all GPUs."""
+    if stored.bits != 4 or m > HOPPER_ROWS[-1] or k % 128 or not (stored.float4 or stored.columns % 128 == 0):
+        return None
+    rows = next(rows for rows in HOPPER_ROWS if m <= rows)
+    # The fewer rows, the less it takes to add up the sums of several programs; narrow tiles need fewer such sums.
+    wide = n >= 16384 or (n >= 4096 and (rows <= 2 or (rows <= 4 and k >= 8192)))
+    return (HOPPER_TILE if wide else NARROW_HOPPER_TILE)._replace(block_m=rows)
+
+
 def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | None = None) -> Config:
     """`stored`: the weight's format, by default 16 bits."""
     tiles, loaded = TILES, False
@@ -131,6 +145,8 @@ def choose(m: int, n: int, k: int, sms: int, arch: int, stored: WeightFormat | N
         few = SMALL_GROUP_TILES if stored.kind == "int4" and stored.columns < 128 else few
         wide = WIDE_TILE if stored.bits == 8 and n >= WIDE_TILE.block_n * sms else NARROW_TILE
         tiles = (*many, *few, SMALL_TILE if arch >= 120 else wide)
+        if 90 <= arch < 100 and (hopper := _hopper_tile(m, n, k, stored)) is not None:
+            tiles = (hopper,)
     return replace(fitted(next(tile for tile in tiles if m <= tile.block_m), n, k, sms, arch, stored), loaded=loaded)
 
 
@@ -148,7 +164,7 @@ def fitted(
             chunk = min(chunk, block_k // num_warps if stored.float4 else stored.columns)
         block_k = block_k if tile.chunks or stored.float4 else min(block_k, stored.columns)
     blocks = triton.cdiv(k, block_k)
-    words = bits == 4 and tile.chunks
+    words = bits == 4 and tile.chunks and block_m <= WORD_ROWS
     buffer = block_k * (block_n * bits // 8 + 2 * block_m)
     if words and stored is not None and stored.kind == "int4":
         buffer += 4 * block_n * block_k // chunk  # scales and zero points
@@ -161,6 +177,8 @@ def fitted(
         rest += 4 * block_n * block_m + 2 * block_n * block_k * (bits == 4 and 100 <= arch < 120)
     if stored is not None and stored.float4:
         rest += (1 if words else 4) * block_n * block_k // stored.columns  # scales on their way between threads
+    elif bits == 4 and tile.chunks and not words and chunk < 128:
+        rest += (256 << 10) // chunk  # what threads exchange of narrow chunks, as compiled
     shared = SHARED.get(arch, 99) * 1024
     programs = max(1, min(most, shared // (2 * buffer + rest)))
     # At least two blocks for each, and partial sums of at most a quarter of the weight's bytes.
@@ -255,9 +273,15 @@ def products(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     FLOAT4: tl.constexpr = scale.dtype.element_ty == tl.uint8 or scale.dtype.element_ty == tl.float8e4nv if BITS == 4 else False
     CHUNKED: tl.constexpr = len(weight.block_shape) == 3
+    WORDS: tl.constexpr = weight.dtype == tl.int32
     if FLOAT4 and not CHUNKED:
         acc = wide_float4_products(
             x, weight, scale, rest_of(scale, tensor_scale), scale_row, scale_column, tile, first, end, n, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
+        )  # fmt: skip
+    elif FLOAT4 and WORDS:
+        acc = float4_word_products(
+            x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
         )  # fmt: skip
     elif FLOAT4:
@@ -265,8 +289,8 @@ def products(
             x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
         )  # fmt: skip
-    elif BITS == 4 and CHUNKED:
-        acc = int4_products(
+    elif WORDS:
+        acc = int4_word_products(
             x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS,
         )  # fmt: skip
@@ -334,7 +358,7 @@ def skinny_mm_kernel(
 
 def _takes_words(stored: WeightFormat, config: Config) -> bool:
     """Whether the weight is read as words of eight numbers."""
-    return stored.bits == 4 and config.chunks
+    return stored.bits == 4 and config.chunks and config.block_m <= WORD_ROWS
 
 
 def _block_shape(rows: int, config: Config, packed: int = 1) -> list[int]:
@@ -430,8 +454,8 @@ def ahead() -> Iterator[Variant]:
         yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None})
     for name, stored in stored_ahead():
         sizes = [(4, 4096), (4, 28672), (16, 4096), (16, 28672), (32, 4096), (64, 4096), (128, 4096), (128, 28672)]
-        if stored.bits == 8:  # on sm_90, rows that are loaded
-            sizes += [(1, 4096), (2, 28672), (8, 28672)]
+        # Of 8 bits on sm_90 rows that are loaded, of 4 bits tiles of a few.
+        sizes += [(1, 4096), (8, 28672), (2 if stored.bits == 8 else 1, 28672)]
         for m, n in (size for size in sizes if size[0] <= most_rows(stored)):
             shape = (m, n, 4096)
             yield from variants(skinny_mm_kernel, "skinny_mm", shape, {"out": "*bf16:16"}, {"bias": None}, name, stored)

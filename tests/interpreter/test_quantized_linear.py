@@ -96,6 +96,30 @@ def test_error_is_that_of_a_product_with_the_dequantized_weight(kind, m, scales_
     assert ours <= 1.05 * theirs
 
 
+@pairwise(kind=["int4-128", "int4-256", "nvfp4", "mxfp4"], m=(1, 3, 8), tile=("HOPPER_TILE", "NARROW_HOPPER_TILE"), splits=(1, 2))
+def test_tiles_of_a_few_rows(kind, m, tile, splits):
+    """Of 2 rows, 4 and 8; k is no multiple of a block."""
+    x, bias, weight, *scales = tensors(m, 70, 1280, kind)
+    rows = next(rows for rows in linear.HOPPER_ROWS if m <= rows)
+    config = linear.fitted(getattr(linear, tile)._replace(block_m=rows), 70, 1280, 4, 90, format_of(weight, *scales), splits)
+    got = linear.skinny_mm(x, weight, bias, *scales, config=config)
+    want = exact(x, weight, *scales) + bias.double()
+    torch.testing.assert_close(got.double(), want, rtol=2**-10, atol=2**-12 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_scales_of_mxfp4_that_one_factor_has_no_room_for(m, splits):
+    """Each output is one number times its scale. float16 has one factor in the interpreter alone."""
+    numbers, x = torch.arange(256, dtype=torch.uint8).flip(0).view(1, 256), torch.eye(m, 512).half()
+    for byte in (120, 133, 134, 139):  # 2^-7 to 2^12; up to 2^6 there is room
+        scale = torch.full((1, 16), 127, dtype=torch.uint8)
+        scale[0, 0] = byte
+        config = replace(linear.choose(m, 1, 512, 1, 90, format_of(numbers, scale, None)), splits=splits)
+        got = linear.skinny_mm(x, numbers, None, scale, config=config)
+        assert torch.equal(got[:, 0], dequantized(numbers, scale)[0, :m].half())
+
+
 @pytest.mark.parametrize("m", [1, 16])
 def test_int4_beside_rows_of_one_sign(m):
     """What numbers have too much is taken off a sum a thousand times as large as the result."""

@@ -142,7 +142,7 @@ def float4_word_products(
 ):  # fmt: skip
     """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, before `rest_of`; `weight` is a descriptor of words."""
     dtype: tl.constexpr = x.dtype if x_stride is None else x.dtype.element_ty
-    AGAIN: tl.constexpr = scale.dtype.element_ty == tl.uint8 and dtype == tl.bfloat16
+    AGAIN: tl.constexpr = scale.dtype.element_ty == tl.uint8 and (dtype == tl.bfloat16 or INTERPRETED)
     acc = _sums(
         x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS, not AGAIN,

@@ -195,7 +195,8 @@ def ahead() -> Iterator[Variant]:
             scaled_skinny_mm_kernel, "scaled_skinny_mm", shape, signature, {"bias": None, **_sums(shape[2])}
         )
     for name, stored in linear.stored_ahead():
-        shape = (1 if name == "float8" else 4, 4096, 4096)  # one row of float8 is loaded on sm_90
+        # On sm_90 one row of float8 is loaded, and one of int4 has tiles of 64 columns.
+        shape = (1 if name in ("float8", "int4") else 4, 4096, 4096)
         yield from linear.variants(
             add_skinny_mm_kernel, "add_skinny_mm", shape, {**rows, "squares": "*fp32:16"}, {"SUM_COLUMNS": SUM_COLUMNS}, name,
             stored,

@@ -98,12 +98,10 @@ def word_numbers(words, scale, dtype: tl.constexpr, EXACT: tl.constexpr):
             tl.static_assert(EXACT or not MX)
             one = scale_pairs(scale, dtype)
         one = tl.expand_dims(one, -1)
-        if dtype == tl.bfloat16:
-            EVEN: tl.constexpr = _EVEN_EXACT if MX and EXACT else _EVEN
-            ODD: tl.constexpr = _ODD_EXACT if MX and EXACT else _ODD
-        else:
-            EVEN: tl.constexpr = _EVEN_FP16_EXACT if MX else _EVEN_FP16
-            ODD: tl.constexpr = _ODD_FP16_EXACT if MX else _ODD_FP16
+        UNIT: tl.constexpr = MX and EXACT
+        BF16: tl.constexpr = dtype == tl.bfloat16
+        EVEN: tl.constexpr = (_EVEN_EXACT if UNIT else _EVEN) if BF16 else (_EVEN_FP16_EXACT if UNIT else _EVEN_FP16)
+        ODD: tl.constexpr = (_ODD_EXACT if UNIT else _ODD) if BF16 else (_ODD_FP16_EXACT if UNIT else _ODD_FP16)
         first = tl.join(_assembled(EVEN, parts, one), _assembled(EVEN, upper, one))
         second = tl.join(_assembled(ODD, parts, one), _assembled(ODD, upper, one))
     return pair_numbers(first, second, dtype)

@@ -23,9 +23,10 @@ OFFSET_BF16, OFFSET_FP16 = tl.constexpr(136.0), tl.constexpr(24.0)
 
 
 def _pair(shift: int, mask: int, offset: int) -> str:
-    """PTX: `$0`, of the word `$1` shifted right (left, if negative) what `mask` leaves of both halves, exclusive or `offset`."""
+    """PTX: `$0`, what `mask` leaves of both halves of the word `$1` shifted right (left, if negative), xor `offset`."""
     move = f"sh{'r.u32' if shift > 0 else 'l.b32'} p, $1, {abs(shift)}" if shift else "mov.b32 p, $1"
-    return f"{{ .reg .b32 p; {move}; lop3.b32 $0, p, 0x{mask:04X}{mask:04X}, 0x{offset:04X}{offset:04X}, 0x6A; }}"  # (a & b) ^ c
+    constants = f"0x{mask:04X}{mask:04X}, 0x{offset:04X}{offset:04X}"
+    return f"{{ .reg .b32 p; {move}; lop3.b32 $0, p, {constants}, 0x6A; }}"  # (a & b) ^ c
 
 
 # Numbers i and i + 4. To the last bits of 136 in bfloat16; in float16 to the first four behind the point of 24.

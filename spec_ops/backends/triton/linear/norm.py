@@ -25,7 +25,8 @@ import triton.language as tl
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.triton.linear import skinny_mm as linear
 from spec_ops.backends.triton.linear.operands import Weight
-from spec_ops.backends.triton.linear.skinny_mm import Config, ask_for_weight, products, store_transposed
+from spec_ops.backends.triton.linear.skinny_mm import ask_for_weight, products, store_transposed
+from spec_ops.backends.triton.linear.tiles import Config
 from spec_ops.backends.triton.runtime.ahead import Variant
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch
 

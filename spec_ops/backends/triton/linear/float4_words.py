@@ -7,9 +7,9 @@ mask for both, and a multiplication puts copies of them where the sign and where
 The order of k is that of `words.py`: with a chunk of 128 of k a thread has the 32 numbers of a scale of MXFP4, or of two of
 NVFP4.
 
-A number is left times 2^-126, and a scale takes that back. That of MXFP4 is `2^126 / WORD_REST` times what it is, of which the
-sum takes the rest. That is exact for scales up to 2^6. A greater one is infinite, so that its sums are no numbers, and those
-are computed again with two factors (`EXACT`). float16 has always two.
+A number is left times 2^-126, and a scale takes that back. A scale of MXFP4 is `2^126 / WORD_REST` times what it is, of which
+the sum takes the rest; exact for scales up to 2^6. A greater one is infinite, so that its sums are no numbers, and those are
+computed again with two factors (`EXACT`). float16 has always two.
 """
 
 from __future__ import annotations

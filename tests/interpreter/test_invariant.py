@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
-from spec_ops.backends.triton.linear import invariant
+from spec_ops.backends.triton.linear import invariant, quantized
 from spec_ops.backends.triton.linear import skinny_mm as linear
 from spec_ops.ops.reference import invariant as reference
 from spec_ops.ops.reference import linear as reference_linear
@@ -108,7 +108,7 @@ def test_the_order_is_a_fact_of_the_weight(n, k):
             assert ends == [split * (k // 128) // config.splits * 128 for split in range(config.splits + 1)]
         # Below, each warp has a chunk of k, and sums are added apart. Above, sm_100 has another instruction.
         widths = {config.block_n for config in configs}
-        assert widths <= {linear.WARPGROUP.value, *([128, 256] if arch == 90 else [])}
+        assert widths <= {quantized.WARPGROUP.value, *([128, 256] if arch == 90 else [])}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spec_ops.backends.triton.linear import skinny_mm as linear
+from spec_ops.backends.triton.linear import tiles
 from spec_ops.backends.triton.runtime.launch import num_sms
 from spec_ops.ops.reference import linear as reference
 
@@ -36,21 +37,21 @@ SIZES += [(17, 65, 832), (31, 50, 1088), (32, 129, 768), (33, 131, 832), (64, 10
 def test_like_float64(m, n, k, splits):
     """Rows and columns that no block divides, k that `BLOCK_K` does not divide, shares of k of other lengths."""
     x, weight, bias = tensors(m, n, k)
-    config = replace(linear.choose(m, n, k, 1, 90), splits=splits)
+    config = replace(tiles.choose(m, n, k, 1, 90), splits=splits)
     check(x, weight, bias, config)
     check(x, weight, None, config)
 
 
 @pytest.mark.parametrize(("m", "splits"), [(2, 2), (8, 2), (11, 2), (17, 4), (40, 2)])
 def test_what_is_chosen(m, splits):
-    assert linear.choose(m, 40, 1088, num_sms(torch.device("cpu")), 90).splits == splits
+    assert tiles.choose(m, 40, 1088, num_sms(torch.device("cpu")), 90).splits == splits
     check(*tensors(m, 40, 1088))
     check(*tensors(m, 200, 192))
 
 
-@pytest.mark.parametrize("tile", [linear.Tile(32, 32, 128, 2, 2), linear.Tile(32, 128, 128, 8, 1)])
+@pytest.mark.parametrize("tile", [tiles.Tile(32, 32, 128, 2, 2), tiles.Tile(32, 128, 128, 8, 1)])
 def test_other_tiles(tile):
-    check(*tensors(18, 133, 832), linear.fitted(tile, 133, 832, 4, 90))
+    check(*tensors(18, 133, 832), tiles.fitted(tile, 133, 832, 4, 90))
 
 
 @pytest.mark.parametrize("m", [5, 20])

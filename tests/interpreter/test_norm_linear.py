@@ -13,6 +13,7 @@ import torch
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
+from spec_ops.backends.triton.linear import tiles
 from spec_ops.ops.reference import linear as reference
 
 EPS = 1e-5
@@ -40,7 +41,7 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 def front(x, w0, r, g, splits: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The product in front of the norm: its sum is the one that is rounded twice, bit for bit."""
-    config = replace(linear.choose(x.shape[0], w0.shape[0], K0, 4, 90), splits=splits)
+    config = replace(tiles.choose(x.shape[0], w0.shape[0], K0, 4, 90), splits=splits)
     y, z, squares = norm_linear.add_skinny_mm(x, w0, r, g, config=config)
     assert torch.equal(y, linear.skinny_mm(x, w0, None, config=config) + r)
     assert torch.equal(z, (y.float() * g.float()).half())
@@ -63,7 +64,7 @@ def test_like_float64(m, n, k, splits):
     """Rows, columns and sums that no block divides; shares of k. Rounded once."""
     x, w0, r, g, w1 = tensors(m, n, k)
     _, z, squares = front(x, w0, r, g, splits)
-    config = replace(linear.choose(m, n, k, 4, 90), splits=splits)
+    config = replace(tiles.choose(m, n, k, 4, 90), splits=splits)
     got = norm_linear.scaled_skinny_mm(z, w1, None, squares, EPS, config=config)
     assert got.shape == (m, n)
     assert got.dtype == x.dtype

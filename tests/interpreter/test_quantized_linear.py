@@ -13,6 +13,7 @@ import torch
 from spec_ops.backends.squares import sums_of
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
+from spec_ops.backends.triton.linear import tiles
 from spec_ops.backends.triton.runtime.launch import recorded
 from spec_ops.backends.weight_format import WeightFormat, dequantized, weight_format
 from spec_ops.ops.reference import linear as reference
@@ -42,7 +43,7 @@ def test_like_float64(kind, size, splits):
     if kind.startswith("int4") and size[0] > 64:
         size = (64, *size[1:])
     x, bias, weight, *scales = tensors(*size, kind)
-    config = replace(linear.choose(*size, 1, 90, format_of(weight, *scales)), splits=splits)
+    config = replace(tiles.choose(*size, 1, 90, format_of(weight, *scales)), splits=splits)
     got = linear.skinny_mm(x, weight, bias, *scales, config=config)
     want = exact(x, weight, *scales) + bias.double()
     assert got.shape == want.shape
@@ -96,6 +97,32 @@ def test_error_is_that_of_a_product_with_the_dequantized_weight(kind, m, scales_
     assert ours <= 1.05 * theirs
 
 
+@pairwise(
+    kind=["int4-128", "int4-256", "nvfp4", "mxfp4"], m=(1, 3, 8), tile=("HOPPER_TILE", "NARROW_HOPPER_TILE"), splits=(1, 2)
+)
+def test_tiles_of_a_few_rows(kind, m, tile, splits):
+    """Of 2 rows, 4 and 8; k is no multiple of a block."""
+    x, bias, weight, *scales = tensors(m, 70, 1280, kind)
+    rows = next(rows for rows in tiles.HOPPER_ROWS if m <= rows)
+    config = tiles.fitted(getattr(tiles, tile)._replace(block_m=rows), 70, 1280, 4, 90, format_of(weight, *scales), splits)
+    got = linear.skinny_mm(x, weight, bias, *scales, config=config)
+    want = exact(x, weight, *scales) + bias.double()
+    torch.testing.assert_close(got.double(), want, rtol=2**-10, atol=2**-12 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_scales_of_mxfp4_that_one_factor_has_no_room_for(m, splits):
+    """Each output is one number times its scale. float16 has one factor in the interpreter alone."""
+    numbers, x = torch.arange(256, dtype=torch.uint8).flip(0).view(1, 256), torch.eye(m, 512).half()
+    for byte in (120, 133, 134, 139):  # 2^-7 to 2^12; up to 2^6 there is room
+        scale = torch.full((1, 16), 127, dtype=torch.uint8)
+        scale[0, 0] = byte
+        config = replace(tiles.choose(m, 1, 512, 1, 90, format_of(numbers, scale, None)), splits=splits)
+        got = linear.skinny_mm(x, numbers, None, scale, config=config)
+        assert torch.equal(got[:, 0], dequantized(numbers, scale)[0, :m].half())
+
+
 @pytest.mark.parametrize("m", [1, 16])
 def test_int4_beside_rows_of_one_sign(m):
     """What numbers have too much is taken off a sum a thousand times as large as the result."""
@@ -112,7 +139,7 @@ def test_int4_beside_rows_of_one_sign(m):
 def test_norm_between_two_products(m, splits, kind):
     x, _, w0, *s0 = tensors(m, 768, 512, kind)
     residual, g = torch.randn(m, 768).half(), torch.rand(768).half() + 0.5
-    config = replace(linear.choose(m, 768, 512, 4, 90, format_of(w0, *s0)), splits=splits)
+    config = replace(tiles.choose(m, 768, 512, 4, 90, format_of(w0, *s0)), splits=splits)
     y, z, squares = norm_linear.add_skinny_mm(x, w0, residual, g, *s0, config=config)
     assert torch.equal(y, linear.skinny_mm(x, w0, None, *s0, config=config) + residual)
     assert torch.equal(z, (y.float() * g.float()).half())
@@ -133,7 +160,7 @@ def test_rows_that_are_loaded(m, kind):
     inside = around[1 : m + 1, :k]
     inside.copy_(x)
     for splits in (1, 2):
-        config = replace(linear.choose(m, 50, k, 1, 90, format_of(weight, *scales)), splits=splits, loaded=False)
+        config = replace(tiles.choose(m, 50, k, 1, 90, format_of(weight, *scales)), splits=splits, loaded=False)
         with recorded() as launches:
             linear.skinny_mm(inside, weight, bias, *scales, config=replace(config, loaded=True))
         assert launches[0].arguments["x"] is inside
@@ -146,7 +173,7 @@ def test_rows_that_are_loaded(m, kind):
 def test_norm_between_products_whose_rows_are_loaded(kind):
     x, bias, weight, *scales = tensors(2, 96, 512, kind)
     residual, g, squares = torch.randn(2, 96).half(), torch.rand(96).half() + 0.5, torch.rand(2, sums_of(512))
-    config = replace(linear.choose(2, 96, 512, 1, 90, format_of(weight, *scales)), loaded=False)
+    config = replace(tiles.choose(2, 96, 512, 1, 90, format_of(weight, *scales)), loaded=False)
     for product, args in (
         (norm_linear.add_skinny_mm, (x, weight, residual, g, *scales)),
         (norm_linear.scaled_skinny_mm, (x, weight, bias, squares, EPS, *scales)),
@@ -159,7 +186,7 @@ def test_norm_between_products_whose_rows_are_loaded(kind):
 def test_rows_that_lie_anywhere():
     """What TMA reads is not copied, and loaded only where loads are wide; a single row is, wherever the next one would be."""
     x, _, weight, *scales = tensors(2, 32, 512, "row")
-    config = replace(linear.choose(2, 32, 512, 1, 90, format_of(weight, *scales)), loaded=True)
+    config = replace(tiles.choose(2, 32, 512, 1, 90, format_of(weight, *scales)), loaded=True)
     want = linear.skinny_mm(x, weight, None, *scales)
     for stride, m, loaded in ((520, 2, False), (528, 2, True), (520, 1, True)):
         rows = torch.zeros(2, stride).half()[:m, :512]

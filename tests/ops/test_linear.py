@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 from spec_ops.backends.triton.linear import norm as norm_linear  # noqa: E402
 from spec_ops.backends.triton.linear import skinny_mm as linear  # noqa: E402
+from spec_ops.backends.triton.linear import tiles  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.ops.linear import skinny_mm_op  # noqa: E402
 from spec_ops.passes import lower_skinny_mm  # noqa: E402
@@ -24,9 +25,9 @@ SHAPES = [(6144, 4096), (4096, 4096), (2880, 4096), (5120, 2880), (1536, 7168), 
 @pytest.mark.parametrize("arch", [90, 100, 103, 120])
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (128256, 4096), (1, 16384)])
 def test_every_size_has_a_config_that_fits(n, k, arch):
-    for m in range(1, linear.MAX_ROWS + 1):
+    for m in range(1, tiles.MAX_ROWS + 1):
         for sms in (1, 84, 132, 188):
-            config = linear.choose(m, n, k, sms, arch)
+            config = tiles.choose(m, n, k, sms, arch)
             blocks = -(-k // config.block_k)
             assert config.block_m >= m
             assert 1 <= config.splits <= blocks  # no program without work
@@ -50,14 +51,14 @@ def test_every_size_has_a_config_that_fits(n, k, arch):
 def test_what_the_measured_rule_relies_on(m, n, k, splits, num_stages, programs):
     """On 132 multiprocessors, as in `benchmarks/results/h200-skinny-mm.json`."""
     tile = (8 if m <= 8 else 16, 16, 256, 4)
-    assert linear.choose(m, n, k, 132, 90) == linear.Config(*tile, splits, num_stages, programs, True)
+    assert tiles.choose(m, n, k, 132, 90) == tiles.Config(*tile, splits, num_stages, programs, True)
 
 
 def test_the_pass_asks_for_whole_blocks():
-    assert all(lower_skinny_mm.BLOCK_K % tile.block_k == 0 for tile in linear.TILES)
+    assert all(lower_skinny_mm.BLOCK_K % tile.block_k == 0 for tile in tiles.TILES)
     rows = [rule.max_m for rule in lower_skinny_mm.RULES[90]]
     assert rows == sorted(rows)
-    assert rows[-1] <= linear.MAX_ROWS
+    assert rows[-1] <= tiles.MAX_ROWS
 
 
 STORED = ("float8", "int8", "int4", "fp4")  # `test_quantized_linear` has those

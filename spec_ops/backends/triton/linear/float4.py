@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spec_ops.backends.triton.linear.quantized import INTERPRETED
+from spec_ops.backends.triton.linear.quantized import INTERPRETED, chunked_rows
 
 # Bits of e2m1 where exponent and mantissa of a wider format meet are the number times 2^-126, or 2^-14 in float16. A scale of
 # e4m3 is at most 448, so it takes most of that back at no further cost; the rest, 2^8, is left to the last sum. Those of e8m0
@@ -130,6 +130,26 @@ def opaque(value):
         return value
     else:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def float4_products(
+    x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, before `rest_of`. Tiles are narrower than `WARPGROUP`."""
+    dtype: tl.constexpr = x.dtype if x_stride is None else x.dtype.element_ty
+    CHUNKS: tl.constexpr = BLOCK_K // CHUNK
+    sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
+    # Asked for a block ahead, as in `quantized_products`.
+    s = load_float4_scales(scale, scale_row, scale_column, n, first * CHUNKS, N, K, CHUNK, CHUNKS, COLUMNS, CHUNK)
+    for block in tl.range(first, end, num_stages=STAGES):
+        columns = scaled_numbers(weight.load([block * CHUNKS, tile * BLOCK_N, 0]), s, dtype)
+        rows = chunked_rows(x, x_stride, block, M, K, BLOCK_M, CHUNKS, CHUNK)
+        sums = tl.dot(columns, rows, sums)
+        s = load_float4_scales(scale, scale_row, scale_column, n, (block + 1) * CHUNKS, N, K, CHUNK, CHUNKS, COLUMNS, CHUNK)
+    return tl.sum(sums, 0)
 
 
 @triton.jit

@@ -7,9 +7,9 @@ mask for both, and a multiplication puts copies of them where the sign and where
 The order of k is that of `words.py`: with a chunk of 128 of k a thread has the 32 numbers of a scale of MXFP4, or of two of
 NVFP4.
 
-A number is left times 2^-126, and a scale takes that back. That of MXFP4 is `2^126 / WORD_REST` times what it is, of which the
-sum takes the rest. That is exact for scales up to 2^6. A greater one is infinite, so that its sums are no numbers, and those
-are computed again with two factors (`EXACT`). float16 has always two.
+A number is left times 2^-126, and a scale takes that back. A scale of MXFP4 is `2^126 / WORD_REST` times what it is, of which
+the sum takes the rest; exact for scales up to 2^6. A greater one is infinite, so that its sums are no numbers, and those are
+computed again with two factors (`EXACT`). float16 has always two.
 """
 
 from __future__ import annotations
@@ -98,12 +98,10 @@ def word_numbers(words, scale, dtype: tl.constexpr, EXACT: tl.constexpr):
             tl.static_assert(EXACT or not MX)
             one = scale_pairs(scale, dtype)
         one = tl.expand_dims(one, -1)
-        if dtype == tl.bfloat16:
-            EVEN: tl.constexpr = _EVEN_EXACT if MX and EXACT else _EVEN
-            ODD: tl.constexpr = _ODD_EXACT if MX and EXACT else _ODD
-        else:
-            EVEN: tl.constexpr = _EVEN_FP16_EXACT if MX else _EVEN_FP16
-            ODD: tl.constexpr = _ODD_FP16_EXACT if MX else _ODD_FP16
+        UNIT: tl.constexpr = MX and EXACT
+        BF16: tl.constexpr = dtype == tl.bfloat16
+        EVEN: tl.constexpr = (_EVEN_EXACT if UNIT else _EVEN) if BF16 else (_EVEN_FP16_EXACT if UNIT else _EVEN_FP16)
+        ODD: tl.constexpr = (_ODD_EXACT if UNIT else _ODD) if BF16 else (_ODD_FP16_EXACT if UNIT else _ODD_FP16)
         first = tl.join(_assembled(EVEN, parts, one), _assembled(EVEN, upper, one))
         second = tl.join(_assembled(ODD, parts, one), _assembled(ODD, upper, one))
     return pair_numbers(first, second, dtype)
@@ -124,7 +122,7 @@ def _sums(
     dtype: tl.constexpr = x.dtype if x_stride is None else x.dtype.element_ty
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK
     sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
-    # Asked for a block ahead, as in `int4_products`.
+    # Asked for a block ahead, as in `quantized_products`.
     s = load_float4_scales(scale, scale_row, scale_column, n, first * CHUNKS, N, K, CHUNK, CHUNKS, COLUMNS, CHUNK)
     for block in tl.range(first, end, num_stages=STAGES):
         rows = word_rows(load_rows(x, x_stride, block, M, K, BLOCK_M, CHUNKS, CHUNK), False)
@@ -135,14 +133,14 @@ def _sums(
 
 
 @triton.jit
-def float4_products(
+def float4_word_products(
     x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`[BLOCK_N, BLOCK_M]` sums over blocks `first` to `end` of k, before `rest_of`; `weight` is a descriptor of words."""
     dtype: tl.constexpr = x.dtype if x_stride is None else x.dtype.element_ty
-    AGAIN: tl.constexpr = scale.dtype.element_ty == tl.uint8 and dtype == tl.bfloat16
+    AGAIN: tl.constexpr = scale.dtype.element_ty == tl.uint8 and (dtype == tl.bfloat16 or INTERPRETED)
     acc = _sums(
         x, x_stride, weight, scale, scale_row, scale_column, tile, first, end, n, M, N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, STAGES, COLUMNS, not AGAIN,

@@ -1,4 +1,4 @@
-"""int4 beside up to 32 rows, where each warp has a chunk of k: products with numbers as they come out of their words.
+"""int4 where each warp has a chunk of k: products with numbers as they come out of their words.
 
 Such a product is bound by instructions, so the eight numbers of a word cost seven: `lop3` takes a pair of them, in the order
 of `words.py`, and makes it two numbers of 16 bits, `OFFSET` + number each, whose last bits are the number's (plus 8). `OFFSET`
@@ -23,11 +23,10 @@ OFFSET_BF16, OFFSET_FP16 = tl.constexpr(136.0), tl.constexpr(24.0)
 
 
 def _pair(shift: int, mask: int, offset: int) -> str:
-    """PTX: `$0`, of the word `$1` shifted right (left, if negative) what `mask` leaves of both halves, exclusive or `offset`."""
+    """PTX: `$0`, what `mask` leaves of both halves of the word `$1` shifted right (left, if negative), xor `offset`."""
     move = f"sh{'r.u32' if shift > 0 else 'l.b32'} p, $1, {abs(shift)}" if shift else "mov.b32 p, $1"
-    return (
-        f"{{ .reg .b32 p; {move}; lop3.b32 $0, p, 0x{mask:04X}{mask:04X}, 0x{offset:04X}{offset:04X}, 0x6A; }}"  # (a & b) ^ c
-    )
+    constants = f"0x{mask:04X}{mask:04X}, 0x{offset:04X}{offset:04X}"
+    return f"{{ .reg .b32 p; {move}; lop3.b32 $0, p, {constants}, 0x6A; }}"  # (a & b) ^ c
 
 
 # Numbers i and i + 4. To the last bits of 136 in bfloat16; in float16 to the first four behind the point of 24.
@@ -60,7 +59,7 @@ def int4_numbers(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def int4_products(
+def int4_word_products(
     x, x_stride, weight, scale, zero, scale_row, scale_column, tile, first, end, n, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, COLUMNS: tl.constexpr,

@@ -27,7 +27,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from spec_ops.backends.triton.attention.tile import opaque_zeros
 from spec_ops.backends.triton.linear import skinny_mm as linear
 from spec_ops.backends.triton.linear.operands import Weight, check_operands, readable
-from spec_ops.backends.triton.linear.skinny_mm import MAX_ROWS, Config, Tile, fitted, skinny_mm_kernel
+from spec_ops.backends.triton.linear.skinny_mm import skinny_mm_kernel
+from spec_ops.backends.triton.linear.tiles import MAX_ROWS, Config, Tile, fitted
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, num_sms, recorded
 

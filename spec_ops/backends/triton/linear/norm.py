@@ -25,7 +25,8 @@ import triton.language as tl
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.triton.linear import skinny_mm as linear
 from spec_ops.backends.triton.linear.operands import Weight
-from spec_ops.backends.triton.linear.skinny_mm import Config, ask_for_weight, products, store_transposed
+from spec_ops.backends.triton.linear.skinny_mm import ask_for_weight, products, store_transposed
+from spec_ops.backends.triton.linear.tiles import Config
 from spec_ops.backends.triton.runtime.ahead import Variant
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch
 
@@ -195,7 +196,8 @@ def ahead() -> Iterator[Variant]:
             scaled_skinny_mm_kernel, "scaled_skinny_mm", shape, signature, {"bias": None, **_sums(shape[2])}
         )
     for name, stored in linear.stored_ahead():
-        shape = (1 if name == "float8" else 4, 4096, 4096)  # one row of float8 is loaded on sm_90
+        # On sm_90 one row of float8 is loaded, and one of int4 has tiles of 64 columns.
+        shape = (1 if name in ("float8", "int4") else 4, 4096, 4096)
         yield from linear.variants(
             add_skinny_mm_kernel, "add_skinny_mm", shape, {**rows, "squares": "*fp32:16"}, {"SUM_COLUMNS": SUM_COLUMNS}, name,
             stored,

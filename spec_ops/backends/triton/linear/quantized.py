@@ -3,7 +3,7 @@
 A product with a weight `stored * scale` is a product with what is stored, times the scale: exact numbers meet the tensor cores,
 and a scale costs one multiplication of a sum. Where all of k shares it (per row and per tensor), that is the last sum; where
 blocks or groups of k do, that of each. What `zero` adds to a weight is `zero * sum(x)`, a product with ones. So no weight is
-rounded after it was dequantized. (int4 where warps take chunks of k: `int4.py`.)
+rounded after it was dequantized. (int4 beside few rows: `int4.py`.)
 
 Formats: `backends/weight_format.py`.
 """
@@ -121,9 +121,9 @@ def quantized_products(
     STORED: tl.constexpr = BLOCK_K * BITS // 8
     CHUNKED: tl.constexpr = len(weight.block_shape) == 3
     CHUNKS: tl.constexpr = BLOCK_K // CHUNK if CHUNKED else 1
-    tl.static_assert(BITS == 8 or not CHUNKED)
     if CHUNKED:
         sums = tl.zeros([CHUNKS, BLOCK_N, BLOCK_M], tl.float32)
+        ones = tl.full([CHUNKS, BLOCK_N, CHUNK], 1, dtype)
         row, chunk = n[None, :], tl.arange(0, CHUNKS)[:, None]
         chunks = K // CHUNK
     else:

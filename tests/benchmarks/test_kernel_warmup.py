@@ -16,6 +16,7 @@ from benchmarks import __main__ as benchmarks
 from benchmarks.kernels import report as kernel_report
 from benchmarks.kernels import warmup
 from benchmarks.kernels.cases import Batch, Case, Heads, select
+from benchmarks.kernels.measure import FLEX, SDPA
 from benchmarks.kernels.warmup import PAGES, call_once, short_cases, warm_up
 from tests.helpers import forked
 
@@ -88,8 +89,8 @@ def test_every_backend_is_called_on_every_case(monkeypatch):
 
 
 def test_nothing_is_started_for_torchs_own_attention():
-    called = lambda *what: pytest.fail(f"called: {what}")
-    warm_up([SMALL], ["torch-sdpa", "torch-flex"], 10**6, **TYPES, page_sizes=[16], tick=called)
+    sizes = [16, 64]
+    warm_up([SMALL], [SDPA, FLEX], 10**6, **TYPES, page_sizes=sizes, tick=lambda *what: pytest.fail(f"called: {what}"))
 
 
 def test_a_call_says_why_it_was_refused():

@@ -74,9 +74,8 @@ def kernels(results: Path) -> str:
     told = []
     for kind in ("gqa", "mla"):
         ratios = _over_fastest(cases, kind)
-        told.append(
-            f"{_mean(ratios):.2f} times as fast over {len(ratios)} {kind.upper()} cases ({min(ratios):.2f} to {max(ratios):.1f})"
-        )
+        spread = f"{min(ratios):.2f} to {max(ratios):.1f}"
+        told.append(f"{_mean(ratios):.2f} times as fast over {len(ratios)} {kind.upper()} cases ({spread})")
     everything = [row for row in load("h200-kernels", results)["rows"] if row["backend"] == "triton"]
     worst = max(row["error"] / row["reference_error"] for row in everything if row["reference_error"])
     copy = load("h200-kernels", results)["ceilings"]["copy"] / 1e12
@@ -169,11 +168,10 @@ def choice(results: Path) -> str:
 def _over_whole_pages(results: Path) -> dict[tuple[str, str], dict[int, list[float]]]:
     """By heads and queries, and by tokens of a page: times over those with pages of 64, a batch each."""
     cases: dict[tuple, dict[int, float]] = {}
-    for row in load("h200-kernels-pages", results)["rows"]:
+    for row in load("h100-kernels-pages", results)["rows"]:
         layer = f"{row['heads']}, {row['head_dim']}" if row["kind"] == "gqa" else f"MLA {row['heads']}"
         queries = f"{row['q_len']}{', tree' * (row['mask'] == 'tree')}"
-        case = (layer, queries, row["bs"], row["context"], row["lengths"])
-        cases.setdefault(case, {})[row["page_size"]] = row["us"]
+        cases.setdefault((layer, queries, row["bs"], row["context"], row["lengths"]), {})[row["page_size"]] = row["us"]
     ratios: dict[tuple[str, str], dict[int, list[float]]] = {}
     for (layer, queries, *_), times in cases.items():
         for size, us in times.items():
@@ -187,13 +185,14 @@ def pages(results: Path) -> str:
     ratios = _over_whole_pages(results)
     sizes = sorted({size for found in ratios.values() for size in found}, reverse=True)
     lines = [
-        [layer, queries, *(f"{_mean(found[size]):.2f}, {max(found[size]):.2f}" for size in sizes)]
-        for (layer, queries), found in ratios.items()
+        [*case, *(f"{_mean(found[size]):.2f}, {max(found[size]):.2f}" if size in found else "" for size in sizes)]
+        for case, found in ratios.items()
     ]
-    batches = {len(times) for found in ratios.values() for times in found.values()}
-    text = "Times with small pages over those with pages of 64 (`benchmarks/results/h200-kernels-pages.json`): the geometric mean"
-    text += f" over {listed(batches, str)} batches, and the worst of them."
-    return paragraph(text) + "\n\n" + table(("heads, head_dim", "queries", *(f"pages of {size}" for size in sizes)), lines)
+    batches = [len(times) for found in ratios.values() for times in found.values()]
+    text = "Times with small pages over those with pages of 64, on one H100 (`benchmarks/results/h100-kernels-pages.json`): the"
+    text += f" geometric mean over {listed(batches, str)} batches, and the worst of them."
+    header = ("heads, head_dim", "queries", *(f"pages of {size}" for size in sizes))
+    return paragraph(text) + "\n\n" + table(header, lines)
 
 
 def deterministic(results: Path) -> str:

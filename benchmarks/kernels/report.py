@@ -145,14 +145,15 @@ def run(
         with Progress(*columns, console=console) as progress, torch.no_grad():
             compiling = progress.add_task("compiling", total=None) if jobs else None
             task = progress.add_task("measuring", total=total)
+            what: dict[str, Any] = {"device": device, "dtype": dtype, "kv_dtype": kv_dtype}
+            if compiling is not None:
+                warm_up(
+                    cases, backends, jobs, **what, page_sizes=page_sizes,
+                    tick=lambda done, total, _: progress.update(compiling, completed=done, total=total),
+                )  # fmt: skip
+            what |= {"ceilings": ceilings, "min_ms": min_ms, "deadline": deadline}
             for page_size in page_sizes:
-                what: dict[str, Any] = {"device": device, "dtype": dtype, "kv_dtype": kv_dtype, "page_size": page_size}
-                if compiling is not None:
-                    warm_up(
-                        cases, backends, jobs, **what,
-                        tick=lambda done, total, _: progress.update(compiling, completed=done, total=total),
-                    )  # fmt: skip
-                for result in measure(cases, backends, **what, ceilings=ceilings, min_ms=min_ms, deadline=deadline):
+                for result in measure(cases, backends, **what, page_size=page_size):
                     if isinstance(result, Note):
                         notes.append(result)
                     else:

@@ -52,25 +52,25 @@ def warm_up(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    page_size: int,
+    page_sizes: Sequence[int],
     tick: Callable[[int, int, str], None] = lambda done, total, refused: None,
 ) -> None:
-    """Calls every backend on every short case in `jobs` processes.
+    """Calls every backend on every short case with every size of pages in `jobs` processes.
 
     Args:
-        cases, backends, device, dtype, kv_dtype, page_size: as `kernels.measure` takes them; torch's own are left out.
+        cases, backends, device, dtype, kv_dtype: as `kernels.measure` takes them; torch's own are left out.
         tick: how many calls are done, of how many, and what `call_once` says of the last one.
 
     Raises:
         concurrent.futures.process.BrokenProcessPool: a process died, as the measuring one would have.
     """
     own = [backend for backend in backends if not backend.startswith("torch-")]
-    todo = [(case, backend) for case in short_cases(cases, page_size) for backend in own]
+    todo = [(case, backend, size) for size in page_sizes for case in short_cases(cases, size) for backend in own]
     if not todo:
         return
     find_binaries_where_inductor_does()  # here and, through the environment, there
     # A forked process cannot use CUDA.
     with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=multiprocessing.get_context("spawn")) as pool:
-        calls = [pool.submit(call_once, *call, device, dtype, kv_dtype, page_size) for call in todo]
+        calls = [pool.submit(call_once, *call, device, dtype, kv_dtype, size) for *call, size in todo]
         for done, call in enumerate(as_completed(calls), 1):
             tick(done, len(todo), call.result())

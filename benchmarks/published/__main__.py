@@ -30,6 +30,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "lookup": rounds.lookup,
     "kernels": kernels.kernels,
     "fp8": kernels.fp8,
+    "pages": kernels.pages,
     "deterministic": kernels.deterministic,
     "limits": kernels.limits,
     "choice": kernels.choice,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.published.text import Row, listed, load, paragraph, short, table
@@ -50,7 +51,12 @@ def _over_fastest(cases: dict[tuple, dict[str, Row]], kind: str) -> list[float]:
 def over_fastest(results: Path, kind: str) -> tuple[float, int]:
     """Geometric mean of the times of FlashInfer's fastest kernels over ours, and the number of cases."""
     ratios = _over_fastest(_kernel_cases(results), kind)
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)), len(ratios)
+    return _mean(ratios), len(ratios)
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    """Geometric."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def kernels(results: Path) -> str:
@@ -68,10 +74,8 @@ def kernels(results: Path) -> str:
     told = []
     for kind in ("gqa", "mla"):
         ratios = _over_fastest(cases, kind)
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        told.append(
-            f"{mean:.2f} times as fast over {len(ratios)} {kind.upper()} cases ({min(ratios):.2f} to {max(ratios):.1f})"
-        )
+        spread = f"{min(ratios):.2f} to {max(ratios):.1f}"
+        told.append(f"{_mean(ratios):.2f} times as fast over {len(ratios)} {kind.upper()} cases ({spread})")
     everything = [row for row in load("h200-kernels", results)["rows"] if row["backend"] == "triton"]
     worst = max(row["error"] / row["reference_error"] for row in everything if row["reference_error"])
     copy = load("h200-kernels", results)["ceilings"]["copy"] / 1e12
@@ -159,6 +163,36 @@ def choice(results: Path) -> str:
     text += f" {kind.upper()} {heads}, head_dim {head_dim}, {q_len} queries ({mask}) and {bs} requests of {context} tokens"
     text += f" ({found[name]['us']:.0f} us, `triton` {found['triton']['us']:.0f})."
     return paragraph(text)
+
+
+def _over_whole_pages(results: Path) -> dict[tuple[str, str], dict[int, list[float]]]:
+    """By heads and queries, and by tokens of a page: times over those with pages of 64, a batch each."""
+    cases: dict[tuple, dict[int, float]] = {}
+    for row in load("h100-kernels-pages", results)["rows"]:
+        layer = f"{row['heads']}, {row['head_dim']}" if row["kind"] == "gqa" else f"MLA {row['heads']}"
+        queries = f"{row['q_len']}{', tree' * (row['mask'] == 'tree')}"
+        cases.setdefault((layer, queries, row["bs"], row["context"], row["lengths"]), {})[row["page_size"]] = row["us"]
+    ratios: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for (layer, queries, *_), times in cases.items():
+        for size, us in times.items():
+            if size != 64:
+                ratios.setdefault((layer, queries), {}).setdefault(size, []).append(us / times[64])
+    return ratios
+
+
+def pages(results: Path) -> str:
+    """Small pages beside pages of 64."""
+    ratios = _over_whole_pages(results)
+    sizes = sorted({size for found in ratios.values() for size in found}, reverse=True)
+    lines = [
+        [*case, *(f"{_mean(found[size]):.2f}, {max(found[size]):.2f}" if size in found else "" for size in sizes)]
+        for case, found in ratios.items()
+    ]
+    batches = [len(times) for found in ratios.values() for times in found.values()]
+    text = "Times with small pages over those with pages of 64, on one H100 (`benchmarks/results/h100-kernels-pages.json`): the"
+    text += f" geometric mean over {listed(batches, str)} batches, and the worst of them."
+    header = ("heads, head_dim", "queries", *(f"pages of {size}" for size in sizes))
+    return paragraph(text) + "\n\n" + table(header, lines)
 
 
 def deterministic(results: Path) -> str:

@@ -16,11 +16,12 @@ from benchmarks import __main__ as benchmarks
 from benchmarks.kernels import report as kernel_report
 from benchmarks.kernels import warmup
 from benchmarks.kernels.cases import Batch, Case, Heads, select
+from benchmarks.kernels.measure import FLEX, SDPA
 from benchmarks.kernels.warmup import PAGES, call_once, short_cases, warm_up
 from tests.helpers import forked
 
 CPU = torch.device("cpu")
-TYPES: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "kv_dtype": torch.float32, "page_size": 16}
+TYPES: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "kv_dtype": torch.float32}
 SMALL = Case(Heads("gqa", 4, 2, 16, 16), Batch(2, 300, 300), 1, "causal")
 
 
@@ -78,41 +79,45 @@ def test_every_backend_is_called_on_every_case(monkeypatch):
     monkeypatch.setattr(warmup, "find_binaries_where_inductor_does", lambda: settings.append(not told))
     monkeypatch.setattr(multiprocessing, "get_context", lambda _method: forking)  # here they need not spawn
     cases = [SMALL, replace(SMALL, batch=Batch(2, 900, 900)), replace(SMALL, q_len=4)]
-    warm_up(cases, ["reference", "torch-sdpa", "triton"], 2, **TYPES, tick=lambda *what: told.append(what))
-    assert [(done, total) for done, total, _ in told] == [(n, 4) for n in range(1, 5)]
-    assert sorted(bool(refused) for *_, refused in told) == [False, False, True, True]
+    backends = ["reference", "torch-sdpa", "triton"]
+    warm_up(cases, backends, 2, **TYPES, page_sizes=[16, 60], tick=lambda *what: told.append(what))
+    # With pages of 16 two of the cases are one: 16 pages of them are no more than 300 tokens.
+    assert [(done, total) for done, total, _ in told] == [(n, 10) for n in range(1, 11)]
+    assert sorted(bool(refused) for *_, refused in told) == [False] * 5 + [True] * 5
     assert all("triton" in refused for *_, refused in told if refused)  # float32 on a CPU is not for it
     assert settings == [True]  # before any process began: they inherit the environment
 
 
 def test_nothing_is_started_for_torchs_own_attention():
-    warm_up([SMALL], ["torch-sdpa", "torch-flex"], 10**6, **TYPES, tick=lambda *what: pytest.fail(f"called: {what}"))
+    sizes = [16, 64]
+    warm_up([SMALL], [SDPA, FLEX], 10**6, **TYPES, page_sizes=sizes, tick=lambda *what: pytest.fail(f"called: {what}"))
 
 
 def test_a_call_says_why_it_was_refused():
-    assert call_once(SMALL, "reference", **TYPES) == ""
-    assert "nonsense" in call_once(SMALL, "nonsense", **TYPES)
+    assert call_once(SMALL, "reference", **TYPES, page_size=16) == ""
+    assert "nonsense" in call_once(SMALL, "nonsense", **TYPES, page_size=16)
 
 
 def test_the_command_compiles_first(monkeypatch):
     asked: list[Any] = []
 
     def noted(cases, backends, jobs, *, tick, **types):
-        asked.append((len(cases), list(backends), jobs))
+        asked.append((len(cases), list(backends), jobs, types["page_sizes"]))
         tick(1, 1, "")
 
     def measured(cases, backends, **options):
-        asked.append("measured")
+        asked.append(("measured", options["page_size"]))
         return iter(())
 
     monkeypatch.setattr(kernel_report, "warm_up", noted)
     monkeypatch.setattr(kernel_report, "measure", measured)
     tiny = ["--device", "cpu", "--heads", "4/2:16", "--case", "1x64", "--q-len", "1", "--backend", "reference"]
     tiny += ["--copy-rate", "1e10", "--matmul-rate", "1e11"]
-    for options in ([], ["--jobs", "3"]):
+    for options in ([], ["--jobs", "3", "--page-size", "16", "--page-size", "64"]):
         result = CliRunner().invoke(benchmarks.app, ["kernels", *tiny, *options])
         assert result.exit_code == 0, result.output
-    assert asked == ["measured", (1, ["reference"], 3), "measured"]  # nothing is compiled for a CPU unless asked for
+    # All sizes of pages at once; nothing is compiled for a CPU unless asked for.
+    assert asked == [("measured", 64), (1, ["reference"], 3, [16, 64]), ("measured", 16), ("measured", 64)]
 
 
 @pytest.mark.gpu
@@ -120,14 +125,14 @@ def test_the_measuring_process_finds_the_binaries(monkeypatch, tmp_path):
     """That process is a new one: Triton asks for ptxas's version once, and earlier tests may have asked before Inductor
     changed it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # the processes inherit it
-    cuda = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "page_size": 64}
+    cuda = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "kv_dtype": torch.bfloat16}
     cases = select("gqa", ["32/8"], ["3x4096"], [1, 4], ["causal"], quick=False)
     told: list[str] = []
-    warm_up(cases, ["triton"], 2, **cuda, tick=lambda done, total, refused: told.append(refused))
+    warm_up(cases, ["triton"], 2, **cuda, page_sizes=[64], tick=lambda done, total, refused: told.append(refused))
     assert told == ["", ""]
     compiled = set(tmp_path.rglob("*.cubin"))
     assert len(compiled) == 2
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         for case in cases:
-            assert pool.submit(call_once, case, "triton", **cuda).result() == ""
+            assert pool.submit(call_once, case, "triton", **cuda, page_size=64).result() == ""
     assert set(tmp_path.rglob("*.cubin")) == compiled

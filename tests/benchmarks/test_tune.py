@@ -136,7 +136,7 @@ def test_classes_are_those_of_the_table():
         *(f"split/gqa/{name}/fp8" for name in ("64/32", *(f"128/{n}" for n in (16, 64, "more")))),
         *(f"split/gqa/any/{rows}/fp8" for rows in (16, 32, 64, "more")),
         *(f"split/gqa/64/more/window-{n}" for n in (128, 1024)),
-        *(f"split/gqa/{d}/16/pages-{n}" for d, n in ((64, 1), (64, 16), (128, 16), (128, 32))),
+        *(f"split/gqa/{d}/16/pages-{n}" for d, n in ((64, 1), (64, 16), (64, 32), (128, 16), (128, 32))),
         *("ragged/gqa/128/64", "ragged/gqa/128/more", "ragged/gqa/any/more", "ragged/mla/any/16", "ragged/mla/any/more"),
     }
     assert "split/gqa/64/16" not in {str(s) for s in tune_shapes.classes(tuning.table(), 120)}
@@ -181,7 +181,7 @@ def test_select():
     ]  # fmt: skip
     # A class that is the beginning of others' names is meant alone.
     assert [str(s) for s in tune_shapes.select(shapes, ["split/gqa/64/more"])] == ["split/gqa/64/more"]
-    assert len(tune_shapes.select(shapes, ["split/gqa/64"])) == 9
+    assert len(tune_shapes.select(shapes, ["split/gqa/64"])) == 10
     with pytest.raises(ValueError, match=r"must name a class or begin one, as in \['split/gqa/64/16', .*got 'split/gqa/6'"):
         tune_shapes.select(shapes, ["split/gqa/6"])
 

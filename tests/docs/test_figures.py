@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from benchmarks.kernels import roofline
 from benchmarks.published import __main__ as published
-from benchmarks.published import chart, peers, rounds, sampling, summary, texts
+from benchmarks.published import chart, kernels, peers, rounds, sampling, summary, texts
 from benchmarks.published.text import load_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,6 +226,19 @@ def test_sampling_stands_beside_the_fastest_of_flashinfer(tmp_path):
         ["accept", "32", "top-p", "0.25", "", "9.0", "", ""],
     ]
     assert "draw 2.45 (2.00 to 3.0 over 2 cases)." in " ".join(text.split())
+
+
+def test_small_pages_stand_beside_pages_of_64(tmp_path):
+    def one(us: float, page_size: int, bs: int = 1, **more) -> dict:
+        case = {"kind": "gqa", "heads": "64/8", "head_dim": 64, "q_len": 1, "mask": "causal", "lengths": "equal"}
+        return case | {"context": 4096, "us": us, "page_size": page_size, "bs": bs} | more
+
+    rows = [one(12.0, 16), one(10.0, 64), one(20.0, 64, 8), one(20.0, 16, 8), one(15.0, 1), one(30.0, 1, 8)]
+    rows += [one(us, page_size, kind="mla", heads="16", q_len=16, mask="tree") for us, page_size in ((5.0, 64), (5.5, 1))]
+    write(tmp_path, "h100-kernels-pages", rows)
+    text = kernels.pages(tmp_path)
+    assert lines(text) == [["64/8, 64", "1", "1.10, 1.20", "1.50, 1.50"], ["MLA 16", "16, tree", "", "1.10, 1.10"]]
+    assert "over 1 to 2 batches" in " ".join(text.split())
 
 
 def test_every_profiled_round_says_where_its_time_goes(tmp_path):

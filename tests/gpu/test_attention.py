@@ -134,10 +134,11 @@ def test_mha_pages_and_lengths_around_their_boundaries(mode, page_size):
 
 @pytest.mark.parametrize("window_left", [-1, 40])
 @pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mode", ["draft_chain", "draft_tree", "verify_chain", "verify_tree"])
-def test_boxes(mode, page_size, window_left):
-    """Up to 16 rows of head_dim 128, whose blocks of keys lie in several pages on Hopper; their values may be NaN."""
-    wanted = {"head_dim": 128, "v_dim": 128, "kv_heads": 4, "dtype": BF16, "lens": [0, 15, 33, 100, 700, 3000]}
+def test_boxes(mode, head_dim, page_size, window_left):
+    """Up to 16 rows, whose blocks of keys lie in several pages on Hopper; their values may be NaN."""
+    wanted = {"head_dim": head_dim, "v_dim": head_dim, "kv_heads": 4, "dtype": BF16, "lens": [0, 15, 33, 100, 700, 3000]}
     case = made("mha", mode, page_size=page_size, window_left=window_left, **wanted)
     check_accuracy(case)
     poison_unseen(case)

@@ -30,6 +30,7 @@ def launched(call: AttentionCall) -> Launch:
         (variants.GQA_128, 16, (True, True, 32, 1)),
         (variants.GQA_128, 1, (False, False, 64, 2)),
         (variants.GQA_64, 64, (True, False, 64, 1)),
+        (variants.GQA_64, 32, (True, True, 64, 1)),
         (variants.GQA_64, 16, (False, False, 64, 2)),
         (variants.GQA_64, 1, (False, False, 64, 2)),
         (variants.GQA_64, 8, (False, False, 64, 1)),
@@ -76,6 +77,7 @@ def test_boxes_are_whole_pages_of_a_block():
         (variants.GQA_128, 1, 1, False),  # three programs fit where two are launched
         (variants.GQA_128, 1, 16, True),
         (variants.GQA_128, 8, 1, True),
+        (variants.GQA_64, 1, 32, True),
         (variants.GQA_64, 1, 16, True),
         (variants.GQA_64, 4, 1, True),
         (variants.GQA_256, 4, 1, False),

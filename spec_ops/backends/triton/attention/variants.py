@@ -69,7 +69,10 @@ UNIFORM = [
 RAGGED = [GQA_128, GQA_64, GQA_256, GQA_FP8, MLA_128, MLA_16, MLA_FP8, *OTHER_SIZES]
 FEW_ROWS = [(GQA_128, 4, False), (GQA_128, 4, True), (GQA_64, 1, False)]  # whose tiles are smaller on sm_90
 # Queries and pages of the plain kernel on sm_90, whose blocks of keys lie in several: boxes, then pointers.
-SMALL_PAGES = [(GQA_128, 1, 16), (GQA_128, 4, 16), (GQA_128, 4, 32), *((GQA_64, q, page) for q in (1, 4) for page in (16, 1))]
+SMALL_PAGES = [
+    (GQA_128, 1, 16), (GQA_128, 4, 16), (GQA_128, 4, 32), (GQA_64, 1, 32),
+    *((GQA_64, q, page) for q in (1, 4) for page in (16, 1)),
+]  # fmt: skip
 PAGE_SIZES = (64, 16, 1)  # of Hopper's kernels: a block of keys in one piece, in four, row by row
 # Queries, pages: tiles of 128 rows, and of 192 in pages of whole blocks.
 TREES_ON_HOPPER = [(GQA_128, 24, PAGE_SIZES), (GQA_128, 48, PAGE_SIZES), (GQA_128, 64, PAGE_SIZES), (GQA_64, 24, (64,))]

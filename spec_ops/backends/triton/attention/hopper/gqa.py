@@ -98,12 +98,13 @@ def _copy_block(rows, distance, smem, bar, pages, key, column, PAGE: gl.constexp
 
 @gluon.jit
 def _load(
-    q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
-    block_tables, seq_lens, table_stride, pool, position, stop, length, b, begin, kv_head, query0,
-    Q_LEN: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, BOX: gl.constexpr, WARPGROUPS: gl.constexpr,
+    memory, tensors, blocks, Q_LEN: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
     """The loading warps."""
+    q_smem, k_smem, v_smem, full, free = memory
+    q_rows, k_rows, v_rows, k_distance, v_distance, block_tables, seq_lens, table_stride, pool = tensors
+    position, stop, length, b, begin, kv_head, query0 = blocks
     Q_BUFFERS: gl.constexpr = q_smem.shape[0] // WARPGROUPS
     stage = 0
     phase = 0
@@ -208,14 +209,14 @@ def _iterate(
 
 @gluon.jit
 def _attend(
-    q_smem, k_smem, v_smem, full, free, cleared, order,
-    out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-    index, share, longer, range_begin, stop, length, b, begin, hm,
-    Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr, MASK_LEN: gl.constexpr,
-    HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, BOX: gl.constexpr,
+    memory, tensors, blocks, Q_LEN: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROW_BLOCKS: gl.constexpr,
+    MASK_LEN: gl.constexpr, HAS_SINKS: gl.constexpr, STAGES: gl.constexpr, STRIPED: gl.constexpr, BOX: gl.constexpr,
     WARPGROUPS: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 rows and all blocks of each of its program's tiles."""
+    q_smem, k_smem, v_smem, full, free, cleared, order = memory
+    out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale = tensors
+    index, share, longer, range_begin, stop, length, b, begin, hm = blocks
     Q_BUFFERS: gl.constexpr = q_smem.shape[0] // WARPGROUPS
     D: gl.constexpr = v_smem.shape[2]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -380,26 +381,27 @@ def gqa_hopper_attention(
     q_smem = gl.allocate_shared_memory(dtype, [Q_BUFFERS * WARPGROUPS, 64, D], shared)  # of each buffer, each warpgroup's
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], shared)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], shared)
+    # Arguments are written once. Tuples in variables hold values alone: constants among them would no longer be any.
+    memory = (q_smem, k_smem, v_smem, full, free, cleared, order)
+    tensors = (out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale)
+    blocks = (index, share, longer, position, stop, length, b, begin, hm)
+    loaded_to = (q_smem, k_smem, v_smem, full, free)
+    loaded = (q_rows, k_rows, v_rows, k_distance, v_distance, block_tables, seq_lens, table_stride, pool)
+    blocks_of_head = (
+        position, stop, length, b, begin, hm // ROW_BLOCKS, hm % ROW_BLOCKS * (64 * WARPGROUPS // GROUP),
+    )  # fmt: skip
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_attend, (
-                    q_smem, k_smem, v_smem, full, free, cleared, order,
-                    out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                    index, share, longer, position, stop, length, b, begin, hm,
+                    memory, tensors, blocks,
                     Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, 2, 0,
                 )),
                 (_attend, (
-                    q_smem, k_smem, v_smem, full, free, cleared, order,
-                    out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                    index, share, longer, position, stop, length, b, begin, hm,
+                    memory, tensors, blocks,
                     Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, 2, 1,
                 )),
-                (_load, (
-                    q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
-                    block_tables, seq_lens, table_stride, pool, position, stop, length, b, begin,
-                    hm // ROW_BLOCKS, hm % ROW_BLOCKS * (128 // GROUP), Q_LEN, GROUP, D, PAGE, BLOCK_N, STAGES, BOX, 2,
-                )),
+                (_load, (loaded_to, loaded, blocks_of_head, Q_LEN, GROUP, D, PAGE, BLOCK_N, STAGES, BOX, WARPGROUPS)),
             ],
             [4, loading_warps(BOX)],
             [240, 24] if BOX >= 64 else [232, 40],  # more pages to hold
@@ -408,28 +410,18 @@ def gqa_hopper_attention(
         gl.warp_specialize(
             [
                 (_attend, (
-                    q_smem, k_smem, v_smem, full, free, cleared, order,
-                    out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                    index, share, longer, position, stop, length, b, begin, hm,
+                    memory, tensors, blocks,
                     Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, 3, 0,
                 )),
                 (_attend, (
-                    q_smem, k_smem, v_smem, full, free, cleared, order,
-                    out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                    index, share, longer, position, stop, length, b, begin, hm,
+                    memory, tensors, blocks,
                     Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, 3, 1,
                 )),
                 (_attend, (
-                    q_smem, k_smem, v_smem, full, free, cleared, order,
-                    out, seq_lens, tree_mask, mask_stride, sinks, partial_acc, partial_ml, counters, qk_scale, v_scale,
-                    index, share, longer, position, stop, length, b, begin, hm,
+                    memory, tensors, blocks,
                     Q_LEN, GROUP, KV_HEADS, ROW_BLOCKS, MASK_LEN, HAS_SINKS, STAGES, STRIPED, BOX, 3, 2,
                 )),
-                (_load, (
-                    q_rows, k_rows, v_rows, k_distance, v_distance, q_smem, k_smem, v_smem, full, free,
-                    block_tables, seq_lens, table_stride, pool, position, stop, length, b, begin,
-                    hm // ROW_BLOCKS, hm % ROW_BLOCKS * (192 // GROUP), Q_LEN, GROUP, D, PAGE, BLOCK_N, STAGES, BOX, 3,
-                )),
+                (_load, (loaded_to, loaded, blocks_of_head, Q_LEN, GROUP, D, PAGE, BLOCK_N, STAGES, BOX, WARPGROUPS)),
             ],
             [4, 4, loading_warps(BOX)],
             [160, 160, 24],

@@ -75,7 +75,7 @@ def _multiply(
             if W_BLOCKS:
                 w_scale = _block_scale(scale, scale_row, scale_column, n0, block + 1, N, K, BLOCK_K)
             mbarrier.wait(full.index(stage), phase)
-            added = ()
+            added = parts[:0]
             for i in gl.static_range(PIECES):
                 rows = x_smem.index(stage).slice(i * ROWS, ROWS, dim=0).permute((1, 0))
                 token = warpgroup_mma(
@@ -142,8 +142,8 @@ def hopper_float8_kernel(
         f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         factors = x_scale
     else:
-        f_smem: gl.constexpr = None
-        factors: gl.constexpr = None
+        f_smem: gl.constexpr = None  # type: ignore[no-redef]
+        factors: gl.constexpr = None  # type: ignore[no-redef]
     index = gl.program_id(0)
     blocks = gl.cdiv(K, BLOCK_K)
     unit = 1

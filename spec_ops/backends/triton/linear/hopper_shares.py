@@ -133,7 +133,7 @@ def combined(
         complete = arrived == last_program - first_program
         if complete:
             gl.store(counter, 0)  # for the next launch
-            found = ()
+            found = parts[:0]
             for i in gl.static_range(PARTS):
                 places = _places(_in_order(parts[i]) if ORDERED else parts[i], mine, i, ORDERED)
                 # .cg: partial sums come from other multiprocessors, so L1 must not answer

@@ -55,7 +55,7 @@ def _multiply(
     BLOCK_K: gl.constexpr = x_smem.shape[2]
     ROWS: gl.constexpr = x_smem.shape[1] // PIECES
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    of_rows: gl.constexpr = gl.SliceLayout(0, sums)
+    ROWWISE: gl.constexpr = gl.SliceLayout(0, sums)
     await_predecessors(PDL)
     stage = 0
     phase = 0
@@ -83,7 +83,7 @@ def _multiply(
                 )  # fmt: skip
                 product = warpgroup_mma_wait(0, [token])
                 if f_smem is not None:
-                    of_block = f_smem.index(stage).slice(i * ROWS, ROWS).load(of_rows) * factor
+                    of_block = f_smem.index(stage).slice(i * ROWS, ROWS).load(ROWWISE) * factor
                     part = parts[i] + product * gl.expand_dims(of_block, 0)
                 elif W_BLOCKS:
                     part = parts[i] + product * factor
@@ -102,14 +102,13 @@ def _multiply(
         if complete:
             n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
             for i in gl.static_range(PIECES):
-                m = i * ROWS + gl.arange(0, ROWS, of_rows) + opaque_zero()  # else addresses of all rows are kept through loops
+                m = i * ROWS + gl.arange(0, ROWS, ROWWISE) + opaque_zero()  # else addresses of all rows are kept through loops
                 acc = parts[i]
                 if f_smem is None:
-                    acc = acc * gl.expand_dims(
-                        gl.load(x_scale + m.to(gl.int64) * x_row, mask=m < M, other=0.0).to(gl.float32), 0
-                    )
+                    of_rows = gl.load(x_scale + gl.minimum(m, M - 1) * x_row).to(gl.float32)
+                    acc = acc * gl.expand_dims(of_rows, 0)
                 if not W_BLOCKS:
-                    of_columns = gl.load(scale + n.to(gl.int64) * scale_row, mask=n < N, other=0.0).to(gl.float32)
+                    of_columns = gl.load(scale + gl.minimum(n, N - 1) * scale_row).to(gl.float32)
                     acc = acc * gl.expand_dims(of_columns, 1)
                 if bias is not None:
                     acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)

@@ -26,11 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.float8_rows import float8_operands
-from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, opaque_zero, range_start
-from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, store_lines, tiles_of
-from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, Float8Tile, choose_float8, float8_mm_refusal
+from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, opaque_zero
+from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, shares, store_sums, tiles_of
+from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, LINE_ROWS, WIDTH, Float8Tile, choose_float8, float8_mm_refusal
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
-from spec_ops.backends.triton.runtime.launch import Target, arch_of, device_guard, launch, recorded
+from spec_ops.backends.triton.runtime.launch import Target, arch_of, device_guard, launch, num_sms, recorded
 from spec_ops.backends.weight_format import BLOCK
 
 SCALE_ROWS = gl.constexpr(BLOCK)
@@ -48,7 +48,7 @@ def _block_scale(scale, row_stride, column_stride, n0, block, N, K, BLOCK_K: gl.
 def _multiply(
     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K, bias, out,
     start, stop, blocks, index, share, longer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
-    W_BLOCKS: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
+    W_BLOCKS: gl.constexpr, LINES: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its columns of each of its program's tiles, all rows."""
     WIDTH: gl.constexpr = w_smem.shape[1]
@@ -112,7 +112,7 @@ def _multiply(
                     acc = acc * gl.expand_dims(of_columns, 1)
                 if bias is not None:
                     acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
-                store_lines(out, acc, n0, i * ROWS, M, N)
+                store_sums(out, acc, n0, i * ROWS, M, N, LINES)
         position = tile * blocks + last
 
 
@@ -121,7 +121,7 @@ def hopper_float8_kernel(
     x, x_scale, x_row, x_column, weight, scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
     bias, out,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, X_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr,
-    PDL: gl.constexpr,
+    LINES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. `x_scale` and
     `scale`, with their strides: of blocks of k (`X_BLOCKS`, `W_BLOCKS`) or of whole rows, 0 where all share one. The rest:
@@ -145,20 +145,14 @@ def hopper_float8_kernel(
         factors: gl.constexpr = None  # type: ignore[no-redef]
     index = gl.program_id(0)
     blocks = gl.cdiv(K, BLOCK_K)
-    unit = 1
-    if partial is None:  # whole tiles
-        unit = blocks
-    total = gl.cdiv(N, CONSUMERS * WIDTH) * (blocks // unit)
-    share = total // gl.num_programs(0)
-    longer = total - share * gl.num_programs(0)
-    start = range_start(index, share, longer) * unit
-    stop = range_start(index + 1, share, longer) * unit
+    start, stop, share, longer = shares(partial, gl.cdiv(N, CONSUMERS * WIDTH), blocks)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    LINES, PDL, 0,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -172,11 +166,13 @@ def hopper_float8_kernel(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    LINES, PDL, 0,
                 )),
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    LINES, PDL, 1,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -190,15 +186,18 @@ def hopper_float8_kernel(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    LINES, PDL, 0,
                 )),
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    LINES, PDL, 1,
                 )),
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 2,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    LINES, PDL, 2,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -213,19 +212,23 @@ def hopper_float8_kernel(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    LINES, PDL, 0,
                 )),
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    LINES, PDL, 1,
                 )),
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 2,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    LINES, PDL, 2,
                 )),
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 3,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    LINES, PDL, 3,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -262,7 +265,7 @@ def float8_mm(
         return out
     if operands.x_blocks:
         x_scale = x_scale.float()  # as it is copied to shared memory
-    tile = tile or choose_float8(m, n, k, operands.x_blocks)
+    tile = tile or choose_float8(m, n, k, operands.x_blocks, num_sms(x.device))
     block_m, consumers, stages, pieces, splits = tile
     programs, partial, counters = divided(
         x.device, "hopper_float8", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m, splits
@@ -276,7 +279,7 @@ def float8_mm(
             TensorDescriptor(weight, [n, k], [weight.stride(0) if n > 1 else k, 1], [WIDTH, BLOCK_K], layout),
             scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0),
             None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages, PIECES=pieces,
-            X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks, num_warps=4, early=True,
+            X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks, LINES=block_m >= LINE_ROWS, num_warps=4, early=True,
         )  # fmt: skip
     return out
 

@@ -3,7 +3,7 @@ equal shares of a weight's blocks of k.
 
 The blocks of all tiles are one list, one tile after the other, and each program has as many of them as the others. So a tile
 may be shared by several. Each then writes its sum, and the last one to arrive adds them up, in the order of k: none waits for
-another.
+another. How many programs there are, and whether they share tiles at all: `hopper_tiles.splits_of`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,31 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from spec_ops.backends.triton.attention.hopper.program import await_predecessors, barrier, next_stage, opaque_zero, range_of
+from spec_ops.backends.triton.attention.hopper.program import (
+    await_predecessors,
+    barrier,
+    next_stage,
+    opaque_zero,
+    range_of,
+    range_start,
+)
 from spec_ops.backends.triton.linear.hopper_tiles import WIDTH
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import num_sms
+
+
+@gluon.jit
+def shares(partial, tiles, blocks):
+    """The first block of this program's and the one after its last, and the `share` and `longer` of all (`range_start`); whole
+    tiles if there is no place for `partial` sums."""
+    unit = 1
+    if partial is None:
+        unit = blocks
+    total = tiles * (blocks // unit)
+    share = total // gl.num_programs(0)
+    longer = total - share * gl.num_programs(0)
+    index = gl.program_id(0)
+    return range_start(index, share, longer) * unit, range_start(index + 1, share, longer) * unit, share, longer
 
 
 @gluon.jit
@@ -160,12 +181,15 @@ def _line_layout(columns, rows):
 
 
 @gluon.jit
-def store_lines(out, acc, n0, m0, M, N):
-    """Sums `acc` of columns from `n0` on and rows from `m0` on, to the contiguous `out [M, N]`."""
-    LINES: gl.constexpr = _line_layout(acc.shape[0], acc.shape[1])
-    written = gl.convert_layout(acc.to(out.dtype.element_ty), LINES)
-    n = n0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LINES))
-    m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LINES)) + opaque_zero()
+def store_sums(out, acc, n0, m0, M, N, LINES: gl.constexpr):
+    """`acc`, of columns from `n0` on and rows from `m0` on, to the contiguous `out [M, N]`; with `LINES` by way of shared
+    memory, of which a warpgroup takes up to 4 KiB, so that threads write several columns at a time."""
+    wanted: gl.constexpr = _line_layout(acc.shape[0], acc.shape[1]) if LINES else acc.type.layout
+    written = acc.to(out.dtype.element_ty)
+    if LINES:
+        written = gl.convert_layout(written, wanted)
+    n = n0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, wanted))
+    m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, wanted)) + opaque_zero()
     at = out + gl.expand_dims(m * N, 0) + gl.expand_dims(n, 1)
     gl.store(at, written, mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1))
 
@@ -174,10 +198,8 @@ def divided(
     device: torch.device, name: str, tiles: int, blocks: int, consumers: int, block_m: int, splits: int = 0
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
     """Programs for `tiles` of `blocks` of k, `consumers` warpgroups and `block_m` rows, and where they exchange sums and count
-    arrivals; None if each has whole tiles. `name`: of the kernel whose counters they are.
-
-    `splits`: 0 for a program on each multiprocessor, with equal shares; else so many for each tile, of which 1 means whole
-    tiles, and as few programs as give none more tiles than it must have."""
+    arrivals; None if each has whole tiles. `name`: of the kernel whose counters they are. `splits`: `hopper_tiles.splits_of`;
+    with 1 there are as few programs as give none more tiles than it must have."""
     sms = num_sms(device)
     programs = min(sms, tiles * blocks)
     if splits == 1:

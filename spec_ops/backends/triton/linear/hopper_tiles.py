@@ -15,6 +15,7 @@ ARCH = 90
 BLOCK_K = 128  # of k: what one row of a tile of x in shared memory holds; bytes of the weight, half as many
 WIDTH = 64  # columns of a warpgroup: of one `wgmma`
 MANY_COLUMNS = 16384  # from which three warpgroups read the rows less often, and are not too few programs
+LINE_ROWS = 128  # of a tile whose results are written in lines: `hopper_shares.store_sums`
 INT4_ROWS, FEW_ROWS = 128, 64  # most of int4, and of 4-bit floats and of int4 in groups of less than `BLOCK_K`
 
 
@@ -52,11 +53,23 @@ def int4_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dt
 
 FLOAT8_ROWS = 128  # most of `float8_mm`
 SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignment takes
+MOST_STAGES = 12
+LEAST_BLOCKS = 4  # of k of a program that shares a tile
+BUSY = 0.6  # share of the multiprocessors' time that is left where programs have whole tiles
+
+
+def splits_of(tiles: int, blocks: int, sms: int) -> int:
+    """How many programs share each of so many tiles of `blocks` of k: 1 means whole tiles, and 0 that all multiprocessors have
+    equal shares of all tiles, so that most tiles are shared by two or more, and a program's sums may be of two.
+
+    Whole tiles leave some multiprocessors idle, which costs less than exchanging sums."""
+    if tiles <= sms:
+        return max(1, min(sms // tiles, blocks // LEAST_BLOCKS))
+    return 1 if tiles >= BUSY * sms * -(-tiles // sms) else 0
 
 
 class Float8Tile(NamedTuple):
-    """As `HopperTile`, of `hopper_float8.py`; a product of all rows is computed in `pieces`. A tile has `splits` programs; with
-    0 all multiprocessors have equal shares of all tiles."""
+    """As `HopperTile`, of `hopper_float8.py`; a product of all rows is computed in `pieces`. `splits`: see `splits_of`."""
 
     block_m: int
     consumers: int
@@ -66,17 +79,20 @@ class Float8Tile(NamedTuple):
 
 
 def float8_tile(block_m: int, consumers: int, pieces: int, x_blocks: bool, splits: int = 0) -> Float8Tile:
-    """With as many stages as shared memory holds, up to 12."""
+    """With as many stages as shared memory holds, up to `MOST_STAGES`."""
     stage = (consumers * WIDTH + block_m) * BLOCK_K + 4 * block_m * x_blocks
     room = SHARED_BYTES - consumers * min(4096, 2 * WIDTH * block_m // pieces)  # for results on their way to memory
-    return Float8Tile(block_m, consumers, min(12, room // stage), pieces, splits)
+    return Float8Tile(block_m, consumers, min(MOST_STAGES, room // stage), pieces, splits)
 
 
-def choose_float8(m: int, n: int, k: int, x_blocks: bool) -> Float8Tile:
-    """For `m` rows, whose scales are of blocks of k or not, and `n` columns."""
+def choose_float8(m: int, n: int, k: int, x_blocks: bool, sms: int) -> Float8Tile:
+    """For `m` rows, whose scales are of blocks of k or not, and `n` columns.
+
+    Rows are read for each tile, so wide tiles read less. But sums that programs exchange are as long as tiles are wide: so few
+    columns have narrow tiles."""
     block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
-    many = n >= MANY_COLUMNS
-    return float8_tile(block_m, 3 if many else 2, 2 if many and block_m == 128 else 1, x_blocks)
+    consumers = 2 if n >= MANY_COLUMNS and block_m >= 32 else 1
+    return float8_tile(block_m, consumers, 1, x_blocks, splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms))
 
 
 def float8_mm_refusal(m: int, n: int, k: int, dtype: torch.dtype, arch: int | None) -> Exception | None:

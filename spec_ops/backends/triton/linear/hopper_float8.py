@@ -4,10 +4,8 @@ the tensor cores multiply.
 Those keep some 14 bits of a sum of float8 products. So each block of 128 of k is a product of its own, and added to the sum in
 float32 registers, times its scales where parts of k have their own; those of whole rows multiply the last sum.
 
-A warp loads the weight and the rows some blocks ahead, as in `hopper_mm.py`, and how programs share the blocks of k is in
-`hopper_shares.py`. A warpgroup has 64 columns and all rows. Rows come from L2 for each tile, and with 128 of them that way is
-the limit: so tiles are wide. To hold sums of 64 columns and 128 rows beside a block's product, which are 64 registers each, a
-product may be computed in `PIECES` of the rows, one after the other.
+A warp loads the weight, the rows and scales of their blocks some blocks ahead, and how programs share the blocks of k is in
+`hopper_shares.py`. A warpgroup has 64 columns and all rows.
 """
 
 from __future__ import annotations
@@ -47,15 +45,15 @@ def _block_scale(scale, row_stride, column_stride, n0, block, N, K, BLOCK_K: gl.
 @gluon.jit
 def _multiply(
     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K, bias, out,
-    start, stop, blocks, index, share, longer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
+    start, stop, blocks, index, share, longer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     W_BLOCKS: gl.constexpr, LINES: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its columns of each of its program's tiles, all rows."""
     WIDTH: gl.constexpr = w_smem.shape[1]
+    BLOCK_M: gl.constexpr = x_smem.shape[1]
     BLOCK_K: gl.constexpr = x_smem.shape[2]
-    ROWS: gl.constexpr = x_smem.shape[1] // PIECES
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    ROWWISE: gl.constexpr = gl.SliceLayout(0, sums)
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
+    of_rows: gl.constexpr = gl.SliceLayout(0, sums)
     await_predecessors(PDL)
     stage = 0
     phase = 0
@@ -65,8 +63,8 @@ def _multiply(
         first = position - tile * blocks
         last = gl.minimum(blocks, stop - tile * blocks)
         n0 = (tile * CONSUMERS + WARPGROUP) * WIDTH
-        nothing = gl.zeros([WIDTH, ROWS], gl.float32, sums)
-        parts = (nothing,) * PIECES
+        nothing = gl.zeros([WIDTH, BLOCK_M], gl.float32, sums)
+        acc = nothing
         w_scale = 1.0
         if W_BLOCKS:
             w_scale = _block_scale(scale, scale_row, scale_column, n0, first, N, K, BLOCK_K)
@@ -75,44 +73,33 @@ def _multiply(
             if W_BLOCKS:
                 w_scale = _block_scale(scale, scale_row, scale_column, n0, block + 1, N, K, BLOCK_K)
             mbarrier.wait(full.index(stage), phase)
-            added = parts[:0]
-            for i in gl.static_range(PIECES):
-                rows = x_smem.index(stage).slice(i * ROWS, ROWS, dim=0).permute((1, 0))
-                token = warpgroup_mma(
-                    w_smem.index(stage * CONSUMERS + WARPGROUP), rows, nothing, use_acc=False, is_async=True
-                )  # fmt: skip
-                product = warpgroup_mma_wait(0, [token])
-                if f_smem is not None:
-                    of_block = f_smem.index(stage).slice(i * ROWS, ROWS).load(ROWWISE) * factor
-                    part = parts[i] + product * gl.expand_dims(of_block, 0)
-                elif W_BLOCKS:
-                    part = parts[i] + product * factor
-                else:
-                    part = parts[i] + product
-                added = added + (part,)  # noqa: RUF005 (not Triton's syntax)
-            parts = added
+            columns = w_smem.index(stage * CONSUMERS + WARPGROUP)
+            token = warpgroup_mma(columns, x_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, [token])
+            if f_smem is not None:
+                product = product * gl.expand_dims(f_smem.index(stage).load(of_rows) * factor, 0)
+            elif W_BLOCKS:
+                product = product * factor
+            acc += product
             arrive(free.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
 
         complete = True
         if partial is not None:
-            parts, complete = combined(
-                parts, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP, True
+            acc, complete = combined(
+                acc, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP
             )  # fmt: skip
         if complete:
+            if f_smem is None:
+                # The zero: else addresses of all rows are kept through loops.
+                m = gl.minimum(gl.arange(0, BLOCK_M, of_rows) + opaque_zero(), M - 1)
+                acc = acc * gl.expand_dims(gl.load(x_scale + m * x_row).to(gl.float32), 0)
             n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
-            for i in gl.static_range(PIECES):
-                m = i * ROWS + gl.arange(0, ROWS, ROWWISE) + opaque_zero()  # else addresses of all rows are kept through loops
-                acc = parts[i]
-                if f_smem is None:
-                    of_rows = gl.load(x_scale + gl.minimum(m, M - 1) * x_row).to(gl.float32)
-                    acc = acc * gl.expand_dims(of_rows, 0)
-                if not W_BLOCKS:
-                    of_columns = gl.load(scale + gl.minimum(n, N - 1) * scale_row).to(gl.float32)
-                    acc = acc * gl.expand_dims(of_columns, 1)
-                if bias is not None:
-                    acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
-                store_sums(out, acc, n0, i * ROWS, M, N, LINES)
+            if not W_BLOCKS:
+                acc = acc * gl.expand_dims(gl.load(scale + gl.minimum(n, N - 1) * scale_row).to(gl.float32), 1)
+            if bias is not None:
+                acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
+            store_sums(out, acc, n0, M, N, LINES)
         position = tile * blocks + last
 
 
@@ -120,7 +107,7 @@ def _multiply(
 def hopper_float8_kernel(
     x, x_scale, x_row, x_column, weight, scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
     bias, out,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, X_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr,
     LINES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. `x_scale` and
@@ -151,7 +138,7 @@ def hopper_float8_kernel(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS,
                     LINES, PDL, 0,
                 )),
                 (load_blocks, (
@@ -161,17 +148,18 @@ def hopper_float8_kernel(
             ],
             [1], [40],
         )  # fmt: skip
-    elif CONSUMERS == 2:
+    else:
+        gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS,
                     LINES, PDL, 0,
                 )),
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS,
                     LINES, PDL, 1,
                 )),
                 (load_blocks, (
@@ -180,62 +168,6 @@ def hopper_float8_kernel(
                 )),
             ],
             [4, 1], [232, 40],
-        )  # fmt: skip
-    elif CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
-                    LINES, PDL, 0,
-                )),
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
-                    LINES, PDL, 1,
-                )),
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
-                    LINES, PDL, 2,
-                )),
-                (load_blocks, (
-                    x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
-                    PDL, factors, x_row, x_column, f_smem, M,
-                )),
-            ],
-            [4, 4, 1], [152, 152, 40],
-        )  # fmt: skip
-    else:
-        gl.static_assert(CONSUMERS == 4)
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
-                    LINES, PDL, 0,
-                )),
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
-                    LINES, PDL, 1,
-                )),
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
-                    LINES, PDL, 2,
-                )),
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS,
-                    LINES, PDL, 3,
-                )),
-                (load_blocks, (
-                    x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
-                    PDL, factors, x_row, x_column, f_smem, M,
-                )),
-            ],
-            [4, 4, 4, 1], [112, 112, 112, 32],
         )  # fmt: skip
 
 
@@ -263,10 +195,9 @@ def float8_mm(
     out = x.new_empty(m, n, dtype=dtype)
     if not out.numel():
         return out
-    if operands.x_blocks:
-        x_scale = x_scale.float()  # as it is copied to shared memory
+    x_scale, scale = _near(x_scale.float() if operands.x_blocks else x_scale), _near(scale)  # float32: it is copied as it lies
     tile = tile or choose_float8(m, n, k, operands.x_blocks, num_sms(x.device))
-    block_m, consumers, stages, pieces, splits = tile
+    block_m, consumers, stages, splits = tile
     programs, partial, counters = divided(
         x.device, "hopper_float8", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m, splits
     )  # fmt: skip
@@ -278,10 +209,15 @@ def float8_mm(
             x_scale, *_strides(x_scale),
             TensorDescriptor(weight, [n, k], [weight.stride(0) if n > 1 else k, 1], [WIDTH, BLOCK_K], layout),
             scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0),
-            None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages, PIECES=pieces,
+            None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages,
             X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks, LINES=block_m >= LINE_ROWS, num_warps=4, early=True,
         )  # fmt: skip
     return out
+
+
+def _near(scale: torch.Tensor) -> torch.Tensor:
+    """`scale`, or a copy if its rows are not within 2^31 numbers, as the kernel addresses them."""
+    return scale if scale.shape[0] * scale.stride(0) < 2**31 else scale.contiguous()
 
 
 def _strides(scale: torch.Tensor) -> tuple[int, int]:

@@ -188,17 +188,16 @@ def _multiply(
 
         complete = True
         if partial is not None:
-            parts, complete = combined(
-                (acc,), partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP, True
+            acc, complete = combined(
+                acc, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP
             )  # fmt: skip
-            acc = parts[0]
         if complete:
             n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
             if KIND == "nvfp4":
                 acc = acc * (gl.load(tensor_scale) * NV_REST if tensor_scale is not None else NV_REST)
             if bias is not None:
                 acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
-            store_sums(out, acc, n0, 0, M, N, LINES)
+            store_sums(out, acc, n0, M, N, LINES)
         position = tile * blocks + last
 
 

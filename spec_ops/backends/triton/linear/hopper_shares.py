@@ -98,11 +98,12 @@ def load_blocks(
 
 
 @gluon.jit
-def _in_order(part):
-    """`part`, sums of `wgmma`, as one row: four numbers of a thread, then the next thread's."""
-    WIDTH: gl.constexpr = part.shape[0]
-    ROWS: gl.constexpr = part.shape[1]
-    split = gl.reshape(part, [WIDTH // 16, 2, 8, ROWS // 8, 4, 2])
+def _in_order(acc):
+    """`acc`, sums of `wgmma`, as one row: four numbers of a thread, then the next thread's. So threads read and write 16 bytes
+    at a time, and warps 512."""
+    WIDTH: gl.constexpr = acc.shape[0]
+    ROWS: gl.constexpr = acc.shape[1]
+    split = gl.reshape(acc, [WIDTH // 16, 2, 8, ROWS // 8, 4, 2])
     return gl.reshape(gl.permute(split, (3, 0, 2, 4, 1, 5)), [WIDTH * ROWS])
 
 
@@ -110,42 +111,26 @@ def _in_order(part):
 def _as_sums(row, WIDTH: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
     """The inverse of `_in_order`."""
     split = gl.reshape(row, [ROWS // 8, WIDTH // 16, 8, 4, 2, 2])
-    part = gl.reshape(gl.permute(split, (1, 4, 2, 0, 3, 5)), [WIDTH, ROWS])
-    return gl.convert_layout(part, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _places(part, base, i: gl.constexpr, ORDERED: gl.constexpr):
-    """Where numbers of `part`, the `i`-th of a warpgroup's, are from `base` on."""
-    if ORDERED:
-        return base + i * part.numel + gl.arange(0, part.numel, part.type.layout)
-    else:
-        n = gl.arange(0, part.shape[0], gl.SliceLayout(1, part.type.layout))
-        m = gl.arange(0, part.shape[1], gl.SliceLayout(0, part.type.layout))
-        return base + (gl.expand_dims(n * part.shape[1], 1) + gl.expand_dims(m, 0))
+    acc = gl.reshape(gl.permute(split, (1, 4, 2, 0, 3, 5)), [WIDTH, ROWS])
+    return gl.convert_layout(acc, layout, assert_trivial=True)
 
 
 @gluon.jit
 def combined(
-    parts, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS: gl.constexpr,
-    WARPGROUP: gl.constexpr, ORDERED: gl.constexpr = False,
+    acc, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS: gl.constexpr, WARPGROUP: gl.constexpr
 ):  # fmt: skip
-    """The sums over all of k of `parts`, of blocks `first` to `last` of a tile, and whether this program has them: the last one
-    to arrive, which adds the programs' sums in the order of k.
-
-    `parts`: a tuple, of as many rows each. `ORDERED`: in memory a thread's numbers lie together."""
+    """The sum over all of k of `acc`, of blocks `first` to `last` of a tile, and whether this program has it: the last one to
+    arrive, which adds the programs' sums in the order of k."""
     complete = (first == 0) & (last == blocks)
     if not complete:
-        PARTS: gl.constexpr = len(parts)
-        WIDTH: gl.constexpr = parts[0].shape[0]
-        ROWS: gl.constexpr = parts[0].shape[1]
-        SUMS: gl.constexpr = parts[0].type.layout
-        SLOT: gl.constexpr = CONSUMERS * WIDTH * ROWS * PARTS
-        mine = partial + WARPGROUP * (WIDTH * ROWS * PARTS)
+        SUMS: gl.constexpr = acc.type.layout
+        WIDTH: gl.constexpr = acc.shape[0]
+        ROWS: gl.constexpr = acc.shape[1]
+        SLOT: gl.constexpr = CONSUMERS * WIDTH * ROWS
+        written = _in_order(acc)
+        mine = partial + WARPGROUP * (WIDTH * ROWS) + gl.arange(0, WIDTH * ROWS, written.type.layout)
         # A program has at most two unfinished tiles: one that began before it (slot 0) and one that goes on after it (slot 1).
-        for i in gl.static_range(PARTS):
-            written = _in_order(parts[i]) if ORDERED else parts[i]
-            gl.store(_places(written, mine, i, ORDERED) + (2 * index + (first == 0).to(gl.int32)) * SLOT, written)
+        gl.store(mine + (2 * index + (first == 0).to(gl.int32)) * SLOT, written)
         first_program = range_of(tile * blocks, share, longer)
         last_program = range_of(tile * blocks + blocks - 1, share, longer)
         counter = counters + tile * CONSUMERS + WARPGROUP
@@ -154,16 +139,12 @@ def combined(
         complete = arrived == last_program - first_program
         if complete:
             gl.store(counter, 0)  # for the next launch
-            found = parts[:0]
-            for i in gl.static_range(PARTS):
-                places = _places(_in_order(parts[i]) if ORDERED else parts[i], mine, i, ORDERED)
-                # .cg: partial sums come from other multiprocessors, so L1 must not answer
-                part = gl.load(places + (2 * first_program + 1) * SLOT, cache_modifier=".cg")
-                for program in range(first_program + 1, last_program + 1):
-                    part += gl.load(places + 2 * program * SLOT, cache_modifier=".cg")
-                found = found + (_as_sums(part, WIDTH, ROWS, SUMS) if ORDERED else part,)  # noqa: RUF005 (not Triton's syntax)
-            parts = found
-    return parts, complete
+            # .cg: partial sums come from other multiprocessors, so L1 must not answer
+            whole = gl.load(mine + (2 * first_program + 1) * SLOT, cache_modifier=".cg")
+            for program in range(first_program + 1, last_program + 1):
+                whole += gl.load(mine + 2 * program * SLOT, cache_modifier=".cg")
+            acc = _as_sums(whole, WIDTH, ROWS, SUMS)
+    return acc, complete
 
 
 @gluon.constexpr_function
@@ -181,15 +162,16 @@ def _line_layout(columns, rows):
 
 
 @gluon.jit
-def store_sums(out, acc, n0, m0, M, N, LINES: gl.constexpr):
-    """`acc`, of columns from `n0` on and rows from `m0` on, to the contiguous `out [M, N]`; with `LINES` by way of shared
-    memory, of which a warpgroup takes up to 4 KiB, so that threads write several columns at a time."""
+def store_sums(out, acc, n0, M, N, LINES: gl.constexpr):
+    """`acc`, of columns from `n0` on and all rows, to the contiguous `out [M, N]`.
+
+    `LINES`: by way of shared memory, 4 KiB for a warpgroup, so that threads write several columns at a time."""
     wanted: gl.constexpr = _line_layout(acc.shape[0], acc.shape[1]) if LINES else acc.type.layout
     written = acc.to(out.dtype.element_ty)
     if LINES:
         written = gl.convert_layout(written, wanted)
     n = n0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, wanted))
-    m = m0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, wanted)) + opaque_zero()
+    m = gl.arange(0, acc.shape[1], gl.SliceLayout(0, wanted)) + opaque_zero()  # else places of all rows are kept through loops
     at = out + gl.expand_dims(m * N, 0) + gl.expand_dims(n, 1)
     gl.store(at, written, mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1))
 

@@ -69,20 +69,19 @@ def splits_of(tiles: int, blocks: int, sms: int) -> int:
 
 
 class Float8Tile(NamedTuple):
-    """As `HopperTile`, of `hopper_float8.py`; a product of all rows is computed in `pieces`. `splits`: see `splits_of`."""
+    """As `HopperTile`, of `hopper_float8.py`; `splits`: see `splits_of`."""
 
     block_m: int
     consumers: int
     stages: int
-    pieces: int
-    splits: int = 0
+    splits: int
 
 
-def float8_tile(block_m: int, consumers: int, pieces: int, x_blocks: bool, splits: int = 0) -> Float8Tile:
+def float8_tile(block_m: int, consumers: int, x_blocks: bool, splits: int) -> Float8Tile:
     """With as many stages as shared memory holds, up to `MOST_STAGES`."""
     stage = (consumers * WIDTH + block_m) * BLOCK_K + 4 * block_m * x_blocks
-    room = SHARED_BYTES - consumers * min(4096, 2 * WIDTH * block_m // pieces)  # for results on their way to memory
-    return Float8Tile(block_m, consumers, min(MOST_STAGES, room // stage), pieces, splits)
+    room = SHARED_BYTES - 4096 * consumers * (block_m >= LINE_ROWS)
+    return Float8Tile(block_m, consumers, min(MOST_STAGES, room // stage), splits)
 
 
 def choose_float8(m: int, n: int, k: int, x_blocks: bool, sms: int) -> Float8Tile:
@@ -92,7 +91,7 @@ def choose_float8(m: int, n: int, k: int, x_blocks: bool, sms: int) -> Float8Til
     columns have narrow tiles."""
     block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
     consumers = 2 if n >= MANY_COLUMNS and block_m >= 32 else 1
-    return float8_tile(block_m, consumers, 1, x_blocks, splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms))
+    return float8_tile(block_m, consumers, x_blocks, splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms))
 
 
 def float8_mm_refusal(m: int, n: int, k: int, dtype: torch.dtype, arch: int | None) -> Exception | None:

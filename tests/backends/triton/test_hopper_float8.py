@@ -55,8 +55,10 @@ def test_a_tile_has_all_rows_and_fits(m, blocks):
 
 @pytest.mark.parametrize(
     ("tiles", "blocks", "splits"),
-    [(64, 32, 2), (96, 32, 1), (132, 32, 1), (16, 32, 8), (1, 112, 28), (1, 1, 1), (133, 32, 0), (158, 32, 0), (159, 32, 1), (224, 32, 1),
-     (265, 32, 1), (2004, 32, 1)],
+    [
+        (64, 32, 2), (96, 32, 1), (132, 32, 1), (16, 32, 8), (1, 112, 28), (1, 1, 1), (133, 32, 0), (158, 32, 0), (159, 32, 1),
+        (224, 32, 1), (265, 32, 1), (2004, 32, 1),
+    ],
 )  # fmt: skip
 def test_programs_of_a_tile(tiles, blocks, splits):
     """Whole tiles, if they leave few multiprocessors idle; several programs for each where tiles are few."""

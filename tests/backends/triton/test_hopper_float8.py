@@ -50,7 +50,6 @@ def test_a_tile_has_all_rows_and_fits(m, blocks):
         assert given["x"].block_shape == [tile.block_m, 128]
         assert given["weight"].block_shape == [64, 128]
         assert (given["X_BLOCKS"], given["W_BLOCKS"]) == (blocks and k > 128, blocks and k > 128)
-        assert given["LINES"] == (tile.block_m == 128)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ PAIRS = [(variant, 90) for variant in VARIANTS]
 
 def _facts(variant: ahead.Variant, arch: int) -> list[tuple]:
     constants = variant.constexprs
-    return [(constants["X_BLOCKS"], constants["LINES"]), (variant.signature["x"], constants["CONSUMERS"])]
+    return [(constants["X_BLOCKS"], constants["CONSUMERS"]), (variant.signature["x"], constants["CONSUMERS"])]
 
 
 def pytest_generate_tests(metafunc):

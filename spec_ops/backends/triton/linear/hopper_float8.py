@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from spec_ops.backends.float8_rows import float8_operands
 from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, opaque_zero
 from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, shares, store_sums, tiles_of
-from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, LINE_ROWS, WIDTH, Float8Tile, choose_float8, float8_mm_refusal
+from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, Float8Tile, choose_float8, float8_mm_refusal
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import Target, arch_of, device_guard, launch, num_sms, recorded
 from spec_ops.backends.weight_format import BLOCK
@@ -46,7 +46,7 @@ def _block_scale(scale, row_stride, column_stride, n0, block, N, K, BLOCK_K: gl.
 def _multiply(
     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K, bias, out,
     start, stop, blocks, index, share, longer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    W_BLOCKS: gl.constexpr, LINES: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
+    W_BLOCKS: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its columns of each of its program's tiles, all rows."""
     WIDTH: gl.constexpr = w_smem.shape[1]
@@ -99,7 +99,7 @@ def _multiply(
                 acc = acc * gl.expand_dims(gl.load(scale + gl.minimum(n, N - 1) * scale_row).to(gl.float32), 1)
             if bias is not None:
                 acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
-            store_sums(out, acc, n0, M, N, LINES)
+            store_sums(out, acc, n0, M, N, True)
         position = tile * blocks + last
 
 
@@ -108,7 +108,7 @@ def hopper_float8_kernel(
     x, x_scale, x_row, x_column, weight, scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
     bias, out,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr,
-    LINES: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. `x_scale` and
     `scale`, with their strides: of blocks of k (`X_BLOCKS`, `W_BLOCKS`) or of whole rows, 0 where all share one. The rest:
@@ -138,8 +138,7 @@ def hopper_float8_kernel(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS,
-                    LINES, PDL, 0,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, PDL, 0,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -154,13 +153,11 @@ def hopper_float8_kernel(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS,
-                    LINES, PDL, 0,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, PDL, 0,
                 )),
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS,
-                    LINES, PDL, 1,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, PDL, 1,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -210,7 +207,7 @@ def float8_mm(
             TensorDescriptor(weight, [n, k], [weight.stride(0) if n > 1 else k, 1], [WIDTH, BLOCK_K], layout),
             scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0),
             None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages,
-            X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks, LINES=block_m >= LINE_ROWS, num_warps=4, early=True,
+            X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks, num_warps=4, early=True,
         )  # fmt: skip
     return out
 

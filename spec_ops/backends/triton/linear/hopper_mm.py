@@ -31,10 +31,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage
 from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, shares, store_sums, tiles_of
-from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, LINE_ROWS, WIDTH, choose, int4_rows
+from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, choose, int4_rows
 from spec_ops.backends.triton.linear.operands import Weight, check_operands, readable, scale_arguments
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
-from spec_ops.backends.triton.runtime.launch import Target, device_guard, launch, recorded
+from spec_ops.backends.triton.runtime.launch import Target, device_guard, launch, num_sms, recorded
 from spec_ops.backends.weight_format import for_columns, weight_format
 
 # Of a byte of int4 in a word, `-8` to `7` as a pair of bfloat16: a multiplication copies the upper half to where the upper
@@ -281,7 +281,7 @@ def product(x: torch.Tensor, weights: Weight, bias: torch.Tensor | None, out: to
     x = readable(x)
     block_m, consumers, stages = tile
     programs, partial, counters = divided(
-        x.device, "hopper_mm", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m
+        x.device, "hopper_mm", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m, tile.splits(n, k, num_sms(x.device))
     )  # fmt: skip
     with device_guard(x):
         launch(
@@ -291,7 +291,7 @@ def product(x: torch.Tensor, weights: Weight, bias: torch.Tensor | None, out: to
                 weight, [n, k // 2], [weight.stride(0), 1], [WIDTH, BLOCK_K // 2], gl.NVMMASharedLayout(64, 8, rank=2)
             ),
             *scale_arguments(scale, zero, tensor_scale), partial, counters, m, n, k, weight, weight.stride(0), bias, out,
-            KIND=stored.kind, CONSUMERS=consumers, STAGES=stages, COLUMNS=stored.columns, LINES=block_m >= LINE_ROWS,
+            KIND=stored.kind, CONSUMERS=consumers, STAGES=stages, COLUMNS=stored.columns, LINES=tile.lines,
             num_warps=4, early=True,
         )  # fmt: skip
     return True

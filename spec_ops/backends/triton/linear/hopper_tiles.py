@@ -15,7 +15,6 @@ ARCH = 90
 BLOCK_K = 128  # of k: what one row of a tile of x in shared memory holds; bytes of the weight, half as many
 WIDTH = 64  # columns of a warpgroup: of one `wgmma`
 MANY_COLUMNS = 16384  # from which three warpgroups read the rows less often, and are not too few programs
-LINE_ROWS = 128  # of a tile whose results are written in lines: `hopper_shares.store_sums`
 INT4_ROWS, FEW_ROWS = 128, 64  # most of int4, and of 4-bit floats and of int4 in groups of less than `BLOCK_K`
 
 
@@ -26,6 +25,17 @@ class HopperTile(NamedTuple):
     block_m: int
     consumers: int
     stages: int
+
+    @property
+    def lines(self) -> bool:
+        """Whether results are written in lines (`hopper_shares.store_sums`)."""
+        return self.block_m == 128
+
+    def splits(self, n: int, k: int, sms: int) -> int:
+        """`splits_of` a weight `[n, k]`, where that is faster than equal shares."""
+        tiles = -(-n // (self.consumers * WIDTH))
+        splits = splits_of(tiles, k // BLOCK_K, sms) if tiles <= sms else 0
+        return splits if tiles * splits >= (BUSY if self.block_m == 128 else FULL) * sms else 0
 
 
 def choose(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype) -> HopperTile | None:
@@ -52,10 +62,14 @@ def int4_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dt
 
 
 FLOAT8_ROWS = 128  # most of `float8_mm`
+# Rows from which products of rows of float8 are its. With fewer `skinny_mm` takes as long, whose rows are these times their
+# scales in 16 bits: the same numbers, up to that rounding.
+FLOAT8_LEAST_ROWS = 17
 SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignment takes
 MOST_STAGES = 12
 LEAST_BLOCKS = 4  # of k of a program that shares a tile
-BUSY = 0.6  # share of the multiprocessors' time that is left where programs have whole tiles
+BUSY = 0.6  # least share of the multiprocessors that is busy on average, where each tile has programs of its own
+FULL = 0.9  # the same of weights of 4 bits and up to 64 rows
 
 
 def splits_of(tiles: int, blocks: int, sms: int) -> int:
@@ -80,7 +94,7 @@ class Float8Tile(NamedTuple):
 def float8_tile(block_m: int, consumers: int, x_blocks: bool, splits: int) -> Float8Tile:
     """With as many stages as shared memory holds, up to `MOST_STAGES`."""
     stage = (consumers * WIDTH + block_m) * BLOCK_K + 4 * block_m * x_blocks
-    room = SHARED_BYTES - 4096 * consumers * (block_m >= LINE_ROWS)
+    room = SHARED_BYTES - consumers * min(4096, 2 * WIDTH * block_m)  # results on their way to memory
     return Float8Tile(block_m, consumers, min(MOST_STAGES, room // stage), splits)
 
 
@@ -90,7 +104,7 @@ def choose_float8(m: int, n: int, k: int, x_blocks: bool, sms: int) -> Float8Til
     Rows are read for each tile, so wide tiles read less. But sums that programs exchange are as long as tiles are wide: so few
     columns have narrow tiles."""
     block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
-    consumers = 2 if n >= MANY_COLUMNS and block_m >= 32 else 1
+    consumers = 2 if n >= MANY_COLUMNS and block_m >= (32 if x_blocks else 128) else 1
     return float8_tile(block_m, consumers, x_blocks, splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms))
 
 

@@ -202,3 +202,14 @@ def test_both_operands_come_from_shared_memory(variant):
     )
     assert len(found) == len(re.findall("wgmma.mma_async", ptx)) == 4 * variant.constexprs["CONSUMERS"]
     assert [adds == "0" for _, adds in found] == [True, False, False, False] * (len(found) // 4)
+
+
+def test_sums_and_results_move_in_lines():
+    """Partial sums 16 bytes a thread; results 8, of 16 bits each."""
+    variant = next(v for v in VARIANTS if "128 x 4096 x" in v.name)
+    ptx = ahead.compiled(variant, 90).asm["ptx"]
+    assert set(re.findall(r"ld\.global\.cg\.\S+", ptx)) == {"ld.global.cg.v4.b32"}
+    stores = re.findall(r"st\.global\.\S+", ptx)
+    assert stores.count("st.global.v4.b32") == 128 * 64 // 128 // 4
+    assert stores.count("st.global.v2.b32") == 128 * 64 // 128 // 4
+    assert set(stores) - {"st.global.v4.b32", "st.global.v2.b32"} == {"st.global.b32"}  # of a counter

@@ -123,6 +123,7 @@ def test_programs_share_the_blocks_of_k(n, k, sms):
         assert m <= block_m
         tiles, blocks = -(-n // (64 * consumers)), k // 128
         splits = HopperTile(block_m, consumers, 0).splits(n, k, sms)
+        assert given["LINES"] == (m == 128)
         programs = min(splits * tiles or sms, tiles * blocks)
         whole = tiles % programs == 0
         assert (given["partial"] is None) == (given["counters"] is None) == whole
@@ -134,8 +135,8 @@ def test_programs_share_the_blocks_of_k(n, k, sms):
 @pytest.mark.parametrize(
     ("block_m", "n", "k", "splits"),
     [
-        (32, 4096, 4096, 4), (64, 4096, 14336, 4), (128, 4096, 4096, 4), (128, 6144, 4096, 2), (32, 6144, 4096, 0), (64, 6144, 4096, 0),
-        (128, 28672, 4096, 0), (128, 64, 4096, 0), (128, 16896, 4096, 1),
+        (32, 4096, 4096, 4), (64, 4096, 14336, 4), (128, 4096, 4096, 4), (128, 6144, 4096, 2), (32, 6144, 4096, 0),
+        (64, 6144, 4096, 0), (128, 28672, 4096, 0), (128, 64, 4096, 0), (128, 16896, 4096, 1),
     ],
 )  # fmt: skip
 def test_programs_of_a_tile(block_m, n, k, splits):

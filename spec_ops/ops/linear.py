@@ -59,8 +59,8 @@ def _float8_mm_fake(x, x_scale, weight, scale, bias, dtype):
 
 
 # `(x * x_scale) @ (weight * scale)^T + bias [n]`, summed in float32 and rounded once, as a contiguous `[m, n]` of `dtype`: rows
-# of float8 beside a weight of float8, with the scales that `backends/float8_rows.py` tells of, at any strides. On CUDA: sm_90, m
-# up to 128, k a multiple of 128, a result of bfloat16 or float16, rows of `x` and `weight` contiguous and aligned to 16 bytes;
+# of float8 beside a weight of float8, with the scales of `backends/float8_rows.py`, at any strides. On CUDA: sm_90, m up to
+# 128, k a multiple of 128, a result of bfloat16 or float16, rows of `x` and `weight` contiguous and aligned to 16 bytes;
 # anything else is an error (`hopper_tiles.float8_mm_refusal`).
 float8_mm_op = define_op(
     "float8_mm(Tensor x, Tensor x_scale, Tensor weight, Tensor scale, Tensor? bias, ScalarType dtype) -> Tensor",

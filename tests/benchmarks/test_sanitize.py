@@ -135,7 +135,7 @@ def test_a_tools_verdict(monkeypatch, tmp_path, capsys, tool, limit, status, ver
         (mla_hopper.mla_hopper_attention, 10),
         (gqa_hopper.gqa_hopper_attention, 10),
         (hopper_mm.hopper_mm_kernel, 4),
-        (hopper_float8.hopper_float8_kernel, 2),
+        (hopper_float8.hopper_float8_kernel, 1),
     ],
     ids=["mla", "gqa", "mm", "float8"],
 )

@@ -23,8 +23,9 @@ from spec_ops.ops.linear import float8_mm_op  # noqa: E402
 
 F8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128)
-# Layers; columns that no tile divides; a single program; a tile that 112 programs share; as many tiles as programs (132).
-SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336), (1000, 1280), (100, 128), (64, 14336), (132 * 128, 1024))
+# Layers; columns that no tile divides; a single program; a tile that 28 programs share; as many tiles as programs (132); equal
+# shares of 140 tiles.
+SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336), (1000, 1280), (100, 128), (64, 14336), (132 * 128, 1024), (8960, 1024))
 KINDS = {"rows": ("row", "row"), "blocks": ("block", "block"), "tensors": ("all", "all"), "mixed": ("block", "row")}
 
 

@@ -204,8 +204,9 @@ def test_products_with_weights_that_a_gpu_reads_once(name, monkeypatch):
 def test_every_op_is_declared():
     """What declares nothing is refused; the list is short, and each is here for a reason."""
     refused = {op._schema.name.split("::")[1] for op, declared in INVARIANCE.items() if declared is False}
-    # Sums of float probabilities, which no round calls; and norms in products and mixtures, whose tiles follow the rows.
-    in_products = {"add_skinny_mm", "scaled_skinny_mm", "add_moe_experts", "scaled_moe_experts"}
+    # Sums of float probabilities, which no round calls; and norms in products and mixtures, and products of float8, whose tiles
+    # follow the rows.
+    in_products = {"add_skinny_mm", "scaled_skinny_mm", "add_moe_experts", "scaled_moe_experts", "float8_mm"}
     assert refused == {"accept_sampled", "sampling_probs", "sample_tokens"} | in_products
     assert set(map(str, INVARIANCE.values())) == {"True", "False", "backend", "invariant"}
 

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton", reason="triton comes for Linux only")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what is launched")
 
-from spec_ops.backends.triton.linear import hopper_float8  # noqa: E402
-from spec_ops.backends.triton.linear.hopper_tiles import choose_float8, float8_mm_refusal  # noqa: E402
+from spec_ops.backends.triton.linear import hopper_float8, hopper_shares  # noqa: E402
+from spec_ops.backends.triton.linear.hopper_tiles import choose_float8, float8_mm_refusal, splits_of  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import Launch, Target, recorded  # noqa: E402
 from tests.helpers.selection import covering, parametrize_pairs  # noqa: E402
@@ -42,9 +42,8 @@ def launched(given: dict[str, torch.Tensor], arch: int = 90, sms: int = 132, bia
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128])
 def test_a_tile_has_all_rows_and_fits(m, blocks):
     for n, k in ((4096, 4096), (28672, 4096), (100, 128), (4096, 14336)):
-        tile = choose_float8(m, n, k, blocks)
-        assert m <= tile.block_m
-        assert (tile.block_m // tile.pieces) % 8 == 0
+        tile = choose_float8(m, n, k, blocks, 132)
+        assert m <= tile.block_m < max(2 * m, 9)
         assert tile.stages >= 4
         assert tile.stages * 128 * (64 * tile.consumers + tile.block_m + blocks * tile.block_m // 32) <= LIMIT
         given = launched(operands(m, n, k, blocks)).arguments
@@ -53,20 +52,43 @@ def test_a_tile_has_all_rows_and_fits(m, blocks):
         assert (given["X_BLOCKS"], given["W_BLOCKS"]) == (blocks and k > 128, blocks and k > 128)
 
 
+@pytest.mark.parametrize(
+    ("tiles", "blocks", "splits"),
+    [
+        (64, 32, 2), (96, 32, 1), (132, 32, 1), (16, 32, 8), (1, 112, 28), (1, 1, 1), (133, 32, 0), (158, 32, 0), (159, 32, 1),
+        (224, 32, 1), (265, 32, 1), (2004, 32, 1),
+    ],
+)  # fmt: skip
+def test_programs_of_a_tile(tiles, blocks, splits):
+    """Whole tiles, if they leave few multiprocessors idle; several programs for each where tiles are few."""
+    assert splits_of(tiles, blocks, 132) == splits
+
+
 @pytest.mark.parametrize("sms", [1, 114, 132])
-@pytest.mark.parametrize(("n", "k"), [(100, 128), (64, 14336), (1000, 1280), (28672, 4096), (132 * 128, 1024)])
+@pytest.mark.parametrize(("n", "k"), [(100, 128), (64, 14336), (1000, 1280), (4096, 4096), (8960, 4096), (28672, 4096)])
 def test_programs_share_the_blocks_of_k(n, k, sms):
     """Each has some, and partial sums where a program does not have whole tiles: two of them for each program."""
     for m in (8, 32, 128):
         given = launched(operands(m, n, k), sms=sms).arguments
         consumers, block_m = given["CONSUMERS"], given["x"].block_shape[0]
         tiles, blocks = -(-n // (64 * consumers)), k // 128
-        programs = min(sms, tiles * blocks)
-        whole = tiles % programs == 0
+        splits = splits_of(tiles, blocks, sms)
+        whole = splits == 1 or tiles % sms == 0
         assert (given["partial"] is None) == (given["counters"] is None) == whole
         if not whole:
-            assert given["partial"].numel() == 2 * programs * consumers * 64 * block_m
+            assert given["partial"].numel() == 2 * (splits * tiles or sms) * consumers * 64 * block_m
             assert given["counters"].numel() >= tiles * consumers
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks", "splits", "programs"),
+    [(64, 32, 2, 128), (224, 32, 1, 112), (2004, 32, 1, 126), (96, 32, 1, 96), (140, 32, 0, 132), (1, 8, 0, 8), (1, 8, 2, 2)],
+)
+def test_counts_of_programs(tiles, blocks, splits, programs):
+    """As few as give none more whole tiles; never more than blocks."""
+    device = torch.device("meta")
+    with recorded(Target(90, 132)):
+        assert hopper_shares.divided(device, "test", tiles, blocks, 1, 8, splits)[0] == programs
 
 
 def test_strides_of_scales():
@@ -127,7 +149,7 @@ PAIRS = [(variant, 90) for variant in VARIANTS]
 
 def _facts(variant: ahead.Variant, arch: int) -> list[tuple]:
     constants = variant.constexprs
-    return [(constants["X_BLOCKS"], constants["PIECES"]), (variant.signature["x"], constants["CONSUMERS"])]
+    return [(constants["X_BLOCKS"], constants["CONSUMERS"]), (variant.signature["x"], constants["CONSUMERS"])]
 
 
 def pytest_generate_tests(metafunc):
@@ -174,13 +196,20 @@ def test_nothing_is_read_or_written_before_the_wait(variant):
 def test_both_operands_come_from_shared_memory(variant):
     """And each block of k is a product of its own: its first instruction adds to nothing."""
     ptx = ahead.compiled(variant, 90).asm["ptx"]
-    rows = int(re.search(r"\[(\d+), 128\]", variant.signature["x"])[1]) // variant.constexprs["PIECES"]
+    rows = int(re.search(r"\[(\d+), 128\]", variant.signature["x"])[1])
     found = re.findall(
         rf"wgmma\.mma_async\S*\.m64n{rows}k32\.f32\.e4m3\.e4m3 \{{[^}}]*\}}, (%rd\d+), %rd\d+, (\S+), 1, 1;", ptx
     )
-    assert (
-        len(found)
-        == len(re.findall("wgmma.mma_async", ptx))
-        == 4 * variant.constexprs["PIECES"] * variant.constexprs["CONSUMERS"]
-    )
+    assert len(found) == len(re.findall("wgmma.mma_async", ptx)) == 4 * variant.constexprs["CONSUMERS"]
     assert [adds == "0" for _, adds in found] == [True, False, False, False] * (len(found) // 4)
+
+
+def test_sums_and_results_move_in_lines():
+    """Partial sums 16 bytes a thread; results 8, of 16 bits each."""
+    variant = next(v for v in VARIANTS if "128 x 4096 x" in v.name)
+    ptx = ahead.compiled(variant, 90).asm["ptx"]
+    assert set(re.findall(r"ld\.global\.cg\.\S+", ptx)) == {"ld.global.cg.v4.b32"}
+    stores = re.findall(r"st\.global\.\S+", ptx)
+    assert stores.count("st.global.v4.b32") == 128 * 64 // 128 // 4
+    assert stores.count("st.global.v2.b32") == 128 * 64 // 128 // 4
+    assert set(stores) - {"st.global.v4.b32", "st.global.v2.b32"} == {"st.global.b32"}  # of a counter

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what is launched")
 
 from spec_ops.backends.triton.linear import hopper_mm, skinny_mm  # noqa: E402
+from spec_ops.backends.triton.linear.hopper_tiles import HopperTile  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import Launch, Target, recorded  # noqa: E402
 from tests.helpers.selection import covering, parametrize_pairs  # noqa: E402
@@ -121,12 +122,26 @@ def test_programs_share_the_blocks_of_k(n, k, sms):
         consumers, block_m = given["CONSUMERS"], given["x"].block_shape[0]
         assert m <= block_m
         tiles, blocks = -(-n // (64 * consumers)), k // 128
-        programs = min(sms, tiles * blocks)
+        splits = HopperTile(block_m, consumers, 0).splits(n, k, sms)
+        assert given["LINES"] == (m == 128)
+        programs = min(splits * tiles or sms, tiles * blocks)
         whole = tiles % programs == 0
         assert (given["partial"] is None) == (given["counters"] is None) == whole
         if not whole:
             assert given["partial"].numel() == 2 * programs * consumers * 64 * block_m
             assert given["counters"].numel() >= tiles * consumers
+
+
+@pytest.mark.parametrize(
+    ("block_m", "n", "k", "splits"),
+    [
+        (32, 4096, 4096, 4), (64, 4096, 14336, 4), (128, 4096, 4096, 4), (128, 6144, 4096, 2), (32, 6144, 4096, 0),
+        (64, 6144, 4096, 0), (128, 28672, 4096, 0), (128, 64, 4096, 0), (128, 16896, 4096, 1),
+    ],
+)  # fmt: skip
+def test_programs_of_a_tile(block_m, n, k, splits):
+    """The same count for each where that was faster on an H100, or all multiprocessors have equal shares."""
+    assert HopperTile(block_m, 2, 0).splits(n, k, 132) == splits
 
 
 def test_16_rows_and_many_columns_of_int4():

@@ -4,10 +4,8 @@ the tensor cores multiply.
 Those keep some 14 bits of a sum of float8 products. So each block of 128 of k is a product of its own, and added to the sum in
 float32 registers, times its scales where parts of k have their own; those of whole rows multiply the last sum.
 
-A warp loads the weight and the rows some blocks ahead, as in `hopper_mm.py`, and how programs share the blocks of k is in
-`hopper_shares.py`. A warpgroup has 64 columns and all rows. Rows come from L2 for each tile, and with 128 of them that way is
-the limit: so tiles are wide. To hold sums of 64 columns and 128 rows beside a block's product, which are 64 registers each, a
-product may be computed in `PIECES` of the rows, one after the other.
+A warp loads the weight, the rows and scales of their blocks some blocks ahead, and how programs share the blocks of k is in
+`hopper_shares.py`. A warpgroup has 64 columns and all rows.
 """
 
 from __future__ import annotations
@@ -26,28 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.float8_rows import float8_operands
-from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, opaque_zero, range_start
-from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, tiles_of
+from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, opaque_zero
+from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, shares, store_sums, tiles_of
 from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, Float8Tile, choose_float8, float8_mm_refusal
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
-from spec_ops.backends.triton.runtime.launch import Target, arch_of, device_guard, launch, recorded
+from spec_ops.backends.triton.runtime.launch import Target, arch_of, device_guard, launch, num_sms, recorded
 from spec_ops.backends.weight_format import BLOCK
 
 SCALE_ROWS = gl.constexpr(BLOCK)
-
-
-@gluon.constexpr_function
-def line_layout(columns, rows):
-    """Of results `[columns, rows]`: a warp has the columns that it has of a product's sums, a thread four of a row. So what it
-    writes at a time is 8 rows of 32 bytes."""
-    registers = [[1, 0], [2, 0]]
-    row = 8
-    while row < rows:
-        registers.append([0, row])
-        row *= 2
-    return gl.DistributedLinearLayout(
-        registers, [[4, 0], [8, 0], [0, 1], [0, 2], [0, 4]], [[16, 0], [32, 0]], [], [columns, rows]
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -61,16 +45,15 @@ def _block_scale(scale, row_stride, column_stride, n0, block, N, K, BLOCK_K: gl.
 @gluon.jit
 def _multiply(
     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K, bias, out,
-    start, stop, blocks, index, share, longer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
+    start, stop, blocks, index, share, longer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     W_BLOCKS: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its columns of each of its program's tiles, all rows."""
     WIDTH: gl.constexpr = w_smem.shape[1]
+    BLOCK_M: gl.constexpr = x_smem.shape[1]
     BLOCK_K: gl.constexpr = x_smem.shape[2]
-    ROWS: gl.constexpr = x_smem.shape[1] // PIECES
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
     of_rows: gl.constexpr = gl.SliceLayout(0, sums)
-    LINES: gl.constexpr = line_layout(WIDTH, ROWS)
     await_predecessors(PDL)
     stage = 0
     phase = 0
@@ -80,8 +63,8 @@ def _multiply(
         first = position - tile * blocks
         last = gl.minimum(blocks, stop - tile * blocks)
         n0 = (tile * CONSUMERS + WARPGROUP) * WIDTH
-        nothing = gl.zeros([WIDTH, ROWS], gl.float32, sums)
-        parts = (nothing,) * PIECES
+        nothing = gl.zeros([WIDTH, BLOCK_M], gl.float32, sums)
+        acc = nothing
         w_scale = 1.0
         if W_BLOCKS:
             w_scale = _block_scale(scale, scale_row, scale_column, n0, first, N, K, BLOCK_K)
@@ -90,49 +73,33 @@ def _multiply(
             if W_BLOCKS:
                 w_scale = _block_scale(scale, scale_row, scale_column, n0, block + 1, N, K, BLOCK_K)
             mbarrier.wait(full.index(stage), phase)
-            added = ()
-            for i in gl.static_range(PIECES):
-                rows = x_smem.index(stage).slice(i * ROWS, ROWS, dim=0).permute((1, 0))
-                token = warpgroup_mma(
-                    w_smem.index(stage * CONSUMERS + WARPGROUP), rows, nothing, use_acc=False, is_async=True
-                )  # fmt: skip
-                product = warpgroup_mma_wait(0, [token])
-                if f_smem is not None:
-                    of_block = f_smem.index(stage).slice(i * ROWS, ROWS).load(of_rows) * factor
-                    part = parts[i] + product * gl.expand_dims(of_block, 0)
-                elif W_BLOCKS:
-                    part = parts[i] + product * factor
-                else:
-                    part = parts[i] + product
-                added = added + (part,)  # noqa: RUF005 (not Triton's syntax)
-            parts = added
+            columns = w_smem.index(stage * CONSUMERS + WARPGROUP)
+            token = warpgroup_mma(columns, x_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, [token])
+            if f_smem is not None:
+                product = product * gl.expand_dims(f_smem.index(stage).load(of_rows) * factor, 0)
+            elif W_BLOCKS:
+                product = product * factor
+            acc += product
             arrive(free.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
 
         complete = True
         if partial is not None:
-            parts, complete = combined(
-                parts, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP, True
+            acc, complete = combined(
+                acc, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP
             )  # fmt: skip
         if complete:
+            if f_smem is None:
+                # The zero: else addresses of all rows are kept through loops.
+                m = gl.minimum(gl.arange(0, BLOCK_M, of_rows) + opaque_zero(), M - 1)
+                acc = acc * gl.expand_dims(gl.load(x_scale + m * x_row).to(gl.float32), 0)
             n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
-            for i in gl.static_range(PIECES):
-                m = i * ROWS + gl.arange(0, ROWS, of_rows) + opaque_zero()  # else addresses of all rows are kept through loops
-                acc = parts[i]
-                if f_smem is None:
-                    acc = acc * gl.expand_dims(
-                        gl.load(x_scale + m.to(gl.int64) * x_row, mask=m < M, other=0.0).to(gl.float32), 0
-                    )
-                if not W_BLOCKS:
-                    of_columns = gl.load(scale + n.to(gl.int64) * scale_row, mask=n < N, other=0.0).to(gl.float32)
-                    acc = acc * gl.expand_dims(of_columns, 1)
-                if bias is not None:
-                    acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
-                written = gl.convert_layout(acc.to(out.dtype.element_ty), LINES)
-                n_line = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, LINES))
-                m_line = i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LINES)) + opaque_zero()
-                at = out + gl.expand_dims(m_line * N, 0) + gl.expand_dims(n_line, 1)
-                gl.store(at, written, mask=gl.expand_dims(m_line < M, 0) & gl.expand_dims(n_line < N, 1))
+            if not W_BLOCKS:
+                acc = acc * gl.expand_dims(gl.load(scale + gl.minimum(n, N - 1) * scale_row).to(gl.float32), 1)
+            if bias is not None:
+                acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
+            store_sums(out, acc, n0, M, N, True)
         position = tile * blocks + last
 
 
@@ -140,7 +107,7 @@ def _multiply(
 def hopper_float8_kernel(
     x, x_scale, x_row, x_column, weight, scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
     bias, out,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr, X_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. `x_scale` and
@@ -161,21 +128,17 @@ def hopper_float8_kernel(
         f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         factors = x_scale
     else:
-        f_smem: gl.constexpr = None
-        factors: gl.constexpr = None
+        f_smem: gl.constexpr = None  # type: ignore[no-redef]
+        factors: gl.constexpr = None  # type: ignore[no-redef]
     index = gl.program_id(0)
     blocks = gl.cdiv(K, BLOCK_K)
-    total = gl.cdiv(N, CONSUMERS * WIDTH) * blocks
-    share = total // gl.num_programs(0)
-    longer = total - share * gl.num_programs(0)
-    start = range_start(index, share, longer)
-    stop = range_start(index + 1, share, longer)
+    start, stop, share, longer = shares(partial, gl.cdiv(N, CONSUMERS * WIDTH), blocks)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, PDL, 0,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -184,16 +147,17 @@ def hopper_float8_kernel(
             ],
             [1], [40],
         )  # fmt: skip
-    elif CONSUMERS == 2:
+    else:
+        gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, PDL, 0,
                 )),
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, PDL, 1,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -201,55 +165,6 @@ def hopper_float8_kernel(
                 )),
             ],
             [4, 1], [232, 40],
-        )  # fmt: skip
-    elif CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
-                )),
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
-                )),
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 2,
-                )),
-                (load_blocks, (
-                    x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
-                    PDL, factors, x_row, x_column, f_smem, M,
-                )),
-            ],
-            [4, 4, 1], [152, 152, 40],
-        )  # fmt: skip
-    else:
-        gl.static_assert(CONSUMERS == 4)
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 0,
-                )),
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 1,
-                )),
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 2,
-                )),
-                (_multiply, (
-                    x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, PIECES, W_BLOCKS, PDL, 3,
-                )),
-                (load_blocks, (
-                    x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
-                    PDL, factors, x_row, x_column, f_smem, M,
-                )),
-            ],
-            [4, 4, 4, 1], [112, 112, 112, 32],
         )  # fmt: skip
 
 
@@ -277,8 +192,9 @@ def float8_mm(
     out = x.new_empty(m, n, dtype=dtype)
     if not out.numel():
         return out
-    tile = tile or choose_float8(m, n, k, operands.x_blocks)
-    block_m, consumers, stages, pieces, splits = tile
+    x_scale, scale = _near(x_scale.float() if operands.x_blocks else x_scale), _near(scale)  # float32: it is copied as it lies
+    tile = tile or choose_float8(m, n, k, operands.x_blocks, num_sms(x.device))
+    block_m, consumers, stages, splits = tile
     programs, partial, counters = divided(
         x.device, "hopper_float8", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m, splits
     )  # fmt: skip
@@ -290,10 +206,15 @@ def float8_mm(
             x_scale, *_strides(x_scale),
             TensorDescriptor(weight, [n, k], [weight.stride(0) if n > 1 else k, 1], [WIDTH, BLOCK_K], layout),
             scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0),
-            None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages, PIECES=pieces, X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks,
-            num_warps=4, early=True,
+            None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages,
+            X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks, num_warps=4, early=True,
         )  # fmt: skip
     return out
+
+
+def _near(scale: torch.Tensor) -> torch.Tensor:
+    """`scale`, or a copy if its rows are not within 2^31 numbers, as the kernel addresses them."""
+    return scale if scale.shape[0] * scale.stride(0) < 2**31 else scale.contiguous()
 
 
 def _strides(scale: torch.Tensor) -> tuple[int, int]:

@@ -29,12 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, range_start
-from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, tiles_of
+from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage
+from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, shares, store_sums, tiles_of
 from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, choose, int4_rows
 from spec_ops.backends.triton.linear.operands import Weight, check_operands, readable, scale_arguments
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
-from spec_ops.backends.triton.runtime.launch import Target, device_guard, launch, recorded
+from spec_ops.backends.triton.runtime.launch import Target, device_guard, launch, num_sms, recorded
 from spec_ops.backends.weight_format import for_columns, weight_format
 
 # Of a byte of int4 in a word, `-8` to `7` as a pair of bfloat16: a multiplication copies the upper half to where the upper
@@ -137,7 +137,7 @@ def _numbers(stored, s, z, KIND: gl.constexpr, BLOCK_K: gl.constexpr, BYTES: gl.
 def _multiply(
     x_smem, w_smem, full, free, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K, bias, out,
     start, stop, blocks, index, share, longer, KIND: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    COLUMNS: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
+    COLUMNS: gl.constexpr, LINES: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its columns of each of its program's tiles, all rows."""
     WIDTH: gl.constexpr = w_smem.shape[1]
@@ -188,19 +188,16 @@ def _multiply(
 
         complete = True
         if partial is not None:
-            parts, complete = combined(
-                (acc,), partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP
+            acc, complete = combined(
+                acc, partial, counters, tile, first, last, blocks, index, share, longer, CONSUMERS, WARPGROUP
             )  # fmt: skip
-            acc = parts[0]
         if complete:
             n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
-            m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums))
             if KIND == "nvfp4":
                 acc = acc * (gl.load(tensor_scale) * NV_REST if tensor_scale is not None else NV_REST)
             if bias is not None:
                 acc = acc + gl.expand_dims(gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32), 1)
-            at = out + gl.expand_dims(m * N, 0) + gl.expand_dims(n, 1)
-            gl.store(at, acc.to(out.dtype.element_ty), mask=gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1))
+            store_sums(out, acc, n0, M, N, LINES)
         position = tile * blocks + last
 
 
@@ -208,7 +205,8 @@ def _multiply(
 def hopper_mm_kernel(
     x, weight, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
     weight_rows, row_stride, bias, out,
-    KIND: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, PDL: gl.constexpr,
+    KIND: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, LINES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. `KIND`: of
     `WeightFormat`, `COLUMNS` of which share a scale. The rest: `skinny_mm_kernel`."""
@@ -224,21 +222,17 @@ def hopper_mm_kernel(
     w_smem = gl.allocate_shared_memory(weight.dtype, [STAGES * CONSUMERS, w_shape[0], w_shape[1]], weight.layout)
     index = gl.program_id(0)
     blocks = gl.cdiv(K, BLOCK_K)
-    total = gl.cdiv(N, CONSUMERS * w_shape[0]) * blocks
-    share = total // gl.num_programs(0)
-    longer = total - share * gl.num_programs(0)
-    start = range_start(index, share, longer)
-    stop = range_start(index + 1, share, longer)
+    start, stop, share, longer = shares(partial, gl.cdiv(N, CONSUMERS * w_shape[0]), blocks)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (
                     x_smem, w_smem, full, free, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, PDL, 0,
+                    bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, LINES, PDL, 0,
                 )),
                 (_multiply, (
                     x_smem, w_smem, full, free, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, PDL, 1,
+                    bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, LINES, PDL, 1,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -253,15 +247,15 @@ def hopper_mm_kernel(
             [
                 (_multiply, (
                     x_smem, w_smem, full, free, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, PDL, 0,
+                    bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, LINES, PDL, 0,
                 )),
                 (_multiply, (
                     x_smem, w_smem, full, free, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, PDL, 1,
+                    bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, LINES, PDL, 1,
                 )),
                 (_multiply, (
                     x_smem, w_smem, full, free, scale, zero, tensor_scale, scale_row, scale_column, partial, counters, M, N, K,
-                    bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, PDL, 2,
+                    bias, out, start, stop, blocks, index, share, longer, KIND, CONSUMERS, STAGES, COLUMNS, LINES, PDL, 2,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
@@ -287,7 +281,7 @@ def product(x: torch.Tensor, weights: Weight, bias: torch.Tensor | None, out: to
     x = readable(x)
     block_m, consumers, stages = tile
     programs, partial, counters = divided(
-        x.device, "hopper_mm", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m
+        x.device, "hopper_mm", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m, tile.splits(n, k, num_sms(x.device))
     )  # fmt: skip
     with device_guard(x):
         launch(
@@ -297,7 +291,8 @@ def product(x: torch.Tensor, weights: Weight, bias: torch.Tensor | None, out: to
                 weight, [n, k // 2], [weight.stride(0), 1], [WIDTH, BLOCK_K // 2], gl.NVMMASharedLayout(64, 8, rank=2)
             ),
             *scale_arguments(scale, zero, tensor_scale), partial, counters, m, n, k, weight, weight.stride(0), bias, out,
-            KIND=stored.kind, CONSUMERS=consumers, STAGES=stages, COLUMNS=stored.columns, num_warps=4, early=True,
+            KIND=stored.kind, CONSUMERS=consumers, STAGES=stages, COLUMNS=stored.columns, LINES=tile.lines,
+            num_warps=4, early=True,
         )  # fmt: skip
     return True
 

@@ -26,6 +26,17 @@ class HopperTile(NamedTuple):
     consumers: int
     stages: int
 
+    @property
+    def lines(self) -> bool:
+        """Whether results are written in lines (`hopper_shares.store_sums`)."""
+        return self.block_m == 128
+
+    def splits(self, n: int, k: int, sms: int) -> int:
+        """`splits_of` a weight `[n, k]`, where that is faster than equal shares."""
+        tiles = -(-n // (self.consumers * WIDTH))
+        splits = splits_of(tiles, k // BLOCK_K, sms) if tiles <= sms else 0
+        return splits if tiles * splits >= (BUSY if self.block_m == 128 else FULL) * sms else 0
+
 
 def choose(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype) -> HopperTile | None:
     """For `m` rows of `dtype`, on Hopper; None if `skinny_mm_kernel` is the faster one, or alone has what the weight needs."""
@@ -51,33 +62,50 @@ def int4_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dt
 
 
 FLOAT8_ROWS = 128  # most of `float8_mm`
-FLOAT8_LEAST_ROWS = 1  # from which it is faster than reading the weight alone as it is stored
+# Rows from which products of rows of float8 are its. With fewer `skinny_mm` takes as long, whose rows are these times their
+# scales in 16 bits: the same numbers, up to that rounding.
+FLOAT8_LEAST_ROWS = 17
 SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignment takes
+MOST_STAGES = 12
+LEAST_BLOCKS = 4  # of k of a program that shares a tile
+BUSY = 0.6  # least share of the multiprocessors that is busy on average, where each tile has programs of its own
+FULL = 0.9  # the same of weights of 4 bits and up to 64 rows
+
+
+def splits_of(tiles: int, blocks: int, sms: int) -> int:
+    """How many programs share each of so many tiles of `blocks` of k: 1 means whole tiles, and 0 that all multiprocessors have
+    equal shares of all tiles, so that most tiles are shared by two or more, and a program's sums may be of two.
+
+    Whole tiles leave some multiprocessors idle, which costs less than exchanging sums."""
+    if tiles <= sms:
+        return max(1, min(sms // tiles, blocks // LEAST_BLOCKS))
+    return 1 if tiles >= BUSY * sms * -(-tiles // sms) else 0
 
 
 class Float8Tile(NamedTuple):
-    """As `HopperTile`, of `hopper_float8.py`; a product of all rows is computed in `pieces`. A tile has `splits` programs; with
-    0 all multiprocessors have equal shares of all tiles."""
+    """As `HopperTile`, of `hopper_float8.py`; `splits`: see `splits_of`."""
 
     block_m: int
     consumers: int
     stages: int
-    pieces: int
-    splits: int = 0
+    splits: int
 
 
-def float8_tile(block_m: int, consumers: int, pieces: int, x_blocks: bool, splits: int = 0) -> Float8Tile:
-    """With as many stages as shared memory holds, up to 12."""
+def float8_tile(block_m: int, consumers: int, x_blocks: bool, splits: int) -> Float8Tile:
+    """With as many stages as shared memory holds, up to `MOST_STAGES`."""
     stage = (consumers * WIDTH + block_m) * BLOCK_K + 4 * block_m * x_blocks
-    room = SHARED_BYTES - consumers * min(4096, 2 * WIDTH * block_m // pieces)  # for results on their way to memory
-    return Float8Tile(block_m, consumers, min(12, room // stage), pieces, splits)
+    room = SHARED_BYTES - consumers * min(4096, 2 * WIDTH * block_m)  # results on their way to memory
+    return Float8Tile(block_m, consumers, min(MOST_STAGES, room // stage), splits)
 
 
-def choose_float8(m: int, n: int, k: int, x_blocks: bool) -> Float8Tile:
-    """For `m` rows, whose scales are of blocks of k or not, and `n` columns."""
+def choose_float8(m: int, n: int, k: int, x_blocks: bool, sms: int) -> Float8Tile:
+    """For `m` rows, whose scales are of blocks of k or not, and `n` columns.
+
+    Rows are read for each tile, so wide tiles read less. But sums that programs exchange are as long as tiles are wide: so few
+    columns have narrow tiles."""
     block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
-    many = n >= MANY_COLUMNS
-    return float8_tile(block_m, 3 if many else 2, 2 if many and block_m == 128 else 1, x_blocks)
+    consumers = 2 if n >= MANY_COLUMNS and block_m >= (32 if x_blocks else 128) else 1
+    return float8_tile(block_m, consumers, x_blocks, splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms))
 
 
 def float8_mm_refusal(m: int, n: int, k: int, dtype: torch.dtype, arch: int | None) -> Exception | None:

@@ -147,8 +147,8 @@ def _with_inputs(weight: StoredTensor, found: tuple[Inputs, bool] | None, tensor
     scale = tensors.get(name)
     if not dynamic and (scale is None or scale.numel() != 1):
         raise ValueError(f"`{name}` must be one number, got {None if scale is None else list(scale.shape)}")
-    if inputs.kind == "nvfp4" and scale is not None:
-        scale = _global_scale(tensors, name)
+    if scale is not None:  # of 8 bits in the dtype in which rows meet it, so that no kernel converts it in each round
+        scale = _global_scale(tensors, name) if inputs.kind == "nvfp4" else scale.to(weight.dtype)
     if inputs.group and weight.shape[1] % inputs.group:
         raise ValueError(f"groups of activations must divide {weight.shape[1]} columns, got {inputs.group}")
     parts = {"tensor_scale": weight.tensor_scale, "order": weight.order, "input_scale": None if dynamic else scale}

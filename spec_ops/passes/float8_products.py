@@ -91,7 +91,7 @@ def _refusal(node: fx.Node, bias: fx.Node | None, stored: StoredWeight, sizes: t
     if (error := hopper_tiles.float8_mm_refusal(m, n, k, value(node).dtype, arch)) is not None:
         return str(error).removeprefix("float8_mm: ")
     if m < (least := hopper_tiles.FLOAT8_LEAST_ROWS):
-        return f"fewer than {least} rows, which are faster in their own dtype"
+        return f"fewer than {least} rows, for which that is no faster"
     if (dtype := value(stored.data).dtype) != torch.float8_e4m3fn:
         return f"its weight is {dtype}, not float8_e4m3fn"
     if stored.shape not in ((1, 1), (n, 1), (-(-n // BLOCK), k // BLOCK)):

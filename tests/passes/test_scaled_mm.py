@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from spec_ops.backends.triton.linear import hopper_tiles
 from spec_ops.backends.weight_format import dequantized
 from spec_ops.ops.linear import float8_mm_op
 from spec_ops.passes.analysis.stored_weights import weight_bytes
@@ -18,6 +19,13 @@ from tests.helpers.stored_weights import stored
 
 aten = torch.ops.aten
 FP8, M, N, K = torch.float8_e4m3fn, 4, 320, 512
+
+
+@pytest.fixture(autouse=True)
+def few_rows_too(monkeypatch):
+    """Graphs of four rows are as good as others, and faster to run."""
+    monkeypatch.setattr(hopper_tiles, "FLOAT8_LEAST_ROWS", 1)
+
 
 
 def of(kind: str, group: int | None = None, m: int = M, k: int = K) -> list[torch.Tensor]:

@@ -32,11 +32,12 @@ class Passed:
 
     def __call__(self, *values: Any) -> Any:
         """`check(*values)`, or what it returned for a call with these facts."""
-        if (key := _facts(values)) is None:
-            return self._check(*values)
         try:
+            key = _facts(values)
             found = self._found.get(key, self)
-        except TypeError:  # a list, for the checks to name
+        except (TypeError, RuntimeError):  # a list, or a tensor without strides, for the checks to name
+            key = None
+        if key is None:
             return self._check(*values)
         if found is self:
             found = self._check(*values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +19,20 @@ pytestmark = [
 from spec_ops.backends import workspace as scratch  # noqa: E402
 from spec_ops.backends.capture import capture_of_current_stream, pool_of_capture  # noqa: E402
 from spec_ops.backends.triton.attention import launcher as steps  # noqa: E402
-from spec_ops.backends.triton.runtime import cooperative, counters, launch  # noqa: E402
+from spec_ops.backends.triton.runtime import cooperative, counters, launch, repeat  # noqa: E402
 from spec_ops.backends.workspace import workspace, zeros_outside_graph_pools  # noqa: E402
 from tests.backends.test_workspace import disjoint, in_threads  # noqa: E402
 from tests.helpers.attention_calls import SERVED, call, static_call  # noqa: E402
 
 TOO_LARGE = "Triton Error [CUDA]: too many blocks in cooperative launch"
+
+
+@pytest.fixture
+def no_plans() -> Iterator[None]:
+    """Launches of earlier calls are not repeated, nor are these later."""
+    repeat._plans.clear()
+    yield
+    repeat._plans.clear()
 
 
 @pytest.mark.parametrize("family", SERVED)
@@ -189,7 +197,7 @@ def test_workspaces_do_not_outlive_their_graphs_for_long(place):
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_a_grid_too_large_for_a_partition_is_launched_otherwise(family, monkeypatch):
+def test_a_grid_too_large_for_a_partition_is_launched_otherwise(family, monkeypatch, no_plans):
     """As CUDA refuses it: the programs then do not wait for one another."""
     name, a, sets = static_call(family, 7, 3)
     expected = [call(name, a | given) for given in sets]
@@ -211,13 +219,14 @@ def test_a_grid_too_large_for_a_partition_is_launched_otherwise(family, monkeypa
     for module in modules:
         monkeypatch.setattr(module, "launch", refuse)
     monkeypatch.setattr(cooperative, "_refused", set())
+    repeat._plans.clear()
     for given, whole in zip(sets, expected, strict=True):
         torch.testing.assert_close(call(name, a | given), whole, rtol=2e-2, atol=2e-2)  # merged by others, or other tiles
     assert bool(refused) == (family != "ragged")
     assert len(refused) == len(set(refused))  # of calls of one shape, the first alone tries
 
 
-def test_other_failures_of_a_launch_are_not_taken_for_it(monkeypatch):
+def test_other_failures_of_a_launch_are_not_taken_for_it(monkeypatch, no_plans):
     name, a, sets = static_call("chain of 4", 7, 3)
 
     def fail(*args, **kwargs):

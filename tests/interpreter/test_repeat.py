@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,16 +12,20 @@ import torch
 
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
+import triton
+import triton.language as tl
+
 from spec_ops import ops
 from spec_ops.backends.triton.attention import launcher
 from spec_ops.backends.triton.cache import append, rope_append
-from spec_ops.backends.triton.runtime import repeat
+from spec_ops.backends.triton.runtime import cooperative, repeat
 from spec_ops.backends.triton.runtime.launch import Target, recorded
 from tests.ops.test_attention import KINDS, Case, check, make_case
 
 
 @pytest.fixture(autouse=True)
-def no_plans() -> Iterator[None]:
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cooperative, "_refused", set())
     repeat._plans.clear()
     yield
     repeat._plans.clear()
@@ -193,17 +198,102 @@ def test_launches_that_are_only_noted_are_left_alone() -> None:
     assert len(launches) == 1
 
 
-def test_a_part_of_the_gpu_is_asked_about_again() -> None:
-    """CUDA refuses a cooperative launch in a context with fewer multiprocessors than the first call had."""
+def test_a_part_of_the_gpu_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses a cooperative launch in a context with fewer multiprocessors than the first call had; inside of a capture
+    that may end it."""
     case = case_of("mha", "verify_chain", 1)
     wanted = attend(case)
     (plan,) = plans()
+    context, refused = [1], []
 
     def refuse(*_: Any) -> None:
+        refused.append(context[0])
         raise RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
 
     plan.starts[0] = plan.starts[0]._replace(run=refuse)
-    assert torch.equal(attend(case), wanted)
+    monkeypatch.setattr(cooperative, "current_context", lambda: context[0])
+    for context[0] in (1, 1, 2, 2, 1):
+        assert torch.equal(attend(case), wanted)
+    assert refused == [1, 2]
+
+
+def test_other_failures_of_a_launch_are_raised() -> None:
+    case = case_of("mha", "verify_chain", 1)
+    attend(case)
+    (plan,) = plans()
+    plan.starts[0] = plan.starts[0]._replace(run=mock.Mock(side_effect=RuntimeError("out of memory")))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            attend(case)
+
+
+def test_every_thread_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that has called nothing of CUDA, and launches what another thread has noted."""
+    case = case_of("mha", "extend", 1)
+    out = attend(case)
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: made.append(threading.get_ident()))
+    for _ in range(2):
+        thread = threading.Thread(target=attend, args=(case, out))
+        thread.start()
+        thread.join()
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    ("knobs", "name", "value"),
+    [
+        (triton.knobs.runtime, "debug", not triton.knobs.runtime.debug),
+        (triton.knobs.compilation, "instrumentation_mode", "consan"),
+        (triton.knobs.runtime, "add_stages_inspection_hook", lambda *_: ("", "")),
+    ],
+    ids=["debug", "instrumentation", "stages"],
+)
+def test_other_settings_of_triton_are_another_call(
+    knobs: Any, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With them Triton launches another binary, which it has to be asked for."""
+    case = case_of("mha", "verify_chain", 1)
+    with mock.patch.object(launcher, "run", side_effect=launcher.run) as asked:
+        for _ in range(2):
+            attend(case)
+            with monkeypatch.context() as patch:
+                patch.setattr(knobs, name, value)
+                attend(case)
+        attend(case)
+    assert asked.call_count == (3 if name == "add_stages_inspection_hook" else 2)
+
+
+@triton.jit
+def _count_kernel(x, out, SIZE: tl.constexpr):
+    tl.store(out + tl.arange(0, SIZE), tl.load(x + tl.arange(0, SIZE)) + 1)
+
+
+def _counted(x: torch.Tensor, rows: int, result: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A result whose last row alone is written, in memory of several rows."""
+
+    def run() -> torch.Tensor:
+        out = repeat.empty((rows, 4), torch.float32, x.device)
+        arguments = (x, out[-1], 4)
+        repeat.launched(_count_kernel, _count_kernel[(1,)](*arguments), (1,), arguments, {})
+        return result(out)
+
+    return repeat.repeated(("counted", rows), (x,), x.device, run)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("whole", [True, False])
+def test_parts_of_what_a_call_makes(rows: int, whole: bool) -> None:
+    """A place in flat memory is known by its number, and a result by being what was made."""
+    result: Callable[[torch.Tensor], torch.Tensor] = lambda out: out if whole else out[-1:]  # noqa: E731
+    for value in (1.0, 2.0):
+        found = _counted(torch.full((4,), value), rows, result)
+        assert found.shape == (rows if whole else 1, 4)
+        assert found[-1].tolist() == [value + 1] * 4
+    assert (plans() != [None]) == (whole and rows == 1)
 
 
 @pytest.mark.parametrize("failing", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -119,3 +120,16 @@ def test_caches_that_are_one_are_refused_after_rows_that_are() -> None:
     ops.append_kv(k_cache, v_cache, rows, rows, slots)
     with pytest.raises(ValueError, match="`v_cache` must be another tensor"):
         ops.append_kv(k_cache, k_cache, rows, rows.clone(), slots)
+
+
+def test_tensors_without_strides_are_for_the_checks_to_name(counted) -> None:
+    passed, calls = counted
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that these are in beta
+        sparse = torch.eye(2).to_sparse_csr()
+    for _ in range(2):
+        passed(sparse)
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match="none") as refused:
+        passed(None, [sparse])
+    assert refused.value.__context__ is None

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 
-from spec_ops.backends.triton.runtime import launch
+from spec_ops.backends.triton.runtime import contexts, launch
 
 
 def test_every_thread_has_a_context_of_every_device_that_it_launches_on(monkeypatch):
@@ -28,7 +28,7 @@ def test_every_thread_has_a_context_of_every_device_that_it_launches_on(monkeypa
     def visit() -> None:
         for device in (0, 0, 1, 0, 1):
             current[0] = device
-            launch._make_context()
+            contexts.make_context()
 
     for _ in range(2):
         thread = threading.Thread(target=visit)
@@ -40,14 +40,14 @@ def test_every_thread_has_a_context_of_every_device_that_it_launches_on(monkeypa
 def test_a_context_is_made_once_cuda_is_there(monkeypatch):
     """A thread that launched on the CPU, through the interpreter, before anything used CUDA."""
     made = []
-    monkeypatch.setattr(launch, "_contexts", launch._Contexts())
+    monkeypatch.setattr(contexts, "_contexts", contexts._Contexts())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    launch._make_context()
+    contexts.make_context()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: made.append(0))
-    launch._make_context()
+    contexts.make_context()
     assert made == [0]
 
 

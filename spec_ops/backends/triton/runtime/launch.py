@@ -21,6 +21,7 @@ from triton.runtime import driver
 
 from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.runtime import background, repeat
+from spec_ops.backends.triton.runtime.contexts import make_context
 
 INTERPRETER_SMS = 4  # on CPU, for Triton's interpreter: small, so that loops over work take more than one iteration
 
@@ -100,29 +101,6 @@ class _Recording(threading.local):
 _recording = _Recording()  # of this thread: what others launch meanwhile has to run
 
 
-class _Contexts(threading.local):
-    def __init__(self) -> None:
-        self.devices: set[int] = set()
-
-
-_contexts = _Contexts()
-
-
-def _make_context() -> None:
-    """Give this thread a CUDA context of the current device.
-
-    A thread that has called nothing of the CUDA runtime on a device has none there, and Triton makes TMA descriptors, which
-    need it, before it makes one. A thread that captures a graph has it.
-    """
-    if not torch.cuda.is_initialized():
-        return
-    device = torch.cuda.current_device()
-    if device not in _contexts.devices:
-        if not torch.cuda.is_current_stream_capturing():
-            torch.cuda.mem_get_info()  # any call of the runtime does; torch skips `cudaSetDevice` for the current device
-        _contexts.devices.add(device)
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, **kwargs: Any) -> None:
     """`kernel[grid](*args, **kwargs)` on the current device, or a note of it inside `recorded`.
 
@@ -132,7 +110,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, 
             than its share: 1.4 times the time was measured.
     """
     if _recording.launches is None:
-        _make_context()
+        make_context()
         if background.pending:
             background.wait_for(kernel)
         named = kwargs | pdl_arguments(kernel, early)

@@ -9,6 +9,7 @@ run torch's own ops on its tensors in place; copies that it makes of them are fo
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -16,8 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 
-from spec_ops.backends.triton.runtime.cooperative import too_large_a_grid
+from spec_ops.backends.triton.runtime.contexts import make_context
+from spec_ops.backends.triton.runtime.cooperative import resident_or_none
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 
 MOST = 4096  # calls that are remembered; of ragged ones each number of tokens is another
@@ -87,18 +90,24 @@ class _Recorder:
             return None
         try:
             starts = [self._start(*launch) for launch in self.launches]
-            found = None if result is None else self._source(result)
+            found = None if result is None else self._result(result)
         except _NotRepeatableError:
             return None
         made = [_Made(tuple(t.shape), t.dtype) for t in self.made]
         counters = [(count, kernel) for _, count, kernel in self.counters]
-        return _Plan(starts, made, counters, None if found is None else found[:2])
+        return _Plan(starts, made, counters, found)
+
+    def _result(self, result: torch.Tensor) -> tuple[str, int]:
+        for source, tensors in (("given", self.given), ("made", self.made)):
+            for i, tensor in enumerate(tensors):
+                if tensor is result:
+                    return source, i
+        raise _NotRepeatableError  # a view, for example: of other sizes
 
     def _start(self, kernel: Any, binary: Any, grid: tuple[int, ...], named: dict[str, Any]) -> _Start:
-        if binary is None and isinstance(kernel, triton.JITFunction):  # Triton was told to compile nothing
-            raise _NotRepeatableError
-        parameters = inspect.signature(kernel.fn).parameters
-        arguments = [named.get(name, parameter.default) for name, parameter in parameters.items()]
+        if binary is None and isinstance(kernel, triton.JITFunction):
+            raise _NotRepeatableError  # Triton has launched nothing
+        arguments = [named.get(name, default) for name, default in _parameters(kernel.fn)]
         places = []
         for number, argument in enumerate(arguments):
             if isinstance(argument, torch.Tensor):
@@ -118,7 +127,7 @@ class _Recorder:
                 return "given", i, 0, None if given.dtype == tensor.dtype else tensor.dtype
         for i, made in enumerate(self.made):
             start = address - made.data_ptr()
-            if 0 <= start < made.nbytes and made.dtype == tensor.dtype:
+            if 0 <= start < made.nbytes and made.dtype == tensor.dtype and (made.dim() == 1 or not start):
                 return "made", i, start // made.itemsize, None
         for i, (counters, _, _) in enumerate(self.counters):
             if counters.data_ptr() == address:
@@ -135,6 +144,7 @@ class _Plan:
         self.starts, self.made, self.counters, self.result = starts, made, counters, result
 
     def __call__(self, given: Tensors, device: torch.device) -> Any:
+        make_context(device.index)
         sources: dict[str, Any] = {
             "given": given,
             "made": [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.made],
@@ -153,6 +163,12 @@ class _Plan:
         return None if self.result is None else sources[self.result[0]][self.result[1]]
 
 
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Their names and defaults: Python takes 100 us to read them."""
+    return [(name, parameter.default) for name, parameter in inspect.signature(function).parameters.items()]
+
+
 def _with_base(descriptor: Any, base: torch.Tensor | None) -> Any:
     """A copy of a tensor descriptor for another tensor of the same sizes, without Triton's checks of them."""
     made = object.__new__(type(descriptor))
@@ -168,18 +184,16 @@ def repeated(what: Hashable, given: Tensors, device: torch.device, run: Callable
         given: all tensors that `run` looks at, by place; result tensors of the caller among them.
         device: theirs, and the current one if it is a GPU.
     """
-    if _notes.paused or _notes.now is not None:
+    if _notes.paused or _notes.now is not None or knobs.runtime.add_stages_inspection_hook is not None:
         return run()
     sizes = [None if t is None else (t.dtype, t.shape, t.stride(), t.data_ptr() % 16, t.storage_offset() % 2) for t in given]
-    key = (what, device, *sizes)
+    # Triton compiles for the settings that it has when it launches.
+    key = (what, device, knobs.runtime.debug, knobs.compilation.instrumentation_mode, *sizes)
     plan = _plans.get(key)
     if plan is not None:
-        try:
-            return plan(given, device)
-        except RuntimeError as error:  # a part of the GPU, in which the launcher chooses another kernel
-            if not too_large_a_grid(error):
-                raise
-            return run()
+        # In a part of the GPU that has no room for its grid the launcher chooses another kernel.
+        done = resident_or_none(key, lambda: (plan(given, device),))
+        return run() if done is None else done[0]
     if key in _plans:
         return run()
     recorder = _Recorder(given)
@@ -219,8 +233,10 @@ def launched(kernel: Any, binary: Any, grid: tuple[int, ...], args: tuple[Any, .
     """Notes a launch for the call that is running.
 
     Args:
-        binary: what Triton launched; None: `kernel` is interpreted.
+        binary: what Triton launched; None: `kernel` is interpreted, or Triton launched nothing.
     """
     if _notes.now is not None:
+        if hasattr(binary, "result"):  # inside of an `AsyncCompileMode`, Triton 3.7 promises one
+            binary = binary.result()
         given = dict(zip(kernel.arg_names, args, strict=False)) | {n: v for n, v in named.items() if n in kernel.arg_names}
         _notes.now.launches.append((kernel, binary, grid, given))

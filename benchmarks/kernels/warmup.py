@@ -71,6 +71,6 @@ def warm_up(
     find_binaries_where_inductor_does()  # here and, through the environment, there
     # A forked process cannot use CUDA.
     with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=multiprocessing.get_context("spawn")) as pool:
-        calls = [pool.submit(call_once, *call, device, dtype, kv_dtype, size) for *call, size in todo]
+        calls = [pool.submit(call_once, case, backend, device, dtype, kv_dtype, size) for case, backend, size in todo]
         for done, call in enumerate(as_completed(calls), 1):
             tick(done, len(todo), call.result())

@@ -39,7 +39,6 @@ def few_rows_too(monkeypatch):
     monkeypatch.setattr(hopper_tiles, "FLOAT8_LEAST_ROWS", 1)
 
 
-
 def of(kind: str, seed: int = 0, m: int = M, n: int = N, k: int = K, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     """Rows, and a weight with its scales."""
     g = torch.Generator().manual_seed(seed)
@@ -372,6 +371,25 @@ def test_products_that_read_one_value_round_it_once(kind):
     for node, got, eager in zip(products, module(*inputs), fn(*args), strict=True):
         assert close(got.view(M, N), exact(node, inputs), 2**-8)
         assert close(got, eager, 2**-6)
+
+
+@pytest.mark.parametrize("arch", [90, 100, 89])
+def test_products_that_keep_the_dtype_round_it_once_too(arch, monkeypatch):
+    """Of fewer rows than are faster, on other GPUs, and where the weight is dequantized."""
+    monkeypatch.undo()
+    args = [*of("row"), *of("row", 2)[1:]]
+
+    def fn(x, w0, s0, w1, s1):
+        return tuple(linear(GROUP.rounded(x, None), *weight) for weight in ((w0, s0), (w1, s1)))
+
+    module, inputs = capture(fn, *args, dynamo=False)
+    assert run_pass(LowerSkinnyMm(), module, arch).matches == (0 if arch == 89 else 2)
+    products = [node for node in module.graph.nodes if node.target in (skinny_mm_op, aten.mm.default)]
+    assert len(products) == 2
+    assert products[0].args[0] is products[1].args[0]
+    assert targets(module).count(aten.amax.default) == 1
+    for got, want in zip(module(*inputs), fn(*args), strict=True):
+        assert close(got, want, 2**-7)
 
 
 def to_a_range(x: torch.Tensor, greatest: float) -> torch.Tensor:

@@ -144,8 +144,8 @@ def test_spills_are_reported():
     assert scarce.loop_spills > 0
 
 
-def assembly(*products: str) -> str:
-    return "".join(f"        /*{16 * i:04x}*/   HGMMA.64x64x16.F32.BF16 R24, {text} ;\n" for i, text in enumerate(products))
+def assembly(instruction: str, *products: str) -> str:
+    return "".join(f"        /*{16 * i:04x}*/   {instruction} R24, {text} ;\n" for i, text in enumerate(products))
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,10 @@ def assembly(*products: str) -> str:
         ([], False),
     ],
 )
-def test_serialized_products_are_recognized(monkeypatch, products, serialized):
+@pytest.mark.parametrize("instruction", ["HGMMA.64x64x16.F32.BF16", "QGMMA.64x64x32.F32.E4M3.E4M3"])
+def test_serialized_products_are_recognized(monkeypatch, instruction, products, serialized):
     """`gsb0` ends a group, which a wait is for."""
-    monkeypatch.setattr(ahead, "_assembly", lambda path: assembly(*products))
+    monkeypatch.setattr(ahead, "_assembly", lambda path: assembly(instruction, *products))
     plain = ahead.compiled(WASTEFUL, 90)
     asm = {"cubin": plain.asm["cubin"], "ptx": "wgmma.mma_async"}
     assert ahead.resources(types.SimpleNamespace(asm=asm, metadata=plain.metadata)).serialized is serialized

@@ -11,7 +11,7 @@ from spec_ops.backends.triton.linear import hopper_tiles
 from spec_ops.backends.weight_format import BLOCK
 from spec_ops.ops.linear import float8_mm_op
 from spec_ops.passes.analysis.graph import insert, value
-from spec_ops.passes.analysis.rounded_rows import FirstNodes, RoundedRows, rounded_rows, scaled_mm
+from spec_ops.passes.analysis.rounded_rows import FirstNodes, RoundedRows, first_of, rounded_rows, scaled_mm
 from spec_ops.passes.analysis.stored_weights import NoFormatError, StoredWeight
 from spec_ops.passes.base import PassResult
 
@@ -29,15 +29,23 @@ class Float8Products:
         self._first: FirstNodes = {}  # so that rows of several products are rounded once
 
     def lower(self, node: fx.Node, bias: fx.Node | None, x: fx.Node, stored: StoredWeight, arch: int) -> bool:
-        """Replace the `mm` or `addmm` at `node` of rows `x`, if these and the weight are both of float8."""
+        """Replace the `mm` or `addmm` at `node` of rows `x`, if these and the weight are both of float8.
+
+        Where it stays, its rows become those that another product rounded before, if they are the same: `x` is not its operand
+        any more.
+        """
         if value(stored.data).dtype != torch.float8_e4m3fn or not _are_known(node, x):
             return False
         try:
-            rows = rounded_rows(x)
+            if rounded_rows(x) is None:
+                return False
+            if (first := first_of(x, self._first)) is not x:
+                node.replace_input_with(x, first)
+            rows = rounded_rows(first)
         except NoFormatError as error:
             self._result.refuse(node, f"float8_mm of {_shapes(node, x)}: {error}")
             return False
-        return rows is not None and self._multiply(node, bias, x, rows, stored, arch)
+        return rows is not None and self._multiply(node, bias, first, rows, stored, arch)
 
     def lower_scaled_mm(self, node: fx.Node, arch: int) -> bool:
         """Replace the `_scaled_mm` at `node`."""

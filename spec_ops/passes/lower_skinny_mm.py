@@ -161,10 +161,9 @@ class LowerSkinnyMm(GraphPass):
             except NoFormatError as error:
                 result.refuse(node, f"product of {m} x {k} and {k} x {n}: {error}")
                 continue
-            if stored is not None and float8.lower(node, bias, x, stored, arch):
-                continue
             if stored is not None:
-                _read_as_stored(graph, node, bias, x, stored, context, result)
+                if not float8.lower(node, bias, x, stored, arch):
+                    _read_as_stored(graph, node, *operands(node)[:2], stored, context, result)
                 continue
             if after is not None:
                 _read_as_stored(graph, after[0], None, x, after[1], context, result)

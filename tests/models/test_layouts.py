@@ -99,6 +99,19 @@ def test_rows_of_4_bits_are_those_of_compressed_tensors(dtype):
     assert torch.equal(weight.inputs.rounded(rows, weight.input_scale), want)
 
 
+def test_a_scale_that_was_measured_is_stored_as_rows_meet_it():
+    """In their dtype: the same numbers as if it were rounded at every call."""
+    weight = WEIGHT.to(torch.float8_e4m3fn)
+    tensors = {"weight": weight, "weight_scale": torch.ones(1), "input_scale": torch.tensor([0.0123])}
+    rows = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    group = {"format": "float-quantized", "weights": {"num_bits": 8, "type": "float"}, "input_activations": rows}
+    made = layout_of({"quant_method": "compressed-tensors", "config_groups": {"group_0": group}})
+    for dtype in (torch.bfloat16, torch.float32):
+        scale = made.stored(tensors, N, K, dtype).input_scale
+        assert scale.dtype == dtype
+        assert torch.equal(scale, tensors["input_scale"].to(dtype))
+
+
 def mxfp4(weight: torch.Tensor) -> tuple:
     return float4(weight, "mxfp4")
 

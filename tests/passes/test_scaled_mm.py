@@ -27,7 +27,6 @@ def few_rows_too(monkeypatch):
     monkeypatch.setattr(hopper_tiles, "FLOAT8_LEAST_ROWS", 1)
 
 
-
 def of(kind: str, group: int | None = None, m: int = M, k: int = K) -> list[torch.Tensor]:
     """Numbers of rows with a scale for `group` of their columns or for all rows, and a weight with its scales."""
     g = torch.Generator().manual_seed(0)

@@ -63,7 +63,7 @@ class RoundedRows(NamedTuple):
             m, k: its rows and columns.
             first: of the graph; it grows.
         """
-        x, scales = _first(self.numbers, first), _first(self.scales, first)
+        x, scales = first_of(self.numbers, first), first_of(self.scales, first)
         if tuple(value(x).shape) != (m, k):
             x = insert(graph, before, aten.reshape.default, (x, [m, k]))
         fake = value(x)
@@ -71,7 +71,7 @@ class RoundedRows(NamedTuple):
             x = insert(graph, before, aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
         if value(scales).dtype != torch.float32 and not is_stored(scales):
             # Inductor keeps in float32 what it computes in between: this is what it divides rows by.
-            scales = _first(insert(graph, before, prims.convert_element_type.default, (scales, torch.float32)), first)
+            scales = first_of(insert(graph, before, prims.convert_element_type.default, (scales, torch.float32)), first)
         shape = (1, 1) if value(scales).numel() == 1 else (m, k // self.columns)
         if tuple(value(scales).shape) != shape:
             scales = insert(graph, before, aten.reshape.default, (scales, list(shape)))
@@ -155,14 +155,14 @@ def _checked(numbers: fx.Node, scales: fx.Node, columns: int, k: int) -> Rounded
     return RoundedRows(numbers, scales, columns)
 
 
-def _first(node: Any, first: FirstNodes) -> Any:
+def first_of(node: Any, first: FirstNodes) -> Any:
     """The first node that computes what `node` does, from the same values by the same operations."""
     if node in first:
         return first[node]
     known = node.target in RESHAPES or node.target in _CONSTANTS or node.target is aten.amax.default
     if node.op != "call_function" or not (known or is_pointwise(node.target)):
         return node
-    given = fx.node.map_arg((node.args, node.kwargs), lambda operand: _first(operand, first))
+    given = fx.node.map_arg((node.args, node.kwargs), lambda operand: first_of(operand, first))
     # Nodes are written by their names, of which a graph has one each.
     first[node] = first.setdefault((node.target, repr(given)), node)
     return first[node]

@@ -92,10 +92,12 @@ class Float8Tile(NamedTuple):
 
 
 def float8_tile(block_m: int, consumers: int, x_blocks: bool, splits: int) -> Float8Tile:
-    """With as many stages as shared memory holds, up to `MOST_STAGES`."""
+    """With as many stages as shared memory holds, up to `MOST_STAGES`, or to what leaves no room for a second program: launches
+    are early."""
     stage = (consumers * WIDTH + block_m) * BLOCK_K + 4 * block_m * x_blocks
     room = SHARED_BYTES - consumers * min(4096, 2 * WIDTH * block_m)  # results on their way to memory
-    return Float8Tile(block_m, consumers, min(MOST_STAGES, room // stage), splits)
+    most = max(MOST_STAGES, SHARED_BYTES // 2 // stage + 1)
+    return Float8Tile(block_m, consumers, min(most, room // stage), splits)
 
 
 def choose_float8(m: int, n: int, k: int, x_blocks: bool, sms: int) -> Float8Tile:

@@ -120,7 +120,9 @@ def test_a_norm_is_not_divided_across_the_rounding(before, after):
         return y, linear(ROW.rounded(h, None) if after else h, w1, s1)
 
     x, *first = of("row", n=K)
-    args = [x, torch.randn(M, K).bfloat16(), torch.rand(K).bfloat16() + 0.5, *first, *of("block", 1)[1:]]
+    g = torch.Generator().manual_seed(0)
+    residual, weight = torch.randn(M, K, generator=g).bfloat16(), torch.rand(K, generator=g).bfloat16() + 0.5
+    args = [x, residual, weight, *first, *of("block", 1)[1:]]
     module, inputs = capture(fn, *args, dynamo=False)
     assert run_pass(LowerSkinnyMm(), module, 90).matches == 2
     products = [node.target for node in module.graph.nodes if node.target in (skinny_mm_op, float8_mm_op)]
@@ -129,7 +131,7 @@ def test_a_norm_is_not_divided_across_the_rounding(before, after):
     assert result.matches == (not before and not after)
     assert (add_skinny_mm_op in targets(module)) == (not before and not after)
     for got, want in zip(module(*inputs), fn(*args), strict=True):
-        assert close(got, want)
+        assert close(got, want, 2**-4)
 
 
 def test_bytes_that_move_for_weights():

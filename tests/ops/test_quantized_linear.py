@@ -422,7 +422,9 @@ def test_int4_in_small_groups_has_no_tile_of_hopper():
     """Its registers hold more scales; nor has a k of which chunks have 64."""
     tiles = pytest.importorskip("spec_ops.backends.triton.linear.tiles", reason="triton comes for Linux only")
     for kind, group, k in (("int4", 64, 4096), ("int4", 32, 4096), ("mxfp4", 32, 2880)):
-        assert tiles.choose(1, 28672, k, 132, 90, WeightFormat(kind, 1, group)).block_m == 8
+        config = tiles.choose(1, 28672, k, 132, 90, WeightFormat(kind, 1, group))
+        assert config.block_m == 8
+        assert config.programs == (3 if (kind, group) == ("int4", 32) else 4)
 
 
 def ahead_cases() -> list:

@@ -46,7 +46,7 @@ QUANTIZED_TILES = {
 # Of int4 in groups of less than 128: registers hold scales and zero points of less of k.
 SMALL_GROUP_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 256, 4, 3), Tile(32, 32, 256, 4, 2), Tile(64, 64, 128, 4, 2))
 # Of 4-bit floats: those that `wgmma` takes from registers, Triton would compute one by one.
-FLOAT4_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 3), Tile(32, 32, 512, 4, 2), Tile(64, 32, 256, 4, 2))
+FLOAT4_TILES = (Tile(8, 32, 512, 4, 4), Tile(16, 32, 512, 4, 4), Tile(32, 32, 512, 4, 2), Tile(64, 32, 256, 4, 2))
 # Where columns are enough for as many programs as fit, which then share no sums.
 MANY_COLUMNS = {8: (Tile(8, 16, 512, 4, 4), Tile(16, 64, 256, 4, 2)), 4: ()}
 # Most rows of `x` that are loaded, and not read by TMA (`quantized.chunked_rows`): of weights of 8 bits on Hopper, by whether

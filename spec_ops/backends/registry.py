@@ -177,8 +177,9 @@ def unregister_backend(name: str) -> Backend:
     """
     if name not in _BACKENDS:
         raise ValueError(f"unregister_backend: `name` must be one of {list(available_backends())}, got {name!r}")
-    _forget()
-    return _BACKENDS.pop(name)
+    backend = _BACKENDS.pop(name)
+    _forget()  # after it: another thread must not remember a selection of it meanwhile
+    return backend
 
 
 def validate_backend_name(check: Any, name: object) -> None:

@@ -95,6 +95,15 @@ def test_registration_is_seen_by_cached_selections(register):
     assert (first, select_backend(META, None).backend.name) == ("reference", "provider")
 
 
+def test_what_depends_on_backends_is_forgotten_once_they_have_changed(register, monkeypatch):
+    """What another thread remembers until then is forgotten too."""
+    there: list[bool] = []
+    monkeypatch.setattr(registry, "_of_others", [lambda: there.append(registry.get_backend("provider") is not None)])
+    register(provider())
+    registry.unregister_backend("provider")
+    assert there == [True, False]
+
+
 def test_packages_are_looked_for_once(register, monkeypatch):
     """Not at every eager call, where it took most of the time; anew when a backend is added."""
     asked: list[str] = []

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="triton comes for Linux only")
 
 from spec_ops import ops
+from spec_ops.backends.capture import current_context
 from spec_ops.backends.triton.attention import launcher
 from spec_ops.backends.triton.runtime import repeat
 
@@ -100,6 +101,28 @@ def test_streams_and_threads_count_their_own_arrivals() -> None:
     with ThreadPoolExecutor(4) as threads:
         for found, other in zip(threads.map(many, calls), wanted, strict=True):
             assert torch.equal(found, other)
+
+
+def test_a_thread_that_has_called_nothing_of_cuda() -> None:
+    """It has no context, which Triton needs for descriptors of the caches. With `out` a repeated call allocates nothing."""
+    call = Inputs("mha", 4, 1)
+    indptr = torch.arange(0, REQUESTS + 1, device="cuda", dtype=torch.int32) * call.q_len
+    q, out = call.q.flatten(0, 1), torch.zeros_like(call.q.flatten(0, 1))
+    options = {"q_indptr": indptr, "max_q_len": call.q_len, "block_tables": call.tables, "seq_lens": call.lens, "scale": 0.1}
+    contexts = []
+
+    def attend() -> None:
+        contexts.append(current_context())
+        ops.mha_extend(q, *call.caches, **options, backend="triton", out=out)
+
+    attend()
+    wanted = out.clone()
+    out.zero_()
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(attend).result()
+    assert torch.equal(out, wanted)
+    assert contexts[1] == 0 != contexts[0]
 
 
 def test_appends() -> None:

@@ -215,6 +215,9 @@ def test_a_part_of_the_gpu_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) 
     for context[0] in (1, 1, 2, 2, 1):
         assert torch.equal(attend(case), wanted)
     assert refused == [1, 2]
+    attend(case, window_left=5)
+    with mock.patch.object(launcher, "run", side_effect=AssertionError("another call was not refused")):
+        attend(case, window_left=5)
 
 
 def test_other_failures_of_a_launch_are_raised() -> None:

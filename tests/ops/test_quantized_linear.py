@@ -427,6 +427,20 @@ def test_int4_in_small_groups_has_no_tile_of_hopper():
         assert config.programs == (3 if (kind, group) == ("int4", 32) else 4)
 
 
+@needs_triton
+def test_registers_that_a_launch_counts_on():
+    skinny_mm = pytest.importorskip("spec_ops.backends.triton.linear.skinny_mm", reason="triton comes for Linux only")
+    from spec_ops.backends.triton.runtime.launch import Target, recorded
+
+    x, weight, scale = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in (((4, 4096), torch.bfloat16), ((28672, 2048), torch.uint8), ((28672, 128), torch.uint8))
+    )
+    with recorded(Target(90, 132)) as launches:
+        skinny_mm.skinny_mm(x, weight, None, scale)
+    assert launches[0].options["maxnreg"] == 128  # four programs
+
+
 def ahead_cases() -> list:
     try:
         from spec_ops.backends.triton.linear import norm, skinny_mm

@@ -45,10 +45,11 @@ _ODD, _ODD_EXACT = (tl.constexpr(_pairs("bf16", True, unit)) for unit in (False,
 _EVEN_FP16, _EVEN_FP16_EXACT = (tl.constexpr(_pairs("f16", False, unit)) for unit in (False, True))
 _ODD_FP16, _ODD_FP16_EXACT = (tl.constexpr(_pairs("f16", True, unit)) for unit in (False, True))
 
-# The scale of a byte twice: as it is; or as 2^(byte - 126) of which 255 is infinite, times 2^120.
+# The scale of a byte twice: as it is; or as 2^(byte - 126), infinite from 254 on (255 plus one would be the sign), times 2^120.
 _SCALE_EXACT = tl.constexpr("{ .reg .b32 p; mul.lo.u32 p, $1, 0x00800080; max.u32 $0, p, 0x00400040; }")
 _SCALE = tl.constexpr(
-    "{ .reg .b32 p, unit; mad.lo.u32 p, $1, 0x00800080, 0x00800080; mov.b32 unit, 0x7B807B80; mul.rn.bf16x2 $0, p, unit; }"
+    "{ .reg .b32 p, unit; min.u32 p, $1, 254; mad.lo.u32 p, p, 0x00800080, 0x00800080; mov.b32 unit, 0x7B807B80; "
+    "mul.rn.bf16x2 $0, p, unit; }"
 )
 
 

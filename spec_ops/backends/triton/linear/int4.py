@@ -9,6 +9,8 @@ is not taken off again. A group's sum is
 where all three sums are in float32, and `sum(x)` is a product with ones, one for all columns. No weight is rounded. What is
 taken off is at most some thousand times the result (where all of `x` is of one sign), of 2^24 that float32 tells apart. In
 float16, whose result has more digits, `OFFSET` is smaller, for an instruction more.
+
+A row with an infinite number becomes NaN as a whole, where a product with the dequantized weight may be infinite.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ FLOAT8_LEAST_ROWS = 17
 SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignment takes
 MOST_STAGES = 12
 LEAST_BLOCKS = 4  # of k of a program that shares a tile
-BUSY = 0.6  # least share of the multiprocessors that is busy on average, where each tile has programs of its own
+BUSY = 0.6  # least share of the multiprocessors that is busy on average, where blocks are not shared out equally
 FULL = 0.9  # the same of weights of 4 bits and up to 64 rows
 
 

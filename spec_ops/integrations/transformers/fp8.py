@@ -54,10 +54,13 @@ def round_rows(model: PreTrainedModel) -> PreTrainedModel:
         `model`.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: no layer is of 8 bits, or a generator has the model already; or a layer, by name, whose scales are powers of
             2 in 8 bits (`scale_fmt` "ue8m0"), or of other blocks, or of blocks that do not divide its columns. Nothing has
             changed then.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"round_rows: `model` must be a torch.nn.Module, got {type(model).__name__}")
     layers = _layers(model)
     if not layers:
         wanted = "have layers of fine-grained fp8, and not be in a generator yet"

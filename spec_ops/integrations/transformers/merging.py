@@ -153,12 +153,12 @@ class _Group:
         for name, whole in (("weight", self.whole), ("bias", self.whole_bias)):
             if whole is None:
                 continue
-            memory = whole.untyped_storage().data_ptr()
+            memory = _storage(whole)
             for linear in self.linears:
                 if (parameter := linear._parameters.get(name)) is None:
                     continue
-                part = own_part(parameter)
-                if part.untyped_storage().data_ptr() == memory:
+                if _storage(parameter) == memory:  # a quantized weight has none
+                    part = own_part(parameter)
                     part.data = part.data.clone()
             whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
 

@@ -152,6 +152,8 @@ def test_rows_that_cannot_be_rounded_are_named():
     fp8, plain = pair()
     with pytest.raises(ValueError, match=r"round_rows: `model` must have layers of fine-grained fp8, .* got LlamaForCausalLM"):
         round_rows(plain)
+    with pytest.raises(TypeError, match=r"round_rows: `model` must be a torch.nn.Module, got str"):
+        round_rows("path")
     layer = fp8.model.layers[1].mlp.down_proj
     for change in ({"block_size": (64, 128)}, {"in_features": 192}, {"weight_scale_inv": torch.ones(2, 3, dtype=torch.uint8)}):
         broken = copy.deepcopy(fp8)

@@ -6,11 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from spec_ops.decoding import SpeculationConfig
 from spec_ops.integrations.transformers import TransformersGenerator, TransformersModel
 from spec_ops.integrations.transformers.merging import MergedLinears
-from tests.helpers.tiny_transformers import batch, eager_tokens, make_model
+from spec_ops.models import quantize
+from tests.helpers.tiny_transformers import CONFIGS, batch, eager_tokens, make_model
 
 NEW = {"max_new_tokens": 20, "eos_token_id": (), "return_dict_in_generate": True}
 SIZES = {"max_batch_size": 3, "max_seq_len": 40, "page_size": 4}
@@ -136,6 +138,27 @@ def test_replaced_parts_around_the_layers_are_refused(name):
             generator.generate(ids, mask, **NEW)
         setattr(model, name, own)
         assert generator.generate(ids, mask, **NEW).tokens == before
+
+
+@pytest.mark.parametrize("layers", ["all", "one of its siblings"])
+@pytest.mark.parametrize("kind", ["float8_dynamic", "int4", "float8"])
+def test_layers_that_were_quantized_meanwhile_are_refused_and_closing_restores_the_others(kind, layers):
+    if kind == "float8":
+        pytest.importorskip("torchao")
+    config, (ids, mask) = CONFIGS["llama"](), batch()
+    config.hidden_size = 64  # a multiple of which `quantize` wants
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    generator = TransformersGenerator(model, **SIZES)
+    quantize(model if layers == "all" else nn.ModuleDict({"q": model.get_submodule(QKV[0])}), kind)
+    with pytest.raises(ValueError, match=r"parameters of .*q_proj.* were replaced: a weight is no plain tensor"):
+        generator.generate(ids, mask, **NEW)
+    generator.close()
+    assert model.config._attn_implementation == "sdpa"
+    for parameter in model.parameters():
+        if type(parameter.data) is torch.Tensor:
+            assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+    with TransformersGenerator(model, **SIZES) as generator:
+        generator.generate(ids, mask, **NEW)
 
 
 def test_other_sizes_and_biases_are_refused():

@@ -176,7 +176,7 @@ def float8_mm(
 
     Raises:
         TypeError, ValueError: what `float8_operands` refuses, and operands that TMA cannot read.
-        RuntimeError: a GPU that is not of sm_90.
+        BackendError: a GPU that is not of sm_90.
     """
     operands = float8_operands("float8_mm", x, x_scale, weight, scale, bias, dtype)
     (m, k), n = x.shape, weight.shape[0]

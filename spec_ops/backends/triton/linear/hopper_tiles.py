@@ -1,4 +1,4 @@
-"""Which products with a weight of 4 bits `hopper_mm.py` computes, and in which tiles. Without Triton, since passes ask too.
+"""Which products `hopper_mm.py` and `hopper_float8.py` compute, and in which tiles. Without Triton, since passes ask too.
 
 Figures: `docs/notebook/products.md`, "4 bits at 17 to 128 rows on Hopper".
 """
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from spec_ops.backends.registry import BackendError
 from spec_ops.backends.weight_format import WeightFormat
 
 ARCH = 90
@@ -115,7 +116,7 @@ def float8_mm_refusal(m: int, n: int, k: int, dtype: torch.dtype, arch: int | No
     CPU); None if it does. What holds everywhere, and strides, are checked apart."""
     if arch != ARCH:
         got = "a CPU" if arch is None else f"sm_{arch}"
-        return RuntimeError(f"float8_mm: needs a GPU of sm_{ARCH} (Hopper), got {got}")
+        return BackendError(f"float8_mm: needs a GPU of sm_{ARCH} (Hopper), got {got}")
     if dtype not in (torch.bfloat16, torch.float16):
         return TypeError(f"float8_mm: `dtype` must be torch.bfloat16 or torch.float16 on CUDA, got {dtype}")
     if k == 0 or k % BLOCK_K:

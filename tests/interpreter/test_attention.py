@@ -414,7 +414,7 @@ def test_more_tiles_than_counters(monkeypatch):
     """A range has a counter, not a tile: 12 tiles, of which two are in pieces."""
     asked = []
     monkeypatch.setattr(
-        steps, "arrival_counters", lambda device, count: asked.append(count) or torch.zeros(6, dtype=torch.int32)
+        steps, "counted", lambda device, count, kernel: asked.append(count) or torch.zeros(6, dtype=torch.int32)
     )
     case = made("mha", "draft_chain", lens=[5, 90, 3, 0, 120, 7], heads=2, kv_heads=2)
     check(case, run(case, (16, 16, 6, 1, True, True)))
@@ -424,7 +424,7 @@ def test_more_tiles_than_counters(monkeypatch):
 def test_counters_open_a_new_generation(monkeypatch):
     """Counters are never cleared: each launch leaves their low half at zero and adds one to the high half of those it used."""
     kept = torch.full((64,), -2 << 16, dtype=torch.int32)  # the high half goes through all ones
-    monkeypatch.setattr(steps, "arrival_counters", lambda device, count: kept[:count])
+    monkeypatch.setattr(steps, "counted", lambda device, count, kernel: kept[:count])
     split = made("mha", "draft_chain", lens=[120, 5, 90], kv_heads=2)
     whole = made("mha", "draft_chain", lens=[5, 5], kv_heads=2, seed=1)
     for launch in range(1, 4):

@@ -6,29 +6,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from spec_ops.models.quantized import (
-    float8_block_dynamic_tensor,
-    float8_dynamic_tensor,
-    float8_tensor,
-    int4_tensor,
-    linear_layers,
-    mxfp4_tensor,
-    nvfp4_tensor,
-)
+from spec_ops.models.quantized import STORED, float8_tensor, linear_layers, mxfp4_tensor
 from spec_ops.models.quantized_experts import EXPERT_KINDS, mixtures, store_experts
 from spec_ops.models.stored_tensor import StoredTensor
 
 KINDS = ("float8", "float8_block", "float8_dynamic", "float8_block_dynamic", "int4", "nvfp4", "mxfp4", "mxfp4_experts")
 OF_EXPERTS = "_experts"  # of a kind that stores experts alone, as gpt-oss is published
 _DYNAMIC = "_dynamic"  # of one that rounds rows too, but not those of experts
-_STORED = {
-    "float8_block": float8_tensor,
-    "float8_dynamic": float8_dynamic_tensor,
-    "float8_block_dynamic": float8_block_dynamic_tensor,
-    "int4": int4_tensor,
-    "nvfp4": nvfp4_tensor,
-    "mxfp4": mxfp4_tensor,
-}
 
 
 def store(model: nn.Module, kind: str) -> None:
@@ -45,7 +29,7 @@ def store(model: nn.Module, kind: str) -> None:
 
 def stored(weight: torch.Tensor, kind: str) -> StoredTensor:
     """`weight [n, k]` in one of `KINDS` but those of experts alone; `"float8"` has a scale for each row."""
-    return float8_tensor(weight, 1, weight.shape[1]) if kind == "float8" else _STORED[kind](weight)
+    return float8_tensor(weight, 1, weight.shape[1]) if kind == "float8" else STORED[kind](weight)
 
 
 def parameter_bytes(parameter: torch.Tensor) -> int:

@@ -64,8 +64,8 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
     layers = linear_layers(model, lm_head)
     if (of_experts := kind.removesuffix(_DYNAMIC)) in EXPERT_KINDS:
         for mixture in mixtures(model):
-            store_experts(mixture, of_experts, _STORED.get(of_experts, float8_tensor))
-    if (store := _STORED.get(kind)) is not None:
+            store_experts(mixture, of_experts, STORED.get(of_experts, float8_tensor))
+    if (store := STORED.get(kind)) is not None:
         for layer in layers:
             layer.weight = nn.Parameter(store(layer.weight), requires_grad=False)
         return model
@@ -214,7 +214,7 @@ def _divisor(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, 1, scale)
 
 
-_STORED: dict[str, Callable[[torch.Tensor], StoredTensor]] = {
+STORED: dict[str, Callable[[torch.Tensor], StoredTensor]] = {
     "float8_block": float8_tensor,
     "float8_dynamic": float8_dynamic_tensor,
     "float8_block_dynamic": float8_block_dynamic_tensor,

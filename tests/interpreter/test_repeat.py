@@ -102,7 +102,7 @@ def test_a_tensor_that_starts_elsewhere_is_another_call() -> None:
     case = case_of("mha", "verify_chain", 1)
     call = case.call()
     wanted = launcher.attention(call)
-    shifted = torch.zeros(call.k_cache.numel() + 1)[1:].view(call.k_cache.shape)
+    shifted = torch.zeros(call.k_cache.numel() + 2)[2:].view(call.k_cache.shape)
     shifted.copy_(call.k_cache)
     for _ in range(2):
         torch.testing.assert_close(attend(case, k_cache=shifted), wanted)

@@ -7,6 +7,8 @@ long as a vocabulary; and the probabilities are written for it. This is the draf
 
 Probabilities are in the order of logits, so the tokens are those of the largest logits. Of tokens with equal scores, any of
 which torch may take, `topk_logits` takes the first.
+
+The op looks for one value after the other, so many values of many long rows are left to torch (`docs/notebook/launches.md`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from spec_ops.passes.analysis.softmax import find_softmax
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten = torch.ops.aten
+ALWAYS = 8  # so few values of a row are found faster than torch does, however many rows there are
+MOST = 1 << 25  # values of all rows, times how many of a row are wanted: up to there torch's launches take longer
 
 
 class FuseTopk(GraphPass):
@@ -40,6 +44,8 @@ class FuseTopk(GraphPass):
                 result.refuse(node, "topk: not of the largest values of the last dimension")
             elif not 1 <= k <= MAX_TOP_K:
                 result.refuse(node, f"topk: {k} values of a row; `topk_logits` finds 1 to {MAX_TOP_K}")
+            elif k > ALWAYS and not (isinstance(size := fake.numel(), int) and size * k <= MOST):
+                result.refuse(node, f"topk: {k} values of each row of {fake.shape[-1]}, which torch's kernels find faster")
             else:
                 _fuse(graph, node, k)
                 result.did(node, f"the {k} largest of {fake.shape[-1]} values in one launch")

@@ -101,6 +101,23 @@ def test_near_misses(fn, reason):
     assert reason in texts(result.refused)
 
 
+@pytest.mark.parametrize(("rows", "k", "matches"), [(4096, 8, 1), (16, 20, 1), (4096, 9, 0)])
+def test_many_rows(rows, k, matches):
+    module = capture_for_cuda(lambda x: x.topk(k), torch.empty(rows, 32000))
+    result = run_pass(FuseTopk(), module)
+    assert result.matches == matches
+    assert matches or "torch's kernels find faster" in texts(result.refused)
+
+
+@pytest.mark.parametrize("rows", [2, 50])
+def test_rows_that_are_not_known_while_compiling(rows):
+    logits = torch.randn(rows, 40)
+    torch._dynamo.mark_dynamic(logits, 0)
+    for k, matches in ((4, 1), (9, 0)):
+        module = capture_for_cuda(lambda x, k=k: x.softmax(-1).topk(k), logits)
+        assert run_pass(FuseTopk(), module).matches == matches
+
+
 @pytest.mark.parametrize(
     "fn",
     [

@@ -127,8 +127,8 @@ def hopper_float8_kernel(
     X_PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. `x` has `X_PARTS`
-    times `M` rows, which with 2 are sums of one of the first half and one of the second. `x_scale` and `scale`, with their strides: of blocks of k (`X_BLOCKS`, `W_BLOCKS`) or of whole rows, 0 where all share one. The rest:
-    `skinny_mm_kernel`."""
+    times `M` rows, which with 2 are sums of one of the first half and one of the second. `x_scale` and `scale`, with their
+    strides: of blocks of k (`X_BLOCKS`, `W_BLOCKS`) or of whole rows, 0 where all share one. The rest: `skinny_mm_kernel`."""
     BLOCK_M: gl.constexpr = x.block_shape[0]
     BLOCK_K: gl.constexpr = x.block_shape[1]
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

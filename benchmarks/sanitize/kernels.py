@@ -286,6 +286,9 @@ def cases() -> list[Case]:
     for kind, m in (("row", 7), ("block", 31), ("row", 127), ("block", 128)):
         run = functools.partial(_hopper_float8, kind, m)
         found.append(Case(f"float8_mm, {kind}, {m} rows", ("hopper_float8_kernel",), run, interpreted=False))
+    for kind, m in (("row", 40), ("block", 127)):
+        run, names = functools.partial(_hopper_mm, kind, m), ("row_parts_kernel", "hopper_float8_kernel")
+        found.append(Case(f"skinny_mm in two parts, {kind}, {m} rows", names, run, interpreted=False))
     for m in (4, 15, 31):
         names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
         found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))

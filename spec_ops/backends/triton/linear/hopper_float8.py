@@ -126,9 +126,9 @@ def hopper_float8_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr,
     X_PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. `x` has `X_PARTS`
-    times `M` rows, which with 2 are sums of one of the first half and one of the second. `x_scale` and `scale`, with their
-    strides: of blocks of k (`X_BLOCKS`, `W_BLOCKS`) or of whole rows, 0 where all share one. The rest: `skinny_mm_kernel`."""
+    """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. With `X_PARTS` of 2
+    rows are sums of those of the first tile of `x` and of the second. `x_scale` and `scale`, with their strides: of blocks of k
+    (`X_BLOCKS`, `W_BLOCKS`) or of whole rows, 0 where all share one. The rest: `skinny_mm_kernel`."""
     BLOCK_M: gl.constexpr = x.block_shape[0]
     BLOCK_K: gl.constexpr = x.block_shape[1]
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -226,7 +226,7 @@ def product(
     if tile is None:
         return False
     check_operands("skinny_mm", x, weight)
-    parts, x_scale = row_parts(x if x.stride(1) == 1 else x.contiguous())
+    parts, x_scale = row_parts(x if x.stride(1) == 1 else x.contiguous(), tile.block_m)
     w_blocks = stored.rows == stored.columns == BLOCK and scale.numel() != 1
     _launch(parts, x_scale, weight, scale, bias, out, tile, Float8Operands(False, w_blocks), PARTS)
     return True
@@ -246,7 +246,7 @@ def _launch(
     with device_guard(x):
         launch(
             hopper_float8_kernel, (programs,),
-            TensorDescriptor(x, [parts * m, k], [x.stride(0) if m > 1 else k, 1], [block_m, BLOCK_K], layout),
+            TensorDescriptor(x, [x.shape[0], k], [x.stride(0) if m > 1 else k, 1], [block_m, BLOCK_K], layout),
             x_scale, *_strides(x_scale),
             TensorDescriptor(weight, [n, k], [weight.stride(0) if n > 1 else k, 1], [WIDTH, BLOCK_K], layout),
             scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0),

@@ -68,8 +68,8 @@ def load_blocks(
     STAGES: gl.constexpr, PDL: gl.constexpr, factors=None, factor_row=None, factor_column=None, f_smem=None, M=None,
     X_PARTS: gl.constexpr = 1,
 ):  # fmt: skip
-    """The loading warp: each block of the weight and of the rows, `X_PARTS` times `M` of them, and of `factors [M, blocks]`,
-    float32, a number for each row.
+    """The loading warp: each block of the weight and of the rows, as many tiles of them as `X_PARTS`, and of `factors
+    [M, blocks]`, float32, a number for each row.
 
     Before the wait for earlier kernels it asks for its first blocks of the weight: their way to L2."""
     WIDTH: gl.constexpr = w_smem.shape[1]
@@ -98,7 +98,8 @@ def load_blocks(
             tma.async_copy_global_to_shared(weight, at, full.index(stage), w_smem.index(stage * CONSUMERS + c))
         tma.async_copy_global_to_shared(x, [0, block * BLOCK_K], full.index(stage), x_smem.index(stage * X_PARTS))
         if X_PARTS == 2:
-            tma.async_copy_global_to_shared(x, [M, block * BLOCK_K], full.index(stage), x_smem.index(stage * X_PARTS + 1))
+            rests = x_smem.index(stage * X_PARTS + 1)
+            tma.async_copy_global_to_shared(x, [x_smem.shape[1], block * BLOCK_K], full.index(stage), rests)
         stage, phase = next_stage(stage, phase, STAGES)
 
 

@@ -67,7 +67,7 @@ FLOAT8_ROWS = 128  # most of `float8_mm`
 # scales in 16 bits: the same numbers, up to that rounding.
 FLOAT8_LEAST_ROWS = 17
 PARTS_MOST_COLUMNS = 32768  # that a program taking a row apart keeps in registers
-PARTS_LEAST_ROWS = 65  # of bfloat16 that are taken apart: with fewer, converting the weight is faster
+PARTS_LEAST_ROWS = 33  # of bfloat16 that are taken apart: with fewer, converting the weight is faster
 SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignment takes
 MOST_STAGES = 12
 LEAST_BLOCKS = 4  # of k of a program that shares a tile

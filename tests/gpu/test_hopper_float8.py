@@ -17,9 +17,10 @@ pytestmark = [
 ]
 
 from spec_ops.backends.float8_rows import dequantized_rows  # noqa: E402
+from spec_ops.backends.triton.linear.hopper_tiles import choose_parts  # noqa: E402
 from spec_ops.backends.triton.runtime import counters  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import recorded  # noqa: E402
-from spec_ops.backends.weight_format import dequantized  # noqa: E402
+from spec_ops.backends.weight_format import dequantized, weight_format  # noqa: E402
 from spec_ops.ops.linear import float8_mm_op, skinny_mm_op  # noqa: E402
 
 F8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
@@ -164,7 +165,10 @@ def test_rows_of_bfloat16_in_two_parts(n, k, kind):
     ).to(BF16)
     for m in (33, 64, 65, 96, 127, 128):
         rows = x[:m]
-        assert names_of(rows, weight, bias, scale) == ["row_parts_kernel", "hopper_float8_kernel"]
+        stored = weight_format("test", weight, scale, None)
+        apart = choose_parts(m, n, k, stored, BF16, 132) is not None
+        wanted = ["row_parts_kernel", "hopper_float8_kernel"] if apart else ["skinny_mm_kernel"]
+        assert names_of(rows, weight, bias, scale) == wanted
         want = rows.double() @ full.double().t() + bias.double()
         got = skinny_mm_op(rows, weight, bias, scale).double()
         usual = torch.addmm(bias, rows, full.to(BF16).t()).double()
@@ -175,7 +179,7 @@ def test_rows_of_bfloat16_in_two_parts(n, k, kind):
 def test_parts_of_other_rows():
     """A row's bits depend on no other row, nor on what lies in memory beyond the last; rows that are not finite give nothing
     that is."""
-    _, _, weight, scale = operands("rows", 1, 4096, 4096)
+    _, _, weight, scale = operands("rows", 1, 6144, 4096)
     x = torch.randn(128, 4096, generator=generator(1), device="cuda").to(BF16)
     want = skinny_mm_op(x, weight, None, scale)
     torch.full((1 << 22,), float("nan"), device="cuda")  # where parts are going to lie
@@ -192,8 +196,9 @@ def test_parts_of_other_rows():
 
 def test_parts_in_a_graph():
     """Rows are taken apart by a kernel that is launched while the last product runs, and so is the product."""
-    weights = [operands("blocks", 1, 4096, 4096)[2:] for _ in range(2)]
-    x = torch.randn(128, 4096, generator=generator(2), device="cuda").to(BF16)
+    weights = [operands("blocks", 1, 8192, 8192)[2:] for _ in range(2)]
+    x = torch.randn(128, 8192, generator=generator(2), device="cuda").to(BF16)
+    assert choose_parts(128, 8192, 8192, weight_format("test", *weights[0], None), BF16, 132) is not None
 
     def run() -> list[torch.Tensor]:
         made = [x]

@@ -162,7 +162,7 @@ def parted(m: int, n: int = 4096, k: int = 4096, blocks: bool = False, dtype: to
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("m", "rows"), [(33, 64), (64, 64), (65, 128), (128, 128)])
 def test_rows_of_bfloat16_in_two_parts(m, rows, blocks):
-    for n, k in ((4096, 4096), (28672, 4096), (100, 128), (4096, 14336)):
+    for n, k in ((6144, 4096), (28672, 4096), (100, 128), *([(4096, 14336)] if m > 64 else [])):
         first, product = parted(m, n, k, blocks)
         assert first.kernel is row_parts.row_parts_kernel
         assert first.arguments["rests"] == rows
@@ -176,13 +176,15 @@ def test_rows_of_bfloat16_in_two_parts(m, rows, blocks):
 @pytest.mark.parametrize(
     ("m", "n", "k", "stored", "dtype"),
     [
-        (32, 4096, 4096, WeightFormat("float8", 1, 4096), BF16),  # converting the weight is as fast
-        (129, 4096, 4096, WeightFormat("float8", 1, 4096), BF16),
-        (64, 4096, 4096, WeightFormat("float8", 1, 4096), torch.float16),  # more significant bits than two parts have
-        (64, 4096, 4096, WeightFormat("float8", 1, 64), BF16),  # groups of a row
-        (64, 4096, 4096, WeightFormat("int8", 1, 4096), BF16),
-        (64, 4096, 4160, WeightFormat("float8", 1, 4160), BF16),
-        (64, 4096, 65536, WeightFormat("float8", 1, 65536), BF16),
+        (32, 6144, 4096, WeightFormat("float8", 1, 4096), BF16),  # converting the weight is as fast
+        (128, 4096, 4096, WeightFormat("float8", 1, 4096), BF16),  # sums are exchanged
+        (64, 4096, 14336, WeightFormat("float8", 1, 14336), BF16),
+        (129, 6144, 4096, WeightFormat("float8", 1, 4096), BF16),
+        (64, 6144, 4096, WeightFormat("float8", 1, 4096), torch.float16),  # more significant bits than two parts have
+        (64, 6144, 4096, WeightFormat("float8", 1, 64), BF16),  # groups of a row
+        (64, 6144, 4096, WeightFormat("int8", 1, 4096), BF16),
+        (64, 6144, 4160, WeightFormat("float8", 1, 4160), BF16),
+        (64, 6144, 65536, WeightFormat("float8", 1, 65536), BF16),
         (128, 2**24, 128, WeightFormat("float8", 1, 128), BF16),
     ],
 )
@@ -192,12 +194,12 @@ def test_rows_that_are_not_taken_apart(m, n, k, stored, dtype):
 
 @pytest.mark.parametrize("m", [33, 64, 65, 128])
 def test_parts_fit(m):
-    for n, k in ((4096, 4096), (28672, 4096), (100, 128), (4096, 14336)):
+    for n, k in ((6144, 4096), (28672, 4096), (100, 128), *([(4096, 14336)] if m > 64 else [])):
         tile = choose_parts(m, n, k, WeightFormat("float8", 1, k), BF16, 132)
         assert tile.stages >= 4
         assert tile.stages * 128 * (64 * tile.consumers + 2 * tile.block_m) <= LIMIT
-    assert choose_parts(64, 4096, 4096, WeightFormat("float8", 128, 128), BF16, 132) is not None
-    assert choose_parts(64, 4096, 4096, WeightFormat("float8", 4096, 4096), BF16, 132) is not None
+    assert choose_parts(64, 6144, 4096, WeightFormat("float8", 128, 128), BF16, 132) is not None
+    assert choose_parts(64, 6144, 4096, WeightFormat("float8", 6144, 4096), BF16, 132) is not None
 
 
 def test_parts_are_not_read_back():

@@ -266,11 +266,11 @@ def _strides(scale: torch.Tensor) -> tuple[int, int]:
 
 
 def ahead() -> Iterator[Variant]:
-    for (m, n), blocks in itertools.product(((128, 4096), (128, 28672)), (False, True)):
-        x, weight = torch.empty(m, 4096, dtype=torch.bfloat16, device="meta"), Weight(*_weight(n, 4096, blocks))
+    for (m, n, k), blocks in itertools.product(((64, 6144, 4096), (128, 4096, 14336), (128, 28672, 4096)), (False, True)):
+        x, weight = torch.empty(m, k, dtype=torch.bfloat16, device="meta"), Weight(*_weight(n, k, blocks))
         with recorded(Target(90, 132)) as launches:
             product(x, weight, None, torch.empty(m, n, dtype=torch.bfloat16, device="meta"))
-        name = f"hopper_float8, scales of {'blocks' if blocks else 'rows'}, {m} x {n} x 4096 in two parts"
+        name = f"hopper_float8, scales of {'blocks' if blocks else 'rows'}, {m} x {n} x {k} in two parts"
         yield variant_of(name, launches[1], archs=(90,))
     for blocks in (False, True):
         for m, n in ((8, 4096), (16, 28672), (32, 4096), (32, 28672), (64, 4096), (64, 28672), (128, 4096), (128, 28672)):

@@ -67,6 +67,7 @@ FLOAT8_ROWS = 128  # most of `float8_mm`
 # scales in 16 bits: the same numbers, up to that rounding.
 FLOAT8_LEAST_ROWS = 17
 PARTS_MOST_COLUMNS = 32768  # that a program taking a row apart keeps in registers
+PARTS_LONG = 8192  # of k
 PARTS_LEAST_ROWS = 33  # of bfloat16 that are taken apart: with fewer, converting the weight is faster
 SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignment takes
 MOST_STAGES = 12
@@ -121,9 +122,12 @@ def choose_parts(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtyp
     whole, blocks = stored.columns == k and stored.rows in (1, n), stored.rows == stored.columns == BLOCK_K
     if not (whole or blocks) or k > PARTS_MOST_COLUMNS or m * n >= 2**31:
         return None
-    block_m = 64 if m <= 64 else 128
-    consumers = 2 if n >= MANY_COLUMNS else 1
-    return float8_tile(block_m, consumers, False, splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms), 2)
+    block_m, consumers = (64 if m <= 64 else 128), (2 if n >= MANY_COLUMNS else 1)
+    splits = splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms)
+    # Where programs exchange sums too, taking rows apart pays with many of them and of k.
+    if splits != 1 and (m <= 64 or k < PARTS_LONG):
+        return None
+    return float8_tile(block_m, consumers, False, splits, 2)
 
 
 def float8_mm_refusal(m: int, n: int, k: int, dtype: torch.dtype, arch: int | None) -> Exception | None:

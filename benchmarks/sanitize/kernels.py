@@ -154,9 +154,9 @@ def _skinny_mm(m: int, n: int, k: int, device: str) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=2**-10, atol=1e-3)
 
 
-def _hopper_mm(kind: str, m: int, device: str) -> None:
+def _hopper_mm(kind: str, m: int, device: str, k: int = 1280) -> None:
     """In Gluon: as `_skinny_mm`."""
-    x, (weight, *scales) = Rng(m).tensor(m, 1280).bfloat16(), stored(Rng(kind).tensor(200, 1280), kind, torch.bfloat16)
+    x, (weight, *scales) = Rng(m).tensor(m, k).bfloat16(), stored(Rng(kind).tensor(200, k), kind, torch.bfloat16)
     got = linear.skinny_mm(*Copy((x, weight, None, *scales), device).args).cpu()
     wanted = exact(x, weight, *scales)
     torch.testing.assert_close(got.double(), wanted, rtol=2**-7, atol=0.25)
@@ -286,6 +286,9 @@ def cases() -> list[Case]:
     for kind, m in (("row", 7), ("block", 31), ("row", 127), ("block", 128)):
         run = functools.partial(_hopper_float8, kind, m)
         found.append(Case(f"float8_mm, {kind}, {m} rows", ("hopper_float8_kernel",), run, interpreted=False))
+    for kind, m in (("row", 40), ("block", 127)):
+        run, names = functools.partial(_hopper_mm, kind, m, k=640), ("row_parts_kernel", "hopper_float8_kernel")
+        found.append(Case(f"skinny_mm in two parts, {kind}, {m} rows", names, run, interpreted=False))
     for m in (4, 15, 31):
         names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
         found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))

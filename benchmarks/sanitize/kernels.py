@@ -21,6 +21,7 @@ from benchmarks.sanitize import attention as sanitize_attention
 from spec_ops.backends.push import of_one_process
 from spec_ops.backends.triton.cache import rope_append as rope
 from spec_ops.backends.triton.collectives import push
+from spec_ops.backends.triton.drafting import topk
 from spec_ops.backends.triton.linear import hopper_float8
 from spec_ops.backends.triton.linear import invariant as invariant_linear
 from spec_ops.backends.triton.linear import norm as norm_linear
@@ -35,6 +36,7 @@ from spec_ops.ops.reference import linear as reference_linear
 from spec_ops.ops.reference import moe as reference_moe
 from spec_ops.ops.reference import rope as reference_rope
 from spec_ops.ops.reference import sampling as reference_sampling
+from spec_ops.ops.reference import topk as reference_topk
 from tests.helpers.accept_rows import ROW_KINDS, long_rows
 from tests.helpers.mixtures import FORMS as MOE_FORMS
 from tests.helpers.mixtures import call as moe_call
@@ -220,6 +222,15 @@ def _moe(tokens: int, device: str) -> None:
     torch.testing.assert_close(got.double(), moe_exact(args), rtol=2e-3, atol=2e-3)
 
 
+def _topk_logits(device: str) -> None:
+    """Rows of one part, and of three."""
+    for vocab, k in ((50, 4), (2 * topk.PART + 100, 7)):
+        logits = Rng("topk_logits").tensor(3, vocab)
+        got = topk.topk_logits(*Copy((logits, k, "log_softmax", torch.float32), device).args)
+        for one, other in zip(got, reference_topk.topk_logits(logits, k, "log_softmax", torch.float32), strict=True):
+            torch.testing.assert_close(one.cpu(), other)
+
+
 def _route_experts(device: str) -> None:
     logits, bias = Rng("route_experts").tensor(5, 24), Rng("bias").tensor(24)
     for args in ((None, 3, "softmax", 1, 1, True, 1.0), (bias, 4, "sigmoid", 4, 2, True, 2.5)):
@@ -282,6 +293,7 @@ def cases() -> list[Case]:
     for op in ("batched_mm", "row_sum", "rms_norm", "add_rms_norm"):
         found.append(Case(op, (f"{op.removeprefix('add_')}_kernel",), functools.partial(_invariant, op)))
     found.append(Case("route_experts", ("route_experts_kernel",), _route_experts))
+    found.append(Case("topk_logits", ("topk_logits_kernel",), _topk_logits))
     grouped = ("sort_pairs_kernel", "grouped_gate_up_kernel", "grouped_down_kernel", "weighted_sum_kernel")
     found.append(Case("moe_experts, 70 tokens", grouped, functools.partial(_moe, 70)))
     for tokens in (5, 20):

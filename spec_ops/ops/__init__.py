@@ -21,6 +21,7 @@ from spec_ops.ops.lookup import lookup_drafts
 from spec_ops.ops.moe import moe_experts, route_experts
 from spec_ops.ops.rope import rope_append_kv
 from spec_ops.ops.sampling import Sampled, sample_logits, sample_tokens, sampling_probs, sampling_support
+from spec_ops.ops.topk import topk_logits
 from spec_ops.ops.tree import (
     Tree,
     build_tree,
@@ -65,6 +66,7 @@ __all__ = [
     "sampling_probs",
     "sampling_support",
     "select_draft_tokens",
+    "topk_logits",
     "tree_mask_to_full_mask",
     "tree_mask_to_qlen_mask",
 ]

@@ -41,6 +41,7 @@ from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.fuse_rope_append import FuseRopeAppend
 from spec_ops.passes.fuse_router import FuseRouter
+from spec_ops.passes.fuse_topk import FuseTopk
 from spec_ops.passes.history import History
 from spec_ops.passes.hoist_row_select import HoistRowSelect
 from spec_ops.passes.lower_all_reduce import LowerAllReduce
@@ -74,6 +75,7 @@ PASSES: tuple[GraphPass, ...] = (
     MergeLinears(),
     FuseRopeAppend(),
     FuseRouter(),
+    FuseTopk(),
     LowerKvAppend(),
     LowerAllReduce(),
     LowerSkinnyMm(),

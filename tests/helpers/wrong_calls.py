@@ -106,6 +106,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "seq_lens": int32(4, 5), "topk": 2,
     },
     "lookup_drafts": lambda: {"tokens": torch.ones(BS, 9, dtype=torch.int64), "lens": int32(9, 5), "num_steps": 3},
+    "topk_logits": lambda: {"logits": torch.randn(BS, 9), "k": 3},
     "tree_mask_to_qlen_mask": lambda: {"tree_mask": torch.ones(BS, Q_LEN, dtype=torch.int64)},
     "qlen_mask_to_tree_mask": lambda: {"mask": torch.ones(BS, Q_LEN, Q_LEN, dtype=torch.bool)},
     "tree_mask_to_full_mask": lambda: {"tree_mask": torch.ones(BS, Q_LEN, dtype=torch.int64), "prefix_lens": [2, 0]},

@@ -391,6 +391,13 @@ bad_integer("lookup_drafts", "min_ngram", 1, 8)
 for name, lens in (("[10, 5]", int32(10, 5)), ("[9, -1]", int32(9, -1))):
     wrong("lookup_drafts", "lens", name, lens=lens)
 
+bad_tensor("topk_logits", "logits", dtype=torch.float64, device=False)
+wrong("topk_logits", "logits", "shape ()", logits=torch.tensor(1.0))
+bad_integer("topk_logits", "k", 1, 9)
+wrong("topk_logits", "k", "33", logits=torch.randn(BS, 50), k=33)
+wrong("topk_logits", "scores", "'sigmoid'", scores="sigmoid")
+wrong("topk_logits", "dtype", "float64", TypeError, dtype=torch.float64)
+
 for op in ("tree_mask_to_qlen_mask", "tree_mask_to_full_mask"):
     bad_tensor(op, "tree_mask", dtype=torch.int32, device=False)
     wrong(op, "tree_mask", "65", tree_mask=torch.ones(BS, 65, dtype=torch.int64))

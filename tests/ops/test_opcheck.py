@@ -458,6 +458,12 @@ def lookup_drafts_sample(s: Source) -> tuple[Any, ...]:
     return tokens, lens, s.integer(1, 6), max_ngram, s.integer(1, max_ngram)
 
 
+def topk_logits_sample(s: Source) -> tuple[Any, ...]:
+    vocab, rows = s.integer(1, 12), s.pick((), (0,), (3,), (2, 2))
+    logits = s.any_layout(s.normal(*rows, vocab, dtype=s.pick(torch.float32, torch.bfloat16)))
+    return logits, s.integer(1, vocab), s.pick("log_softmax", "softmax", "none"), s.pick(torch.float32, torch.float16)
+
+
 SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     **{
         f"{kind}_{step}{plan}": (lambda s, kind=kind, step=step: attention_sample(kind, step, s))
@@ -509,6 +515,7 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "select_draft_tokens": select_draft_tokens_sample,
     "build_tree": build_tree_sample,
     "lookup_drafts": lookup_drafts_sample,
+    "topk_logits": topk_logits_sample,
 }
 
 

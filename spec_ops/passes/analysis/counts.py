@@ -30,7 +30,8 @@ aten = torch.ops.aten
 _VIEWS = RESHAPES | {aten.select.int, aten.slice.Tensor, aten.expand.default, aten.permute.default}
 _METADATA = {"block_tables", "seq_lens", "q_indptr", "kv_indptr", "kv_indices", "slots", "src_slots", "dst_slots"}
 
-_SAMPLING = {"sampling_probs", "sampling_support", "sample_logits", "accept_sampled_logits"}  # what takes logits
+# What takes logits.
+_SAMPLING = {"sampling_probs", "sampling_support", "sample_logits", "accept_sampled_logits", "topk_logits"}
 
 
 def is_host_copy(node: fx.Node) -> bool:

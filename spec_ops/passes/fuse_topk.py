@@ -1,0 +1,63 @@
+"""Find the likeliest few tokens, and their probabilities, in one launch.
+
+    values, ids = topk(log_softmax(logits.float(), -1), 4)        ->        values, ids = topk_logits(logits, 4, "log_softmax")
+
+Inductor has no kernel for `topk`. torch's takes two launches where rows are short, and some twenty where they are few and as
+long as a vocabulary; and the probabilities are written for it. This is the draft step of every tree.
+
+Probabilities are in the order of logits, so the tokens are those of the largest logits. Of tokens with equal scores, any of
+which torch may take, `topk_logits` takes the first.
+
+The op looks for one value after the other, so many values of many long rows are left to torch (`docs/notebook/launches.md`).
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from spec_ops.ops.topk import FLOATS, MAX_TOP_K, topk_logits_op
+from spec_ops.passes.analysis.graph import arg, calls, insert, value
+from spec_ops.passes.analysis.replacement import in_place_of
+from spec_ops.passes.analysis.softmax import find_softmax
+from spec_ops.passes.base import GraphPass, PassContext, PassResult
+
+aten = torch.ops.aten
+ALWAYS = 8  # so few values of a row are found faster than torch does, however many rows there are
+MOST = 1 << 25  # values of all rows, times how many of a row are wanted: up to there torch's launches take longer
+
+
+class FuseTopk(GraphPass):
+    name = "fuse_topk"
+
+    def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
+        for node in calls(graph, aten.topk.default):
+            scores, k = node.args[0], arg(node, "k")
+            fake = value(scores)
+            if fake.device.type != "cuda" or fake.dtype not in FLOATS or fake.dim() == 0:
+                continue
+            if not isinstance(k, int) or not isinstance(fake.shape[-1], int):
+                result.refuse(node, "topk: the rows' length, or how many are wanted, is not known while compiling")
+            elif not arg(node, "largest") or arg(node, "dim") % fake.dim() != fake.dim() - 1:
+                result.refuse(node, "topk: not of the largest values of the last dimension")
+            elif not 1 <= k <= MAX_TOP_K:
+                result.refuse(node, f"topk: {k} values of a row; `topk_logits` finds 1 to {MAX_TOP_K}")
+            elif k > ALWAYS and not (isinstance(size := fake.numel(), int) and size * k <= MOST):
+                result.refuse(node, f"topk: {k} values of each row of {fake.shape[-1]}, which torch's kernels find faster")
+            else:
+                _fuse(graph, node, k)
+                result.did(node, f"the {k} largest of {fake.shape[-1]} values in one launch")
+
+
+def _fuse(graph: fx.Graph, node: fx.Node, k: int) -> None:
+    found = find_softmax(node.args[0])
+    logits = node.args[0] if found is None else found.logits
+    scores = "none" if found is None else "log_softmax" if found.log else "softmax"
+    best = insert(graph, node, topk_logits_op, (logits, k, scores, value(node.args[0]).dtype))
+    for user in list(node.users):
+        new = insert(graph, node, operator.getitem, (best, user.args[1]), source=user)
+        user.replace_all_uses_with(in_place_of(user, new))
+        graph.erase_node(user)
+    graph.erase_node(node)

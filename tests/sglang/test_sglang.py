@@ -54,7 +54,13 @@ def environment(first: str | None = None) -> dict[str, str]:
 
 def run(*command: str, first: str | None = None, timeout: int = TIMEOUT) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment(first), capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment(first),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 

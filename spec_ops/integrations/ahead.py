@@ -72,12 +72,14 @@ class Batches(NamedTuple):
         requests: the most of them in a batch. prompt: tokens of the longest chunk of a prompt; 0: another package's kernels
             compute prompts.
         appends: rows are written by `append_kv`.
+        few: steps that a request or two make at times; they come last.
     """
 
     steps: tuple[Step, ...]
     requests: int
     prompt: int
     appends: bool
+    few: tuple[Step, ...] = ()
 
 
 def start(guess: Callable[[], Iterable[tuple[Layer, Batches]]], device: torch.device | str | None = None) -> int:
@@ -126,18 +128,15 @@ def launches(layer: Layer, batches: Batches, target: Target) -> list[Launch]:
 
 def calls(layer: Layer, batches: Batches) -> Iterator[AttentionCall]:
     """Batches of all sizes by which kernels are compiled: powers of two of requests, and of the queries of a prompt's chunk."""
-    kind = "mla" if layer.is_mla else "mha"
     for step in batches.steps:
         for requests in powers(batches.requests):
-            call = _call(layer, f"{kind}_{step.op}", requests, (requests, step.queries))
-            if step.mask_len:
-                masks = torch.empty(1 if step.one_mask else requests, step.queries, dtype=torch.int64)
-                call.tree_mask, call.mask_len = masks.expand(requests, -1), step.mask_len
-            yield call
+            yield _step(layer, step, requests)
     for queries in powers(batches.prompt) if batches.prompt else ():
-        call = _call(layer, f"{kind}_extend", 1, (queries,))
+        call = _call(layer, "extend", 1, (queries,))
         call.q_indptr, call.max_q_len = torch.empty(2, dtype=torch.int32), queries
         yield call
+    for step in batches.few:
+        yield _step(layer, step, 1)
 
 
 def powers(most: int) -> list[int]:
@@ -158,9 +157,17 @@ def _caches(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, values
 
 
-def _call(layer: Layer, step: str, requests: int, rows: tuple[int, ...]) -> AttentionCall:
+def _step(layer: Layer, step: Step, requests: int) -> AttentionCall:
+    call = _call(layer, step.op, requests, (requests, step.queries))
+    if step.mask_len:
+        masks = torch.empty(1 if step.one_mask else requests, step.queries, dtype=torch.int64)
+        call.tree_mask, call.mask_len = masks.expand(requests, -1), step.mask_len
+    return call
+
+
+def _call(layer: Layer, op: str, requests: int, rows: tuple[int, ...]) -> AttentionCall:
     return AttentionCall(
-        step,
+        f"{'mla' if layer.is_mla else 'mha'}_{op}",
         torch.empty(*rows, layer.num_heads, layer.head_size, dtype=layer.dtype),
         *_caches(layer),
         layer.v_head_size if layer.is_mla else None,

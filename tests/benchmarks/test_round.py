@@ -1,29 +1,22 @@
-"""`python -m benchmarks round`: the rounds it builds, what it counts, and what it makes of kernel names."""
+"""`python -m benchmarks round`: the rounds it builds, and their rows."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import itertools
 import json
-import pkgutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as benchmarks
-from benchmarks.round import profile as round_profile
 from benchmarks.round import ranks as sharing
 from benchmarks.round.measure import CompiledRound, RoundCase, floor_bytes
-from benchmarks.round.profile import Kernel, behind_each_other, breakdown, idle, kind_of, small_kernels
-from benchmarks.round.report import above_floor, beside_base, choice_table, describe_choice, judge_auto, kind, with_bf16_ms
-from benchmarks.round.shapes import GPT_OSS, LLAMA_8B, LLAMA_70B, MLA_STACK, SHAPES, touched_experts
-from benchmarks.round.stored import store
+from benchmarks.round.report import kind
+from benchmarks.round.shapes import MLA_STACK, SHAPES
 from spec_ops.models.stored_tensor import StoredTensor
 from spec_ops.passes import explain
 from spec_ops.passes.analysis import counts
@@ -277,74 +270,6 @@ def test_rounds_with_weights_of_fewer_bits(path, monkeypatch):
         assert kind(row) == f"speculative, {weights}" + (", transformers" if path == "transformers" else "")
 
 
-@pytest.mark.slow
-def test_floors_of_weights_of_fewer_bits():
-    """Of Llama-3.1-8B in GB, by hand: 0.2181e9 weights a layer, here of two, its head of 0.5253e9, and a draft of 0.425e9 three
-    times; scales of 4 bytes for a row, for 128 x 128 and, with a zero point, for 128; of one byte for 16 and for 32."""
-    numbers = 2 * 0.2181 + 0.5253 + 3 * 0.425
-    bytes_each = {"float8": 1 + 4 / 4096, "float8_block": 1 + 4 / 128**2, "int4": 0.5 + 4 / 128}
-    for weights, each in (bytes_each | {"nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}).items():
-
-        class Meta:
-            target, draft = SHAPES["llama-8b"].with_layers(2).build("meta", torch.bfloat16)
-            config = RoundCase("llama-8b", 1, (1024,)).config
-
-        store(Meta.target, weights)
-        store(Meta.draft, weights)
-        assert floor_bytes(Meta, 1, 1024)[0] / 1e9 == pytest.approx(numbers * each, rel=0.002)
-
-
-@pytest.mark.slow
-def test_floors_of_stored_experts():
-    """By hand, in GB, for the 4 and 32 tokens that a round verifies of 1 and 8 requests. gpt-oss as published, a layer of two:
-    53.1e6 bytes of attention in 16 bits, and of experts with 24.88e6 weights each those that are touched; a head of 1.158 and a
-    draft of 0.366 three times. DeepSeek-V3 in blocks of fp8, a layer of one: 187.1e6 weights of attention, 44.0e6 of the shared
-    expert, 44.04e6 for each that is touched, a router of 3.7e6 bytes; a head of 0.9267. Its draft, of such a layer and 102.8e6
-    weights more, reads 8 experts a request and the same head, three times."""
-
-    @functools.cache
-    def made(model: str, weights: str, layers: int) -> tuple[nn.Module, nn.Module]:
-        target, draft = SHAPES[model].with_layers(layers).build("meta", torch.bfloat16)
-        store(target, weights)
-        store(draft, weights)
-        assert target.layers[0].mlp.down_proj.element_size() == 1
-        return target, draft
-
-    def gigabytes(model: str, weights: str, layers: int, batch_size: int) -> float:
-        class Meta:
-            target, draft = made(model, weights, layers)
-            config = RoundCase(model, batch_size, (1024,)).config
-
-        return floor_bytes(Meta, batch_size, 1024)[0] / 1e9
-
-    for batch_size in (1, 8):
-        verified = touched_experts(SHAPES["gpt-oss-experts"].target.mixture, 4 * batch_size)
-        assert verified == pytest.approx({1: 13.24, 8: 31.55}[batch_size], abs=0.01)
-        layer = 0.0531 + verified * 0.02488 * (0.5 + 1 / 32)
-        assert gigabytes("gpt-oss-experts", "mxfp4_experts", 2, batch_size) == pytest.approx(
-            2 * layer + 1.158 + 3 * 0.366, rel=0.01
-        )
-        mixture = SHAPES["mla-experts"].target.mixture
-        target, draft = (0.1871 + 0.0440 + 0.0037 + touched_experts(mixture, n) * 0.04404 for n in (4 * batch_size, batch_size))
-        found = gigabytes("mla-experts", "float8_block", 1, batch_size)
-        assert found == pytest.approx(target + 0.9267 + 3 * (draft + 0.1028 + 0.9267), rel=0.01)
-
-
-def test_what_weights_of_fewer_bits_are_judged_by():
-    def row(ms: float, **more) -> dict:
-        same = {"model": "m", "bs": 1, "context": 8, "steps": 3, "topk": 1, "round": "plain", "backend": "auto", "passes": True}
-        return same | {"ms": ms} | more
-
-    rows = [row(4.0), row(2.5, weights="float8"), row(2.0, weights="int4"), row(5.0, path="transformers")]
-    rows += [
-        row(2.6, weights="float8", path="transformers"),
-        row(2.7, weights="float8", invariant=True),
-        row(1.0, bs=2, weights="int4"),
-    ]
-    assert [r.get("bf16_ms") for r in with_bf16_ms(rows)] == [None, 4.0, 4.0, None, 5.0, None, None]
-    assert describe_choice(rows[2]) == "greedy, int4"
-
-
 def test_penalties_change_the_round():
     """The bitmask of the case allows about half of the tokens; each that is emitted is one of them."""
     torch.manual_seed(0)
@@ -360,55 +285,6 @@ def test_penalties_change_the_round():
     assert "sampled" not in next(made.rows())
 
 
-def test_floors_against_the_figures_of_the_models():
-    """By hand: GB of weights per round, KB of KV per token, windows of 128 in every second layer of gpt-oss."""
-
-    def floors(model: str, context: int) -> tuple[float, float]:
-        class Meta:
-            """What `floor_bytes` reads of a generator."""
-
-            target, draft = SHAPES[model].with_layers(None).build("meta", torch.bfloat16)
-            config = RoundCase(model, 1, (context,)).config
-
-        weights, kv = floor_bytes(Meta, 1, context)
-        return weights / 1e9, kv
-
-    # 8.03e9 parameters without the 0.53e9 of the embedding; a head of 0.43e9, three times.
-    assert floors("llama-8b", 1024)[0] == pytest.approx(2 * (7.505 + 3 * 0.425), rel=0.01)
-    assert floors("llama-8b", 1024)[1] == 1024 * 2 * 8 * 128 * 2 * (32 + 3)
-    weights, kv = floors("mla-stack", 1024)
-    assert weights == pytest.approx(16.2, rel=0.01)  # 3.8 ms at 4.3 TB/s
-    assert kv == 1024 * 576 * 2 * (4 + 3)
-    assert floors("gpt-oss", 32768)[1] == 2 * 8 * 64 * 2 * (12 * 128 + 12 * 32768 + 3 * 32768)
-    assert floors("gpt-oss", 64)[1] == 2 * 8 * 64 * 2 * 64 * (24 + 3)
-
-
-def test_floors_of_mixtures():
-    """By hand: a token of Qwen3-30B-A3B reads 3.35e9 parameters with both embeddings of 0.31e9, one of gpt-oss-20b 3.6e9 with
-    the LM head alone."""
-    mixture = SHAPES["qwen3-30b-a3b"].target.mixture
-    assert touched_experts(mixture, 1) == pytest.approx(8)
-    assert touched_experts(mixture, 32) == pytest.approx(128 * (1 - (15 / 16) ** 32))
-
-    def floor(model: str, batch_size: int, round: str) -> float:
-        case = RoundCase(model, batch_size, (1024,), round=round)
-
-        class Meta:
-            target, built = case.shape.build("meta", torch.bfloat16)
-            draft = None if round == "plain" else built
-            config = case.config
-
-        return floor_bytes(Meta, batch_size, 1024)[0] / 1e9
-
-    assert floor("qwen3-30b-a3b", 1, "plain") == pytest.approx(2 * (3.35 - 0.31), rel=0.02)
-    assert floor("qwen3-30b-a3b", 1000, "plain") == pytest.approx(2 * (30.5 - 0.31), rel=0.02)
-    assert floor("gpt-oss-experts", 1, "plain") == pytest.approx(2 * 3.6, rel=0.02)
-    # Of DeepSeek-V3's layers 4 drafted tokens go to 4 x 8 experts but for those that meet, the draft's one to 8. The rest in
-    # GB: LM head four times 7.4, attention of 7 layers 2.6, shared experts 0.6, the draft's inputs 0.6.
-    layers = 4 * touched_experts(SHAPES["mla-experts"].target.mixture, 4) + 3 * 8
-    assert floor("mla-experts", 1, "speculative") == pytest.approx(2 * layers * 3 * 7168 * 2048 / 1e9 + 11.2, rel=0.03)
-
-
 def test_rows_of_mixtures():
     made = CompiledRound(replace(TINY, model="tiny-experts"))
     rows = list(made.rows())
@@ -417,161 +293,6 @@ def test_rows_of_mixtures():
 
     with pytest.raises(ValueError, match="round: shapes with mixtures of experts"):
         AssistedRound(replace(TINY, model="tiny-experts", round="assisted", batch_size=1))
-
-
-@pytest.mark.parametrize("shape", [LLAMA_8B, LLAMA_70B, MLA_STACK, GPT_OSS], ids=lambda shape: shape.label)
-def test_shapes_scale_in_layers(shape):
-    for layers in (1, 3, None):
-        scaled = shape.with_layers(layers)
-        target, draft = scaled.build("meta", torch.bfloat16)
-        assert target.config.num_layers == (layers or shape.target.num_layers)
-        assert len(target.config.aux_layers) == (0 if shape.draft == "nextn" else 3)
-        assert draft.config.num_layers == 1
-        assert {p.dtype for p in draft.parameters()} == {torch.bfloat16}
-
-
-def test_memory_of_the_largest_case_that_should_fit():
-    """Weights of 16.9 GB, and 32 x 24576 tokens of 132 KiB, and some: on a device of 139 GiB."""
-    need = RoundCase("llama-8b", 32, (1024, 24576)).memory_bytes()
-    assert 16.9e9 + 32 * 24576 * (32 + 1) * 4096 < need < 0.95 * 139 * 2**30
-    assert RoundCase("llama-8b", 32, (32768,)).memory_bytes() > 0.95 * 139 * 2**30
-
-
-def test_where_the_time_goes():
-    """Kernel names as cuBLAS, Inductor, Triton and FlashInfer give them."""
-    times = {
-        "nvjet_sm90_tst_128x8_64x12_2x1_v_bz_TNT": ("matmul", 2000.0),
-        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>": ("matmul", 120.0),
-        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>(T1::Params)": ("matmul", 1.0),
-        "split_kv_attention_kernel": ("attention", 360.0),
-        "mla_hopper_attention": ("attention", 20.0),
-        "ragged_attention_kernel": ("attention", 1.0),
-        "kernel_mha(unsigned int, float, __nv_bfloat16*)": ("attention", 1.0),
-        "prepare_kernel": ("attention", 1.0),
-        "clear_kernel": ("attention", 1.0),
-        "void flashinfer::BatchPrefillWithPagedKVCacheKernel<(flashinfer::MaskMode)1>(T1)": ("attention", 1.0),
-        "void flashinfer::PrefillWithKVCacheKernel<flashinfer::CollectiveMainloop<cutlass::gemm::X>>(T1)": ("attention", 1.0),
-        "void flashinfer::mla::BatchMLAPagedAttentionKernel<T1>(T2)": ("attention", 1.0),
-        "void flashinfer::mla::hopper::BatchMLAPageAttentionHopperKernel<T1>(T2)": ("attention", 1.0),
-        "void flashinfer::PersistentVariableLengthMergeStatesKernel<8u>(T1)": ("attention", 1.0),
-        "rope_append_kv_kernel": ("other", 50.0),
-        "append_mla_kv_kernel": ("other", 1.0),
-        "triton_red_fused__fused_rms_norm__unsafe_view_add_29": ("other", 150.0),
-        "void (anonymous namespace)::elementwise_kernel<4>(int)": ("other", 1.0),
-        "Memcpy DtoD (Device -> Device)": ("other", 1.0),
-    }
-    assert {name: kind_of(name) for name in times} == {name: kind for name, (kind, _) in times.items()}
-    kernels = [Kernel(name, 0.0, 2 * duration) for name, (_, duration) in times.items()]
-    expected = {"matmul_ms": 2.121, "attention_ms": 0.389, "other_ms": 0.203, "gaps_ms": 0.287}
-    assert breakdown(kernels, 2, 3.0) == expected
-
-
-@pytest.mark.parametrize("package", ["linear", "moe"])
-def test_our_products_are_known(package):
-    """Every kernel beside them is named here, so that a new one is not counted as other unnoticed."""
-    folder = pytest.importorskip(f"spec_ops.backends.triton.{package}", reason="triton comes for Linux only")
-    found = {
-        name
-        for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}.")
-        for name, value in vars(importlib.import_module(module.name)).items()
-        if name.endswith("_kernel") and hasattr(value, "arg_names")
-    }
-    beside = {"scaled_silu_mul_kernel", "row_sum_kernel", "rms_norm_kernel", "route_experts_kernel", "sort_pairs_kernel"}
-    assert {name for name in found if kind_of(name) == "other"} == found & beside
-    assert {name for name in found if kind_of(name) == "matmul"} == found - beside
-
-
-def test_small_kernels_by_name():
-    """Per round; without the numbers by which Inductor tells kernels apart."""
-    times = [
-        ("triton_poi_add_7", 1.0),
-        ("rope_append_kv_kernel", 9.0),
-        ("triton_poi_add_12", 2.0),
-        ("nvjet_x", 5.0),
-    ]
-    kernels = [Kernel(name, 0.0, duration) for name, duration in 2 * times]
-    found = small_kernels(kernels, 2)
-    assert found == {"rope_append_kv_kernel": [1, 9], "triton_poi_add": [2, 3]}
-    assert list(found) == ["rope_append_kv_kernel", "triton_poi_add"]
-
-
-def test_a_kernel_that_waits_for_the_last_one_does_not_count_twice():
-    early = [Kernel("a", 0.0, 10.0), Kernel("b", 2.0, 11.0), Kernel("c", 3.0, 4.0), Kernel("d", 15.0, 1.0)]
-    alone = [Kernel("a", 0.0, 10.0), Kernel("b", 10.0, 3.0), Kernel("c", 13.0, 0.0), Kernel("d", 15.0, 1.0)]
-    assert behind_each_other(early) == alone
-    assert behind_each_other(alone) == alone
-
-
-def test_idle_stretches_of_overlapping_kernels():
-    kernels = [Kernel("a", 0.0, 10.0), Kernel("b", 2.0, 3.0), Kernel("c", 12.0, 1.0), Kernel("d", 13.0, 1.0)]
-    assert idle(kernels) == [(10.0, 2.0)]
-
-
-def test_timeline_picture(tmp_path):
-    names = ("nvjet_x", "split_kv_attention_kernel", "rope_append_kv_kernel")
-    kernels = [Kernel(names[i % 3], 10.0 * i, 9.0 - i % 3) for i in range(60)]
-    round_profile.plot(tmp_path / "new" / "round.png", kernels, "title")
-    with Image.open(tmp_path / "new" / "round.png") as image:
-        assert image.width > 1000
-        colors = {color for _, color in image.convert("RGB").getcolors(1 << 24)}
-    assert {(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40)} <= colors  # every lane has bars
-    with pytest.raises(ValueError, match="at least one"):
-        round_profile.plot(tmp_path / "empty.png", [], "title")
-
-
-def test_time_above_the_floor_by_where_it_goes():
-    row = {"matmul_ms": 4.6, "attention_ms": 0.4, "other_ms": 0.3, "gaps_ms": 0.1, "weights_floor_ms": 4.0, "kv_floor_ms": 0.3}
-    assert above_floor(row) == pytest.approx({"matmul": 0.6, "attention": 0.1, "other": 0.3, "gaps": 0.1})
-    assert above_floor({"ms": 200.0}) is None
-
-
-def test_whether_auto_is_the_fastest():
-    def row(backend: str, ms: float, **more) -> dict:
-        same = {"model": "m+eagle3", "bs": 1, "context": 8, "steps": 3, "topk": 1, "round": "speculative", "passes": True}
-        return same | {"backend": backend, "ms": ms} | more
-
-    ahead, level = (
-        judge_auto([row("auto", 5.0), row("flashinfer-xqa", 4.9), row("triton", 5.1)])[0],
-        judge_auto([row("auto", 5.0), row("flashinfer-xqa", 4.7), row("auto", 1.0, bs=2)]),
-    )
-    assert (ahead["fastest"], ahead["auto_over_fastest"], ahead["auto_wins"], ahead["why"]) == (
-        "flashinfer-xqa",
-        1.02,
-        True,
-        None,
-    )
-    assert [v["auto_wins"] for v in level] == [False]  # and nothing is said about a case with one backend
-    assert "rank" in level[0]["why"]
-    (planned,) = judge_auto([row("auto", 5.0), row("flashinfer-fa2", 4.0)])
-    assert "plans on the host" in planned["why"]
-    assert judge_auto([row("auto", 5.0), row("transformers", 4.0, round="assisted")]) == []
-
-
-def test_what_a_round_is_judged_by():
-    """A sampled round by the greedy one of its case, one with penalties by the same without."""
-    sampled = {"sampled": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05}
-
-    def row(ms: float, **more) -> dict:
-        same = {"model": "m+eagle3", "bs": 1, "context": 8, "steps": 3, "topk": 1, "round": "speculative", "backend": "auto"}
-        return same | {"passes": True, "ms": ms} | more
-
-    tree = {"topk": 4, "num_tokens": 16}
-    rows = [row(4.0), row(5.0, **sampled), row(4.1, penalties=True), row(5.2, **sampled, penalties=True), row(6.0, **tree)]
-    rows += [row(6.6, **tree, **sampled), row(7.0, bs=8, **sampled), row(7.0, backend="triton", **sampled)]
-    assert [(a["ms"], b["ms"]) for a, b in beside_base(rows)] == [(5.0, 4.0), (4.1, 4.0), (5.2, 5.0), (6.6, 6.0)]
-    cells = [list(column.cells) for column in choice_table(rows).columns]
-    assert cells[-1] == ["1.250", "1.025", "1.040", "1.100"]
-    assert cells[0][3] == "m+eagle3, S=3, K=4, 16 tokens"
-    assert cells[4][0] == "temperature 0.6, top-k 20, top-p 0.9, min-p 0.05"
-    assert cells[6] == ["greedy", "greedy", "temperature 0.6, top-k 20, top-p 0.9, min-p 0.05", "greedy"]
-    assert kind(rows[3]) == "speculative, sampled, penalties"
-    invariant = [row(4.2, invariant=True), row(5.5, **sampled, invariant=True)]
-    assert [(a["ms"], b["ms"]) for a, b in beside_base(rows[:2] + invariant)] == [(5.0, 4.0), (4.2, 4.0), (5.5, 5.0)]
-    assert describe_choice(invariant[0]) == "greedy, batch-invariant"
-    assert choice_table(rows[:1]) is None
-    # Verdicts on `auto` keep them apart.
-    other = [row(3.0, backend="triton"), row(6.0, backend="triton", **sampled)]
-    assert [(v["fastest"], v.get("sampled")) for v in judge_auto([*rows[:2], *other])] == [("triton", None), ("auto", True)]
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-mla"])

@@ -25,7 +25,7 @@ from spec_ops.ops.reference import (
     sampling,
     tree,
 )
-from tests.ops.test_opcheck import SAMPLES, SEEDS, WITH_FP8, overload, sample
+from tests.helpers.op_samples import SAMPLES, SEEDS, WITH_FP8, overload, sample
 
 MODULES: tuple[ModuleType, ...] = (
     kv_cache, kv_indices, tree, accept, sampling, rope, linear, concatenate, lookup, moe, invariant, collectives

@@ -33,7 +33,8 @@ from tests.helpers.mixtures import (  # noqa: E402
     routing_ids,
     stored_call,
 )
-from tests.ops.test_opcheck import Source, route_experts_sample  # noqa: E402
+from tests.helpers.op_samples import route_experts_sample  # noqa: E402
+from tests.helpers.sample_source import Source  # noqa: E402
 
 TOKENS = (1, 3, 8, 9, 16, 17, 40, 64, 65, 300)
 BF16 = torch.bfloat16

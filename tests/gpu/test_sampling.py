@@ -19,8 +19,8 @@ from spec_ops.ops.reference import sampling as reference  # noqa: E402
 from spec_ops.ops.reference.accept import accept_sampled_logits as accept_reference  # noqa: E402
 from tests.helpers.accept_rows import ROW_KINDS, long_rows  # noqa: E402
 from tests.helpers.op_cases import Copy, Rng, compare  # noqa: E402
+from tests.helpers.op_samples import overload  # noqa: E402
 from tests.helpers.undecided_rows import HOT, undecided_rows  # noqa: E402
-from tests.ops.test_opcheck import overload  # noqa: E402
 
 SHAPES = [(1, 1, 128_256), (4, 1, 128_256), (8, 4, 32_000), (3, 2, 262_144), (2, 1, 201_088), (150, 1, 50_257), (5, 1, 777)]
 FILTERS = ["", "k", "p", "m", "kp", "kpm"]

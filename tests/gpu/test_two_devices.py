@@ -34,9 +34,9 @@ from spec_ops.parallel import TensorParallel  # noqa: E402
 from tests.backends.test_workspace import in_threads  # noqa: E402
 from tests.gpu import two_ranks  # noqa: E402
 from tests.helpers.groups import alone  # noqa: E402
+from tests.helpers.op_samples import SAMPLES, SEEDS, flat_tensors, overload, sample  # noqa: E402
 from tests.helpers.pass_harness import registered  # noqa: E402
 from tests.helpers.paths import ROOT  # noqa: E402
-from tests.ops.test_opcheck import SAMPLES, SEEDS, flat_tensors, overload, sample  # noqa: E402
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 BOTH = (FIRST, SECOND)

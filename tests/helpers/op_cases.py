@@ -15,7 +15,8 @@ import torch
 
 from tests.helpers import tree_oracle
 from tests.helpers.exact import ALMOST_ONE
-from tests.ops.test_opcheck import SAMPLES, Source
+from tests.helpers.op_samples import SAMPLES
+from tests.helpers.sample_source import Source
 
 FP8 = torch.float8_e4m3fn
 # (module of the kernels, module of the references): ops.

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 import spec_ops
-from tests.ops.test_opcheck import SAMPLES, flat_tensors, overload, sample
+from tests.helpers.op_samples import SAMPLES, flat_tensors, overload, sample
 
 # These take integers alone, which have no gradients.
 INTEGERS = (

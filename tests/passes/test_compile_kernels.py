@@ -25,9 +25,9 @@ from spec_ops.passes.compile_kernels import CompileKernels  # noqa: E402
 from spec_ops.passes.row_scatter import register_lowerings  # noqa: E402
 from spec_ops.passes.write_in_place import WriteInPlace  # noqa: E402
 from tests.helpers.inductor_cuda import cuda_graph  # noqa: E402
+from tests.helpers.op_samples import SAMPLES, overload, sample  # noqa: E402
 from tests.helpers.pass_harness import capture, texts  # noqa: E402
 from tests.helpers.triton_target import choosing_for, keys, pretended_gpu  # noqa: E402
-from tests.ops.test_opcheck import SAMPLES, overload, sample  # noqa: E402
 
 H200, B200 = Target(90, 132), Target(100, 148)
 CUDA = torch.device("cuda", 0)

@@ -28,14 +28,16 @@ def start(impl: Any, config: Any, page_size: int | None = None, device: torch.de
 
 
 def needed(impl: Any, config: Any, page_size: int | None = None) -> Iterator[tuple[Layer, Batches]]:
-    """Most batches have as many queries a request as drafts are verified, or one. vLLM itself computes prompts of MLA, and
-    writes its cache."""
+    """Most batches have as many queries a request as drafts are verified, or one. A prompt of fewer tokens that a batch begins
+    with is verified too. vLLM itself computes prompts of MLA, and writes its cache."""
     if not (page_size := page_size or config.cache_config.block_size):
         return
     dtype, scheduler, speculation = config.model_config.dtype, config.scheduler_config, config.speculative_config
     steps = [Step("draft_decode", 1)]
+    few = []
     if drafts := speculation and speculation.num_speculative_tokens:
         steps.append(Step("target_verify", 1 + drafts))
+        few = [Step("target_verify", queries) for queries in range(2, 1 + drafts)]
     yield (
         Layer(
             impl.is_mla, dtype, cache_dtype(impl.kv_cache_dtype, dtype), impl.num_heads, impl.num_kv_heads, impl.head_size,
@@ -44,6 +46,6 @@ def needed(impl: Any, config: Any, page_size: int | None = None) -> Iterator[tup
         ),
         Batches(
             tuple(steps), scheduler.max_num_seqs, 0 if impl.is_mla else scheduler.max_num_batched_tokens,
-            appends=not impl.is_mla,
+            appends=not impl.is_mla, few=tuple(few),
         ),
     )  # fmt: skip

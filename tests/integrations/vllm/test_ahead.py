@@ -29,6 +29,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LENGTH, REQUESTS, TOKENS, PAGE, DRAFTS = 2048, 9, 1000, 64, 3
 # Query lengths of batches: recorded ones of all sizes, and mixed ones, where prompts begin anywhere.
 UNIFORM = [[1] * bs for bs in range(1, REQUESTS + 1)] + [[1 + DRAFTS] * bs for bs in range(1, REQUESTS + 1)]
+SHORT_PROMPTS = [[2, 700], [3], [2, 2, 9]]  # verified by requests that a batch begins with
 RAGGED_BATCHES = [[4] * bs + [n, m] for bs in range(4) for n, m in ((5, 9), (64, 17), (1, 700), (991, 1))] + [[TOKENS], [5]]
 
 
@@ -110,10 +111,10 @@ def test_what_is_compiled_is_what_batches_launch(backend, given, layout):
     cache = cache if layout == "HND" else cache.transpose(1, 2)
     with pretended_gpu(), keys() as compiled:
         compile_in_background(ahead.launches(*next(ours.needed(impl, engine())), H200), CUDA)
-    binaries = launched(impl, cache, UNIFORM + RAGGED_BATCHES)
+    binaries = launched(impl, cache, UNIFORM + RAGGED_BATCHES + SHORT_PROMPTS)
     assert binaries == set(compiled)
-    # Of 1 to 9 requests four sizes count: up to 2, 4, 8 and 16.
-    assert len([name for name, _ in binaries if "split" in name]) == 2 * 4
+    # Of 1 to 9 requests four sizes count: up to 2, 4, 8 and 16. Prompts of 2 and 3 tokens have binaries of their own.
+    assert len([name for name, _ in binaries if "split" in name]) == 2 * 4 + 2
 
 
 LATENT = {
@@ -134,7 +135,7 @@ def test_latent_attention(mla):
         compile_in_background(ahead.launches(*next(ours.needed(impl, engine())), H200), CUDA)
     cache, seen = torch.zeros(5, PAGE, 576, dtype=BF16), set()
     with pretended_gpu(), choosing_for(H200), keys() as found:
-        for lens in UNIFORM:
+        for lens in [*UNIFORM, [2], [3, 3]]:
             q = torch.zeros(len(lens), lens[0], 16, 576, dtype=BF16)
             tables, step = torch.zeros(len(lens), 17, dtype=torch.int32), "draft_decode" if lens[0] == 1 else "target_verify"
             launcher.attention(

@@ -40,6 +40,7 @@ from spec_ops.passes.fallbacks import register_fallbacks
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.fuse_rope_append import FuseRopeAppend
+from spec_ops.passes.fuse_rounding import FuseRounding
 from spec_ops.passes.fuse_router import FuseRouter
 from spec_ops.passes.history import History
 from spec_ops.passes.hoist_row_select import HoistRowSelect
@@ -78,6 +79,7 @@ PASSES: tuple[GraphPass, ...] = (
     LowerAllReduce(),
     LowerSkinnyMm(),
     FuseNormLinear(),
+    FuseRounding(),
     RequireInvariance(),
     SplitArgmax(),
     ShareOpInputs(),

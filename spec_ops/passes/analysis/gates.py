@@ -33,13 +33,11 @@ class Gated(NamedTuple):
 
     Attributes:
         activation: one of `spec_ops.ops.rounding.ACTIVATIONS`.
-        inside: the nodes between.
     """
 
     activation: str
     gate: fx.Node
     up: fx.Node
-    inside: set[fx.Node]
 
 
 def gated(out: fx.Node) -> Gated | None:
@@ -52,20 +50,18 @@ def gated(out: fx.Node) -> Gated | None:
             continue
         for activation, form in _FORMS:
             found: dict[str, fx.Node] = {}
-            inside: set[fx.Node] = set()
-            if not _matches(rounded.args[0], form, found, inside) or not is_convert(exact := found[_X], torch.float32):
+            if not _matches(rounded.args[0], form, found):
                 continue
-            gate: Any = exact.args[0]
-            alike = all(value(part).shape == value(out).shape and value(part).dtype == dtype for part in (gate, up))
-            if alike:
-                return Gated(activation, gate, up, {rounded, exact, *inside})
+            gate = found[_X]
+            if all(value(part).shape == value(out).shape and value(part).dtype == dtype for part in (gate, up)):
+                return Gated(activation, gate, up)
     return None
 
 
-def _matches(node: Any, form: Any, found: dict[str, fx.Node], inside: set[fx.Node]) -> bool:
-    """Whether `node` is computed as `form` says. `found` and `inside` grow."""
+def _matches(node: Any, form: Any, found: dict[str, fx.Node]) -> bool:
+    """Whether `node` is computed as `form` says, of one value in float32 that `found` has then as it was before."""
     if form == _X:
-        return isinstance(node, fx.Node) and found.setdefault(_X, node) is node
+        return is_convert(node, torch.float32) and found.setdefault(_X, node.args[0]) is node.args[0]
     if isinstance(form, (int, float)):
         return isinstance(node, (int, float)) and abs(node - form) < 1e-6
     targets, *operands = form
@@ -73,9 +69,8 @@ def _matches(node: Any, form: Any, found: dict[str, fx.Node], inside: set[fx.Nod
         return False
     orders = [operands] if len(operands) == 1 or targets is _DIV else [operands, operands[::-1]]
     for order in orders:
-        trial, nodes = dict(found), set(inside)
-        if all(_matches(part, wanted, trial, nodes) for part, wanted in zip(node.args, order, strict=True)):
+        trial = dict(found)
+        if all(_matches(part, wanted, trial) for part, wanted in zip(node.args, order, strict=True)):
             found.update(trial)
-            inside |= nodes | {node}
             return True
     return False

@@ -64,19 +64,19 @@ def rounding_of(numbers: Any, steps: Any) -> Rounding:
     inside: set[fx.Node] = set()
     numbers, steps = _wide(numbers, set()), _wide(steps, set())
     if numbers.target is not _CONVERT or value(numbers).dtype != torch.float8_e4m3fn:
-        raise NotARoundingError("they are numbers of float8 already")
-    quotient, clamped = _without_clamps(numbers.args[0], inside)
+        raise NotARoundingError(f"numbers of float8 come from {numbers.target}")
+    quotient, clamped, dtype = _without_clamps(numbers.args[0], inside)
     if quotient.target is not aten.div.Tensor or not all(isinstance(part, fx.Node) for part in quotient.args):
         raise NotARoundingError(f"they are computed by {quotient.target}, not as rows over their steps")
     rows = _wide(quotient.args[0], inside)
-    if _wide(quotient.args[1], inside) is not steps:
+    if _wide(quotient.args[1], set()) is not steps:
         raise NotARoundingError("they are divided by other steps than multiply them")
     if value(rows).dtype not in (torch.bfloat16, torch.float16):
         raise NotARoundingError(f"rows are {value(rows).dtype} before")
     inside |= {numbers, quotient}
     dtypes = value(rows).dtype, torch.float32
-    if value(quotient).dtype not in dtypes:
-        raise NotARoundingError(f"quotients are {value(quotient).dtype}")
+    if dtype not in dtypes:
+        raise NotARoundingError(f"quotients are {dtype}")
     if value(steps).numel() == 1 and is_stored(given := _of_any_dtype(steps)):
         if not clamped:
             raise NotARoundingError(f"they are not cut off at {FLOAT8_MAX:g}, and their step is given")
@@ -95,7 +95,7 @@ def rounding_of(numbers: Any, steps: Any) -> Rounding:
         of_step = value(quotient).shape
         if value(quotient.args[1]).shape != (*of_step[:-1], 1) or of_step[-1] != columns:
             raise NotARoundingError("steps are spread over other columns than they are of")
-    return Rounding(rows, columns, step_dtype, value(quotient).dtype, least, zero, given, numbers, steps, inside)
+    return Rounding(rows, columns, step_dtype, dtype, least, zero, given, numbers, steps, inside)
 
 
 def _wide(node: Any, inside: set[fx.Node]) -> Any:
@@ -130,23 +130,26 @@ def _of_any_dtype(node: Any) -> Any:
     return node
 
 
-def _without_clamps(node: Any, inside: set[fx.Node]) -> tuple[Any, bool]:
-    """What is cut off at the greatest numbers of float8, and whether it is at both ends."""
-    ends = set()
+def _without_clamps(node: Any, inside: set[fx.Node]) -> tuple[Any, bool, torch.dtype]:
+    """What is cut off at the greatest numbers of float8, whether it is at both ends, and the dtype that it is rounded to. (Those
+    numbers are in all dtypes: it does not matter which comes first.)"""
+    ends, dtype = set(), value(node).dtype
     while True:
+        low = high = None
         if node.target is aten.clamp.default:
             low, high = arg(node, "min"), arg(node, "max")
-        elif node.target in (aten.clamp_min.default, aten.clamp_max.default):
-            low, high = (node.args[1], None) if node.target is aten.clamp_min.default else (None, node.args[1])
-        elif _widens(node) or node.target in RESHAPES:
-            low = high = None
-        else:
-            return node, ends == {-FLOAT8_MAX, FLOAT8_MAX}
+        elif node.target is aten.clamp_min.default:
+            low = node.args[1]
+        elif node.target is aten.clamp_max.default:
+            high = node.args[1]
+        elif node.target is not _CONVERT and node.target not in RESHAPES:
+            return node, ends == {-FLOAT8_MAX, FLOAT8_MAX}, dtype
         if low not in (None, -FLOAT8_MAX) or high not in (None, FLOAT8_MAX):
-            raise NotARoundingError(f"they are cut off at {low} and {high}")
+            raise NotARoundingError(f"they are cut off at {high if low is None else low}")
         ends |= {low, high} - {None}
         inside.add(node)
         node = node.args[0]
+        dtype = min(dtype, value(node).dtype, key=lambda given: given.itemsize)
 
 
 def _steps(node: Any, inside: set[fx.Node]) -> tuple[int, torch.dtype, float, float, Any]:

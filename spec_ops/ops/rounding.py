@@ -7,7 +7,7 @@ They have no public wrappers. Rows are rounded as `torch` would round them in ea
     step = where(max(step, least) == 0, zero, max(step, least))
     numbers = (rows / step).to(quotient_dtype).clamp(-448, 448).to(float8_e4m3fn)
 
-`rows` have been rounded to the dtype of the inputs before, and are float32 here. A NaN makes the numbers of its group NaN.
+A NaN makes the numbers of its group NaN.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ gated_round_rows_op = define_op(
 )
 
 
-def _norm_fake(x, weight, eps, rounded, *how):
+def _norm_fake(x, weight, eps, roundings, *how):
     return _rounded("norm_round_rows", x, *how)
 
 
-# `round_rows` of `x * rsqrt(mean(x^2) + eps) * weight [k]`, rounded to the dtype of `x`; with `rounded` before the weight too.
-# k is up to `MAX_COLUMNS`.
+# `round_rows` of `x * rsqrt(mean(x^2) + eps) * weight [k]`, which is rounded to the dtype of `x` so often before: 1 time, 2 times
+# (before the weight too), or not at all. k is up to `MAX_COLUMNS`.
 norm_round_rows_op = define_op(
-    f"norm_round_rows(Tensor x, Tensor weight, float eps, bool rounded, {_HOW}) -> {_ROUNDED}",
+    f"norm_round_rows(Tensor x, Tensor weight, float eps, int roundings, {_HOW}) -> {_ROUNDED}",
     reference.norm_round_rows,
     _norm_fake,
     cuda=f"{_KERNELS}norm_round_rows",
 )
 
 
-def _add_norm_fake(x, residual, weight, eps, rounded, *how):
+def _add_norm_fake(x, residual, weight, eps, roundings, *how):
     return (x.new_empty(x.shape), *_rounded("add_norm_round_rows", x, *how))
 
 
 # `total = x + residual [m, k]`, contiguous, in their dtype, and `norm_round_rows` of it.
 add_norm_round_rows_op = define_op(
-    f"add_norm_round_rows(Tensor x, Tensor residual, Tensor weight, float eps, bool rounded, {_HOW}) "
+    f"add_norm_round_rows(Tensor x, Tensor residual, Tensor weight, float eps, int roundings, {_HOW}) "
     "-> (Tensor total, Tensor numbers, Tensor steps)",
     reference.add_norm_round_rows,
     _add_norm_fake,

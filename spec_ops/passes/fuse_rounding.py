@@ -57,7 +57,7 @@ class FuseRounding(GraphPass):
             products.setdefault((_unshaped(node.args[0]), _unshaped(node.args[1])), []).append(node)
         if not products:
             return
-        norms = {norm.out: norm for norm in find_norms(graph)}
+        norms = {norm.out: norm for unrounded in (False, True) for norm in find_norms(graph, unrounded)}
         for readers in products.values():
             first = readers[0]
             m, k = value(first.args[0]).shape
@@ -87,7 +87,15 @@ def _fuse(
     how = (columns, rounding.step_dtype, rounding.quotient_dtype, rounding.least, rounding.zero, rounding.given)
     first = next(node for node in graph.nodes if node is rounding.numbers or node in rounding.inside)
     norm, gate = norms.get(before), gated(before)
+    if norm is None and before.target is prims.convert_element_type.default:
+        norm = norms.get(before.args[0])  # which is read in float32 as well
     whole = columns == k and rounding.given is None
+    dtype = value(before if norm is None else norm.x).dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise _NotFusedError(f"rows are {dtype} before")
+    for name, of in (("steps", rounding.step_dtype), ("quotients", rounding.quotient_dtype)):
+        if of not in (dtype, torch.float32):
+            raise _NotFusedError(f"{name} are {of}")
     if norm is not None and value(norm.x).shape[-1] == k:
         if k > MAX_COLUMNS:
             raise _NotFusedError(f"rows of more than {MAX_COLUMNS} columns")
@@ -112,8 +120,10 @@ def _with_norm(
     weight = value(norm.weight)
     if norm.weight.op not in ("placeholder", "get_attr") or weight.dtype != value(norm.x).dtype:
         raise _NotFusedError("the norm's weight is not an input of the rows' dtype")
-    # `(x * rstd).to(dtype) * weight` ends with the product, the other form with a conversion.
-    norm_how = (norm.weight, norm.eps, norm.out.target is aten.mul.Tensor, *how)
+    # `(x * rstd).to(dtype) * weight` ends with the product; the other form with a conversion, if it is not left out.
+    converts = rounding.rows.target is prims.convert_element_type.default
+    roundings = 1 if converts else 0 if value(rounding.rows).dtype == torch.float32 else 2
+    norm_how = (norm.weight, norm.eps, roundings, *how)
     total = _unshaped(norm.x)
     terms: Any = total.args
     if total.target is aten.add.Tensor and not total.kwargs and all(_is_alike(term, total) for term in terms):

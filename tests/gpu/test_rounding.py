@@ -82,11 +82,11 @@ def test_after_activations_and_norms(kind, dtype):
         for name, fn in (("silu", F.silu), ("gelu", F.gelu), ("gelu_tanh", lambda v: F.gelu(v, approximate="tanh"))):
             got = gated_round_rows_op(both[:, :k], both[:, k:], name, *called)
             same(got, inputs.rounded(fn(x) * y, scale), kind, 5e-3)
-        total, *got = add_norm_round_rows_op(x, y, weight, 1e-5, True, *called)
+        total, *got = add_norm_round_rows_op(x, y, weight, 1e-5, 2, *called)
         assert torch.equal(total, x + y)
         exact = total.float() * torch.rsqrt(total.float().square().mean(1, True) + 1e-5)
         same(tuple(got), inputs.rounded(exact.to(dtype) * weight, scale), kind, 5e-3)
-        got = norm_round_rows_op(total, weight, 1e-5, False, *called)
+        got = norm_round_rows_op(total, weight, 1e-5, 1, *called)
         same(got, inputs.rounded((exact * weight.float()).to(dtype), scale), kind, 5e-3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,14 @@ def round_rows(
     step: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     groups, rows = rounding_shape("round_rows", x, columns, step_dtype, quotient_dtype, step)
-    values = x.unflatten(1, (x.shape[1] // columns, columns)).float()
+    return _rounded(x.float(), groups, rows, columns, step_dtype, quotient_dtype, least, zero, step)
+
+
+def _rounded(
+    x: torch.Tensor, groups: int, rows: int, columns: int, step_dtype: torch.dtype, quotient_dtype: torch.dtype, least: float,
+    zero: float, step: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    values = x.unflatten(1, (x.shape[1] // columns, columns))
     if step is None:
         # torch divides by a number on a GPU as it is done here.
         inverse = torch.ones((), device=x.device) / FLOAT8_MAX
@@ -41,20 +49,26 @@ def round_rows(
 
 
 def gated_round_rows(
-    gate: torch.Tensor, up: torch.Tensor, activation: str, *how: object
+    gate: torch.Tensor, up: torch.Tensor, activation: str, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     activated = ACTIVATIONS[activation](gate.float()).to(gate.dtype)
-    return round_rows(activated * up, *how)  # type: ignore[arg-type]
+    return round_rows(activated * up, *how)
 
 
 def norm_round_rows(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rounded: bool, *how: object
+    x: torch.Tensor, weight: torch.Tensor, eps: float, roundings: int, columns: int, step_dtype: torch.dtype,
+    quotient_dtype: torch.dtype, least: float, zero: float, step: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return round_rows(invariant.rms_norm(x, weight, eps, rounded), *how)  # type: ignore[arg-type]
+    groups, rows = rounding_shape("norm_round_rows", x, columns, step_dtype, quotient_dtype, step)
+    if roundings:
+        out = invariant.rms_norm(x, weight, eps, roundings == 2).float()
+    else:
+        out = invariant.rms_norm(x.float(), weight.float(), eps, False)
+    return _rounded(out, groups, rows, columns, step_dtype, quotient_dtype, least, zero, step)
 
 
 def add_norm_round_rows(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rounded: bool, *how: object
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, roundings: int, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     total = (x + residual).contiguous()
-    return total, *norm_round_rows(total, weight, eps, rounded, *how)
+    return total, *norm_round_rows(total, weight, eps, roundings, *how)

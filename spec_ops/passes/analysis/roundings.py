@@ -32,7 +32,7 @@ class Rounding(NamedTuple):
     """How rows become numbers and steps.
 
     Attributes:
-        rows: that are rounded, of 16 bits, in any shape.
+        rows: that are rounded, in any shape.
         columns: that share a step; 0 where one is given.
         step_dtype, quotient_dtype, least, zero: see `spec_ops.ops.rounding`.
         given: the step that all rows share, an input of the graph; None if each group has its own.
@@ -71,27 +71,20 @@ def rounding_of(numbers: Any, steps: Any) -> Rounding:
     rows = _wide(quotient.args[0], inside)
     if _wide(quotient.args[1], set()) is not steps:
         raise NotARoundingError("they are divided by other steps than multiply them")
-    if value(rows).dtype not in (torch.bfloat16, torch.float16):
-        raise NotARoundingError(f"rows are {value(rows).dtype} before")
     inside |= {numbers, quotient}
-    dtypes = value(rows).dtype, torch.float32
-    if dtype not in dtypes:
-        raise NotARoundingError(f"quotients are {dtype}")
     if value(steps).numel() == 1 and is_stored(given := _of_any_dtype(steps)):
         if not clamped:
             raise NotARoundingError(f"they are not cut off at {FLOAT8_MAX:g}, and their step is given")
         step_dtype = min((value(node).dtype for node in _converts(steps)), key=lambda dtype: dtype.itemsize, default=torch.float32)
-        if step_dtype not in dtypes:
-            raise NotARoundingError(f"their step is {step_dtype}")
         columns, least, zero = 0, 0.0, 0.0
     else:
         given = None
         inside.add(steps)
         columns, step_dtype, least, zero, inner = _steps(steps, inside)
         if inner is not rows:
-            raise NotARoundingError("their steps are not those of the same rows")
-        if step_dtype not in dtypes:
-            raise NotARoundingError(f"their steps are {step_dtype}")
+            if inner.target is not _CONVERT or inner.args[0] is not rows:
+                raise NotARoundingError("their steps are not those of the same rows")
+            inside.add(rows := inner)  # before rows became float32 again, which Inductor has left out
         of_step = value(quotient).shape
         if value(quotient.args[1]).shape != (*of_step[:-1], 1) or of_step[-1] != columns:
             raise NotARoundingError("steps are spread over other columns than they are of")

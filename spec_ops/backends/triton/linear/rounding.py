@@ -19,6 +19,7 @@ import triton.language as tl
 
 from spec_ops.backends.float8_rows import FLOAT8_MAX, MAX_COLUMNS, rounding_shape
 from spec_ops.backends.registry import BackendError
+from spec_ops.backends.triton.linear.quantized import INTERPRETED
 from spec_ops.backends.triton.moe.activation import activated
 from spec_ops.backends.triton.runtime.ahead import FP8_ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, recorded
@@ -36,10 +37,27 @@ def _rounded_to(value, dtype: tl.constexpr):
     return value.to(dtype).to(tl.float32)
 
 
+@triton.jit
+def _quotient(value, divisor, BOUNDED: tl.constexpr):
+    """`value [.., n] / divisor [.., 1]`, rounded once as a division is. Of `BOUNDED` quotients, some hundreds at most, from one
+    reciprocal for all, since divisions would be a good part of the kernel: what each product leaves over is exact (Markstein);
+    the power of 2 keeps that normal, and the reciprocal finite."""
+    if INTERPRETED or not BOUNDED:
+        return tl.div_rn(value, tl.broadcast_to(divisor, value.shape))
+    power = tl.where(divisor < 2.0**-64, 2.0**64, 1.0)
+    divisor *= power
+    value *= power
+    inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    less, inverse = tl.broadcast_to(-divisor, value.shape), tl.broadcast_to(inverse, value.shape)
+    quotient = value * inverse
+    quotient = tl.fma(tl.fma(quotient, less, value), inverse, quotient)
+    return tl.fma(tl.fma(quotient, less, value), inverse, quotient)
+
+
 @triton.jit(do_not_specialize=["M"])
 def round_rows_kernel(
     x, x_row, up, up_row, residual, residual_row, weight, eps, total, step, least, zero, numbers, steps, M, N,
-    ACTIVATION: tl.constexpr, ROUNDED: tl.constexpr, STEP_ROUNDED: tl.constexpr, QUOTIENT_ROUNDED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ROUNDINGS: tl.constexpr, STEP_ROUNDED: tl.constexpr, QUOTIENT_ROUNDED: tl.constexpr,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `row, part`: `GROUPS` groups of `COLUMNS`, those that share a step or all of a row and more. `x`, `up`,
@@ -62,9 +80,11 @@ def round_rows_kernel(
         g = tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
         # `abs` changes no value: `norm.store_sum` says what for.
         value *= tl.rsqrt(tl.sum(tl.sum(tl.abs(value * value), 1), 0) / N + eps)
-        if ROUNDED:
+        if ROUNDINGS == 2:
             value = _rounded_to(value, dtype)
-        value = _rounded_to(value * g, dtype)
+        value *= g
+        if ROUNDINGS > 0:
+            value = _rounded_to(value, dtype)
     if step is None:
         # Magnitudes are in the order of their bits, with NaN above all.
         bits = tl.max(tl.abs(value).to(tl.int32, bitcast=True), 1)
@@ -75,11 +95,11 @@ def round_rows_kernel(
         divisor = tl.where(divisor == 0, tl.cast(zero, tl.float32), divisor)
         tl.store(steps + group * M + row, divisor, mask=group * COLUMNS < N)
     else:
-        divisor = tl.load(step).to(tl.float32)
+        divisor = tl.full([1, 1], 1.0, tl.float32) * tl.load(step).to(tl.float32)
         if STEP_ROUNDED:
             divisor = _rounded_to(divisor, dtype)
-        tl.store(steps, divisor, mask=(row == 0) & (tl.program_id(1) == 0))
-    quotient = tl.div_rn(value, tl.broadcast_to(divisor, [GROUPS, COLUMNS]))
+        tl.store(steps + tl.zeros([1, 1], tl.int32), divisor, mask=(row == 0) & (tl.program_id(1) == 0))
+    quotient = _quotient(value, divisor, step is None)
     if QUOTIENT_ROUNDED:
         quotient = _rounded_to(quotient, dtype)
     quotient = tl.clamp(quotient, -_GREATEST, _GREATEST, propagate_nan=tl.PropagateNan.ALL)
@@ -102,25 +122,25 @@ def gated_round_rows(gate: torch.Tensor, up: torch.Tensor, activation: str, *how
 
 
 def norm_round_rows(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rounded: bool, *how: Any
+    x: torch.Tensor, weight: torch.Tensor, eps: float, roundings: int, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `spec_ops.ops.rounding`; raises as `round_rows`."""
-    return _run("norm_round_rows", {"x": x}, *how, weight=weight, eps=eps, rounded=rounded)
+    return _run("norm_round_rows", {"x": x}, *how, weight=weight, eps=eps, roundings=roundings)
 
 
 def add_norm_round_rows(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rounded: bool, *how: Any
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, roundings: int, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `spec_ops.ops.rounding`; raises as `round_rows`."""
     total = x.new_empty(x.shape)
     given = {"x": x, "residual": residual}
-    return total, *_run("add_norm_round_rows", given, *how, weight=weight, eps=eps, rounded=rounded, total=total)
+    return total, *_run("add_norm_round_rows", given, *how, weight=weight, eps=eps, roundings=roundings, total=total)
 
 
 def _run(
     op: str, rows: dict[str, torch.Tensor], columns: int, step_dtype: torch.dtype, quotient_dtype: torch.dtype, least: float,
     zero: float, step: torch.Tensor | None = None, *, activation: str = "", weight: torch.Tensor | None = None,
-    eps: float = 0.0, rounded: bool = False, total: torch.Tensor | None = None,
+    eps: float = 0.0, roundings: int = 0, total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     x, *others = rows.values()
     groups, m = rounding_shape(op, x, columns, step_dtype, quotient_dtype, step)
@@ -151,7 +171,7 @@ def _run(
             round_rows_kernel, (m, triton.cdiv(k, tile["GROUPS"] * tile["COLUMNS"])), x, x.stride(0),
             up, None if up is None else up.stride(0), residual, None if residual is None else residual.stride(0),
             None if weight is None else weight.contiguous(), eps, total, step, least, zero, numbers, steps, m, k,
-            ACTIVATION=activation, ROUNDED=rounded, STEP_ROUNDED=step_dtype != torch.float32,
+            ACTIVATION=activation, ROUNDINGS=roundings, STEP_ROUNDED=step_dtype != torch.float32,
             QUOTIENT_ROUNDED=quotient_dtype != torch.float32, **tile, early=True,
         )  # fmt: skip
     return numbers, steps.t()
@@ -176,7 +196,7 @@ def ahead() -> Iterator[Variant]:
         with recorded() as launches:
             round_rows(x[:, :4096].contiguous(), k or 4096, *how)
             gated_round_rows(x, up, "silu", k or 14336, *how)
-            add_norm_round_rows(x[:, :4096].contiguous(), up[:, :4096].contiguous(), weight, 1e-5, False, k or 4096, *how)
-            norm_round_rows(x[:, :4096].contiguous(), weight, 1e-5, True, k or 4096, *how)
+            add_norm_round_rows(x[:, :4096].contiguous(), up[:, :4096].contiguous(), weight, 1e-5, 1, k or 4096, *how)
+            norm_round_rows(x[:, :4096].contiguous(), weight, 1e-5, 2, k or 4096, *how)
         for op, found in zip(("round_rows", "gated_round_rows", "add_norm_round_rows", "norm_round_rows"), launches, strict=True):
             yield variant_of(f"{op}, steps: {name}", found._replace(early=False), archs=FP8_ARCHS)

@@ -109,6 +109,8 @@ def _fuse(
         call = insert(graph, first, gated_round_rows_op, (*parts, gate.activation, *how), source=readers[0])
         _replace(graph, rounding, call, 0, readers)
         return f"after {gate.activation}(gate) * up"
+    if rounding.given is not None:
+        _check_readers(rounding)  # Inductor rounds to several such steps in one kernel
     call = insert(graph, first, round_rows_op, (_as_rows(graph, first, before, rows), *how), source=readers[0])
     _replace(graph, rounding, call, 0, readers)
     return "alone"

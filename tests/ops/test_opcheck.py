@@ -178,6 +178,15 @@ def float8_mm_sample(s: Source) -> tuple[Any, ...]:
     return x, x_scale, weight, scale, bias, s.pick(*(FLOATS if s.device == "cpu" else FLOATS[1:]))
 
 
+def dequantize_sample(s: Source) -> tuple[Any, ...]:
+    n, k, scale = s.integer(0, 70), 128 * s.integer(1, 3), None
+    while scale is None:  # not a plain weight
+        weight, scale, *more = stored_weight(s, n, k, torch.bfloat16)
+        s.fp8 = True if scale is None else s.fp8
+    zero, tensor_scale = (*more, None)[:2]
+    return weight.view(torch.uint8) if weight.dtype == torch.int8 else weight, scale, zero, tensor_scale, s.pick(*FLOATS)
+
+
 def rounding_sample(s: Source, norm: bool) -> tuple[Any, ...]:
     """Rows, and how they are rounded."""
     dtype = s.pick(*(FLOATS if s.device == "cpu" else FLOATS[1:]))
@@ -516,6 +525,7 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "add_moe_experts": add_moe_experts_sample,
     "skinny_mm": skinny_mm_sample,
     "float8_mm": float8_mm_sample,
+    "dequantize": dequantize_sample,
     "round_rows": round_rows_sample,
     "gated_round_rows": gated_round_rows_sample,
     "norm_round_rows": norm_round_rows_sample,
@@ -563,7 +573,7 @@ def test_every_registered_op_has_samples():
 SEEDS = range(4)
 WITH_FP8 = [name for name in SAMPLES if name.startswith(("mha", "mla", "append", "move", "rope", "moe")) or "skinny" in name]
 
-ALWAYS_FP8 = ["float8_mm", "round_rows", "gated_round_rows", "norm_round_rows", "add_norm_round_rows"]
+ALWAYS_FP8 = ["dequantize", "float8_mm", "round_rows", "gated_round_rows", "norm_round_rows", "add_norm_round_rows"]
 
 
 def sample(name: str, seed: int, device: str, fp8: bool) -> tuple[Any, ...]:

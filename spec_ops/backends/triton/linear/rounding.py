@@ -1,8 +1,8 @@
 """Rows rounded to float8 for `float8_mm`, with the activation or the norm before that, in one launch.
 
 A row is as long as its greatest magnitude takes to find: where a row has one step, or is normalized, a program has all of it in
-registers; where 128 columns have one, some groups of a row. It is launched early, and lets the product after it come early too:
-that asks for its weight meanwhile.
+registers; where 128 columns have one, some groups of a row. The product after it is launched early, and asks for its weight
+meanwhile. Figures: `docs/notebook/products.md`, "Rounding rows to float8".
 
 The bits are those of eager torch on a GPU, which rounds after the activation, the product with `up` and the norm, but for an
 activation or a norm whose last bit in float32 decides how it is rounded to 16 bits.
@@ -22,11 +22,13 @@ from spec_ops.backends.registry import BackendError
 from spec_ops.backends.triton.linear.quantized import INTERPRETED
 from spec_ops.backends.triton.moe.activation import activated
 from spec_ops.backends.triton.runtime.ahead import FP8_ARCHS, Variant, variant_of
-from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, recorded
+from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, num_sms, recorded
 from spec_ops.backends.weight_format import BLOCK
 
-GROUPS = 16  # of `BLOCK` columns that a program has, where a row is not whole
-A_THREAD = 16  # columns of a whole row
+A_THREAD = 8  # columns of a whole row, with as many warps as there may be
+GROUP_WARPS = 8  # of a program that has some groups of a row
+FULL = 4  # programs for each multiprocessor from which a program has 16 groups, not 8
+EARLY_ROWS = 128  # most that are launched early
 LEAST_ARCH = min(FP8_ARCHS)
 _GREATEST = tl.constexpr(FLOAT8_MAX)
 
@@ -165,26 +167,29 @@ def _run(
         return numbers, steps.t()
     up = rows.get("up")
     residual = rows.get("residual")
-    tile = tile_of(k, BLOCK if step is not None else columns, whole)
+    tile = tile_of(m, k, BLOCK if step is not None else columns, whole, num_sms(x.device))
     with device_guard(x):
         launch(
             round_rows_kernel, (m, triton.cdiv(k, tile["GROUPS"] * tile["COLUMNS"])), x, x.stride(0),
             up, None if up is None else up.stride(0), residual, None if residual is None else residual.stride(0),
             None if weight is None else weight.contiguous(), eps, total, step, least, zero, numbers, steps, m, k,
             ACTIVATION=activation, ROUNDINGS=roundings, STEP_ROUNDED=step_dtype != torch.float32,
-            QUOTIENT_ROUNDED=quotient_dtype != torch.float32, **tile, early=True,
+            QUOTIENT_ROUNDED=quotient_dtype != torch.float32, **tile,
+            # Programs of whole rows are as large as a multiprocessor holds two of: early, some would take two.
+            early=not whole and m <= EARLY_ROWS,
         )  # fmt: skip
     return numbers, steps.t()
 
 
-def tile_of(k: int, columns: int, whole: bool) -> dict[str, Any]:
-    """How many groups, and of which width, a program has of a row of `k`, and its warps: a matter of the weight alone."""
-    if columns == k:
-        width, groups = triton.next_power_of_2(k), 1
-    else:
-        width, groups = columns, triton.next_power_of_2(triton.cdiv(k, columns)) if whole else GROUPS
-    size = width * groups
-    return {"GROUPS": groups, "COLUMNS": width, "num_warps": max(1, min(32, size // (32 * A_THREAD))) if whole else 4}
+def tile_of(m: int, k: int, columns: int, whole: bool, sms: int) -> dict[str, Any]:
+    """How many groups, and of which width, a program has of a row of `k`, and its warps. Where it sums squares (`whole`) that is
+    a matter of k alone."""
+    if whole:
+        width = triton.next_power_of_2(k) if columns == k else columns
+        groups = triton.next_power_of_2(triton.cdiv(k, width))
+        return {"GROUPS": groups, "COLUMNS": width, "num_warps": max(1, min(32, groups * width // (32 * A_THREAD)))}
+    many = m * triton.cdiv(k, 16 * columns) >= FULL * sms
+    return {"GROUPS": 16 if many else 8, "COLUMNS": columns, "num_warps": GROUP_WARPS}
 
 
 def ahead() -> Iterator[Variant]:

@@ -11,7 +11,7 @@ from spec_ops.ops.reference import rounding as reference
 from tests.helpers.roundings import FP8, KINDS, how, rows
 
 DTYPES = (torch.float16, torch.bfloat16)
-SIZES = ((1, 128), (3, 100), (5, 640), (2, 2304))  # of rows that no tile divides, and of more groups than a program has
+SIZES = ((1, 128), (3, 100), (5, 640), (2, 2304), (18, 256))  # rows that no tile divides; more groups than a program has; many rows
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ In a compiled graph passes choose how a weight is read, so a trace has the dequa
   where it is known to be right;
 - any other weight is dequantized by one kernel, and cuBLAS multiplies.
 
-`torch._scaled_mm` accumulates in float32 (`use_fast_accum=False`). With scales of 128 x 128 it is cuBLAS's, of CUDA 12.9 and for
-Hopper, which wants rows in fours, and whose results are wrong without a word if k is no multiple of 512
+`torch._scaled_mm` accumulates in float32 (`use_fast_accum=False`). With scales of 128 x 128 it is cuBLAS's, of CUDA 12.9 and
+for Hopper, which wants rows in fours, and whose results are wrong without a word if k is no multiple of 512
 (`docs/notebook/products.md`, "Rows and weights of 8 bits on Hopper").
 """
 

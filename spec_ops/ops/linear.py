@@ -71,7 +71,6 @@ float8_mm_op = define_op(
 )
 
 
-
 def _dequantize_fake(weight, scale, zero, tensor_scale, dtype):
     weight_format("dequantize", weight, scale, zero, tensor_scale)
     return weight.new_empty(weight.shape[0], columns_of(weight), dtype=dtype)

@@ -62,8 +62,8 @@ def _norm_fake(x, weight, eps, roundings, *how):
     return _rounded("norm_round_rows", x, *how)
 
 
-# `round_rows` of `x * rsqrt(mean(x^2) + eps) * weight [k]`, which is rounded to the dtype of `x` so often before: 1 time, 2 times
-# (before the weight too), or not at all. k is up to `MAX_COLUMNS`.
+# `round_rows` of `x * rsqrt(mean(x^2) + eps) * weight [k]`, which is rounded to the dtype of `x` so often before that: once,
+# twice (before the weight too), or not at all. k is up to `MAX_COLUMNS`.
 norm_round_rows_op = define_op(
     f"norm_round_rows(Tensor x, Tensor weight, float eps, int roundings, {_HOW}) -> {_ROUNDED}",
     reference.norm_round_rows,

@@ -88,7 +88,8 @@ def _fuse(
     first = next(node for node in graph.nodes if node is rounding.numbers or node in rounding.inside)
     norm, gate = norms.get(before), gated(before)
     if norm is None and before.target is prims.convert_element_type.default:
-        norm = norms.get(before.args[0])  # which is read in float32 as well
+        exact: Any = before.args[0]  # which is read in float32 as well
+        norm = norms.get(exact)
     whole = columns == k and rounding.given is None
     dtype = value(before if norm is None else norm.x).dtype
     if dtype not in (torch.bfloat16, torch.float16):

@@ -13,9 +13,7 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what runs on a GPU"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="float8 needs sm_89"
-    ),
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="float8 needs sm_89"),
 ]
 
 from spec_ops.models.quantized import float8_tensor  # noqa: E402

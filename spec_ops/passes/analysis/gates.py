@@ -13,19 +13,14 @@ from spec_ops.passes.analysis.norms import is_convert
 aten = torch.ops.aten
 _ADD, _MUL, _DIV = {aten.add.Tensor, aten.add.Scalar}, {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor}
 _X = "x"
+_TANH = (_MUL, (_ADD, _X, (_MUL, (_MUL, (_MUL, _X, _X), _X), 0.044715)), 0.7978845608028654)
 # What Inductor's decompositions make of each, in float32: an operation and its operands, in any order but for a quotient's.
 _FORMS: tuple[tuple[str, Any], ...] = (
     ("silu", (_DIV, _X, (_ADD, ({aten.exp.default}, ({aten.neg.default}, _X)), 1))),
     ("silu", (_MUL, _X, ({aten.sigmoid.default}, _X))),
     ("gelu", (_MUL, (_MUL, _X, 0.5), (_ADD, ({aten.erf.default}, (_MUL, _X, 0.5**0.5)), 1))),
-    (
-        "gelu_tanh",
-        (
-            _MUL, (_MUL, _X, 0.5),
-            (_ADD, ({aten.tanh.default}, (_MUL, (_ADD, _X, (_MUL, (_MUL, (_MUL, _X, _X), _X), 0.044715)), 0.7978845608028654)), 1),
-        ),
-    ),
-)  # fmt: skip
+    ("gelu_tanh", (_MUL, (_MUL, _X, 0.5), (_ADD, ({aten.tanh.default}, _TANH), 1))),
+)
 
 
 class Gated(NamedTuple):
@@ -45,7 +40,8 @@ def gated(out: fx.Node) -> Gated | None:
     if out.target is not aten.mul.Tensor or len(out.args) != 2 or out.kwargs:
         return None
     dtype = value(out).dtype
-    for rounded, up in (out.args, out.args[::-1]):
+    operands: Any = out.args
+    for rounded, up in (operands, operands[::-1]):
         if not isinstance(up, fx.Node) or not is_convert(rounded, dtype) or dtype == torch.float32:
             continue
         for activation, form in _FORMS:

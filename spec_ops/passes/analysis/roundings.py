@@ -75,7 +75,7 @@ def rounding_of(numbers: Any, steps: Any) -> Rounding:
     if value(steps).numel() == 1 and is_stored(given := _of_any_dtype(steps)):
         if not clamped:
             raise NotARoundingError(f"they are not cut off at {FLOAT8_MAX:g}, and their step is given")
-        step_dtype = min((value(node).dtype for node in _converts(steps)), key=lambda dtype: dtype.itemsize, default=torch.float32)
+        step_dtype = min((value(node).dtype for node in _converts(steps)), key=_size, default=torch.float32)
         columns, least, zero = 0, 0.0, 0.0
     else:
         given = None
@@ -97,6 +97,10 @@ def _wide(node: Any, inside: set[fx.Node]) -> Any:
         inside.add(node)
         node = node.args[0]
     return node
+
+
+def _size(dtype: torch.dtype) -> int:
+    return dtype.itemsize
 
 
 def _widens(node: fx.Node) -> bool:
@@ -124,9 +128,10 @@ def _of_any_dtype(node: Any) -> Any:
 
 
 def _without_clamps(node: Any, inside: set[fx.Node]) -> tuple[Any, bool, torch.dtype]:
-    """What is cut off at the greatest numbers of float8, whether it is at both ends, and the dtype that it is rounded to. (Those
-    numbers are in all dtypes: it does not matter which comes first.)"""
-    ends, dtype = set(), value(node).dtype
+    """What is cut off at the greatest numbers of float8, whether it is at both ends, and the dtype that it is rounded to.
+    (Those numbers are in all dtypes: it does not matter which comes first.)"""
+    ends: set[float] = set()
+    dtype = value(node).dtype
     while True:
         low = high = None
         if node.target is aten.clamp.default:
@@ -139,10 +144,10 @@ def _without_clamps(node: Any, inside: set[fx.Node]) -> tuple[Any, bool, torch.d
             return node, ends == {-FLOAT8_MAX, FLOAT8_MAX}, dtype
         if low not in (None, -FLOAT8_MAX) or high not in (None, FLOAT8_MAX):
             raise NotARoundingError(f"they are cut off at {high if low is None else low}")
-        ends |= {low, high} - {None}
+        ends |= {end for end in (low, high) if end is not None}
         inside.add(node)
         node = node.args[0]
-        dtype = min(dtype, value(node).dtype, key=lambda given: given.itemsize)
+        dtype = min(dtype, value(node).dtype, key=_size)
 
 
 def _steps(node: Any, inside: set[fx.Node]) -> tuple[int, torch.dtype, float, float, Any]:

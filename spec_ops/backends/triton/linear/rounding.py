@@ -144,7 +144,7 @@ def _run(
     zero: float, step: torch.Tensor | None = None, *, activation: str = "", weight: torch.Tensor | None = None,
     eps: float = 0.0, roundings: int = 0, total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    x, *others = rows.values()
+    x = next(iter(rows.values()))
     groups, m = rounding_shape(op, x, columns, step_dtype, quotient_dtype, step)
     numbers = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     steps = x.new_empty(groups, m, dtype=torch.float32)
@@ -182,8 +182,8 @@ def _run(
 
 
 def tile_of(m: int, k: int, columns: int, whole: bool, sms: int) -> dict[str, Any]:
-    """How many groups, and of which width, a program has of a row of `k`, and its warps. Where it sums squares (`whole`) that is
-    a matter of k alone."""
+    """How many groups, and of which width, a program has of a row of `k`, and its warps. Of a `whole` row, whose squares it may
+    sum, that is a matter of k alone."""
     if whole:
         width = triton.next_power_of_2(k) if columns == k else columns
         groups = triton.next_power_of_2(triton.cdiv(k, width))
@@ -203,5 +203,6 @@ def ahead() -> Iterator[Variant]:
             gated_round_rows(x, up, "silu", k or 14336, *how)
             add_norm_round_rows(x[:, :4096].contiguous(), up[:, :4096].contiguous(), weight, 1e-5, 1, k or 4096, *how)
             norm_round_rows(x[:, :4096].contiguous(), weight, 1e-5, 2, k or 4096, *how)
-        for op, found in zip(("round_rows", "gated_round_rows", "add_norm_round_rows", "norm_round_rows"), launches, strict=True):
+        ops = "round_rows", "gated_round_rows", "add_norm_round_rows", "norm_round_rows"
+        for op, found in zip(ops, launches, strict=True):
             yield variant_of(f"{op}, steps: {name}", found._replace(early=False), archs=FP8_ARCHS)

@@ -12,11 +12,12 @@ What computes the rows is read backwards from each `float8_mm`, the op that `low
 that were rounded:
 
 - `activation(gate) * up`: SiLU, GELU, and GELU by tanh, of products;
-- an RMS norm, with the residual sum before it where both terms are in memory;
-- anything else that is in memory: what attention, another product or the graph's caller wrote.
+- an RMS norm, with the residual sum before it;
+- rows as they are.
 
-Anything else Inductor computes in the kernel that rounds, and keeps. It keeps also what is read by more than the rounding, and
-roundings of another form (`analysis/roundings.py`).
+What goes in must be in memory: written by attention, another product, an op of ours, or the graph's caller; of a residual sum
+it is enough if others read the terms too, as the next sum does. Anything else Inductor computes in the kernel that rounds, and
+keeps. It keeps also what is read by more than the rounding, and roundings of another form (`analysis/roundings.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from spec_ops.passes.analysis.rows import RESHAPES
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_PIECES = {aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, operator.getitem}
+_PIECES = {aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.select.int, operator.getitem}
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default}
 
 
@@ -130,7 +131,7 @@ def _with_norm(
     total = _unshaped(norm.x)
     terms: Any = total.args
     if total.target is aten.add.Tensor and not total.kwargs and all(_is_alike(term, total) for term in terms):
-        x, residual = (_as_rows(graph, total, term, rows) for term in terms)
+        x, residual = (_as_rows(graph, total, term, rows, shared=True) for term in terms)
         call = insert(graph, total, add_norm_round_rows_op, (x, residual, *norm_how), source=norm.out)
         summed = insert(graph, total, operator.getitem, (call, 0), source=total)
         total.replace_all_uses_with(_shaped(graph, total, summed, value(total).shape))
@@ -158,13 +159,13 @@ def _check_readers(rounding: Rounding) -> None:
                 raise _NotFusedError(f"{user.target} reads the rows too")
 
 
-def _as_rows(graph: fx.Graph, before: fx.Node, node: fx.Node, rows: tuple[int, int]) -> fx.Node:
-    """`node` as `rows`, a view whose columns are contiguous.
+def _as_rows(graph: fx.Graph, before: fx.Node, node: fx.Node, rows: tuple[int, int], shared: bool = False) -> fx.Node:
+    """`node` as `rows`, a view whose columns are contiguous. `shared`: it may be computed by Inductor, for others too.
 
     Raises:
         _NotFusedError: Inductor computes it, in the kernel that reads it; or it lies in another way.
     """
-    if not _in_memory(node):
+    if not (_in_memory(node) or (shared and len(_unshaped(node).users) > 1)):
         source = _unshaped(node)
         raise _NotFusedError(f"Inductor computes what is rounded by {source.target}, and can round in the same kernel")
     new = _shaped(graph, before, node, rows)

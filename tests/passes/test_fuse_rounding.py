@@ -36,6 +36,9 @@ def rand(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed)).to(dtype)
 
 
+G = (1 + rand(K).float() / 8).to(BF16)
+
+
 def products(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [node for node in module.graph.nodes if node.target is float8_mm_op]
 
@@ -164,6 +167,30 @@ def test_after_a_norm(norm, kind):
     given = args_of(kind, rand(2, 2, K), rand(2, 2, K, seed=1), of_norm)
     module = fused(added, given, add_norm_round_rows_op, "after a residual sum and an RMSNorm")
     assert targets(module).count(aten.add.Tensor) == 0
+
+
+def test_a_chain_of_residual_sums():
+    """From an embedding, which Inductor computes: so it does the first norm, but not the sums, whose terms are read twice. The
+    last sum no norm of all rows reads: Inductor adds, takes a row of each request and normalizes it."""
+
+    def fn(ids, table, g, *weights):
+        total = table[ids]
+        for i in range(0, len(weights) - 2, 2):
+            total = total + linear(GROUP.rounded(rms_norm(total, g), None), *weights[i : i + 2])
+        return linear(GROUP.rounded(rms_norm(total.view(2, 2, K)[:, 1], g), None), *weights[-2:]), total
+
+    weights = [part for seed in range(4) for part in of("block", seed, n=K)[1:]]
+    module, inputs = capture(fn, torch.arange(M), rand(9, K), G, *weights, dynamo=False)
+    run_pass(LowerSkinnyMm(), module, 90)
+    want = module(*inputs)
+    result = run_pass(FuseRounding(), module, 90)
+    for target in ("index.Tensor", "select.int"):
+        assert texts(result.refused).count(f"Inductor computes what is rounded by aten.{target}") == 1
+    found = [target for target in targets(module) if target in OPS]
+    assert found == [add_norm_round_rows_op] * 2
+    assert targets(module).count(aten.add.Tensor) == 1
+    for got, other in zip(module(*inputs), want, strict=True):
+        assert (got.double() - other.double()).abs().max() <= 2**-5 * other.double().abs().max()
 
 
 def norm_in_float32(x, g):
@@ -312,7 +339,7 @@ def given_and_not_cut_off(x, weight, scale, step):
     return (linear(((x / step).to(FP8).to(x.dtype) * step), weight, scale),)
 
 
-ROWS, BOTH, G = rand(M, K), rand(M, 2 * K), (1 + rand(K).float() / 8).to(BF16)
+ROWS, BOTH = rand(M, K), rand(M, 2 * K)
 STORED = of("row", 1)[1:]
 
 

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits dequantized in one launch (`linear/dequantize.py`), in Triton's interpreter: bits of the reference."""
+"""Weights of 8 and 4 bits dequantized in one launch (`linear/dequantize.py`), in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -80,6 +80,14 @@ def test_other_roundings(dtypes, least):
         same(rounding.round_rows(*args), reference.round_rows(*args))
 
 
+def test_a_given_step_is_rounded_to_its_dtype():
+    x, step = rows(4, 256, torch.float16), torch.tensor([0.01073])
+    for dtype in (torch.float16, F32):
+        args = (x, 256, dtype, F32, 0.0, 0.0, step)
+        same(rounding.round_rows(*args), reference.round_rows(*args))
+        assert rounding.round_rows(*args)[1].item() == step.to(dtype).item()
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize(("m", "k"), SIZES)
 def test_after_an_activation(m, k, activation):

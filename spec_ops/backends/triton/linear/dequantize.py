@@ -41,7 +41,7 @@ def dequantize_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program `rows, columns`. `ROWS`, `COLUMNS`: how many share a scale, whose strides are 0 where all do; `WHOLE`: a tile's
-    columns do. `out [N, K]`, contiguous."""
+    columns do; where they do not, rows have scales of their own. `out [N, K]`, contiguous."""
     await_predecessors(PDL)
     n = tl.expand_dims(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), 1)
     first = tl.program_id(1) * BLOCK_K
@@ -56,7 +56,7 @@ def dequantize_kernel(
     if WHOLE:
         at, there = (n // ROWS).to(tl.int64) * scale_row + (first // COLUMNS) * scale_column, n < N
     else:
-        at, there = (n // ROWS).to(tl.int64) * scale_row + (k // COLUMNS) * scale_column, live
+        at, there = n.to(tl.int64) * scale_row + (k // COLUMNS) * scale_column, live
     factor = tl.load(scale + at, mask=there)
     if scale.dtype.element_ty == tl.uint8:
         value *= tl.maximum(factor.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)

@@ -77,8 +77,8 @@ def _dequantize_fake(weight, scale, zero, tensor_scale, dtype):
 
 
 # A weight of 8 or 4 bits (`backends/weight_format.py`) as a contiguous `[n, k]` of `dtype`, rounded once from float32: for
-# products in eager mode, since passes would not see what such a product reads. On CUDA: rows of contiguous columns; float8 from sm_89
-# on.
+# products in eager mode, since passes would not see what such a product reads. On CUDA: rows of contiguous columns; float8 from
+# sm_89 on.
 dequantize_op = define_op(
     "dequantize(Tensor weight, Tensor scale, Tensor? zero, Tensor? tensor_scale, ScalarType dtype) -> Tensor",
     reference.dequantize,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,7 +23,7 @@ from spec_ops.backends.push import of_one_process
 from spec_ops.backends.triton.cache import rope_append as rope
 from spec_ops.backends.triton.collectives import push
 from spec_ops.backends.triton.drafting import topk
-from spec_ops.backends.triton.linear import hopper_float8
+from spec_ops.backends.triton.linear import dequantize, hopper_float8, rounding
 from spec_ops.backends.triton.linear import invariant as invariant_linear
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
@@ -35,6 +36,7 @@ from spec_ops.ops.reference import invariant as reference_invariant
 from spec_ops.ops.reference import linear as reference_linear
 from spec_ops.ops.reference import moe as reference_moe
 from spec_ops.ops.reference import rope as reference_rope
+from spec_ops.ops.reference import rounding as reference_rounding
 from spec_ops.ops.reference import sampling as reference_sampling
 from spec_ops.ops.reference import topk as reference_topk
 from tests.helpers.accept_rows import ROW_KINDS, long_rows
@@ -193,6 +195,27 @@ def _norm_linear(m: int, device: str) -> None:
     torch.testing.assert_close(act.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
 
 
+def _rounding(op: str, columns: int, device: str) -> None:
+    """Odd rows, a part of the last program's columns, and rows farther apart than they are long."""
+    rng, f32 = Rng(op), torch.float32
+    x, y = rng.tensor(5, 2 * 1408).half().chunk(2, 1)
+    norm = ((rng.tensor(1408) * 0.1 + 1).half(), 1e-5, 1)
+    args = (x, *((y,) if op[0] in "ag" else ()), *(("silu",) if op[0] == "g" else norm if "norm" in op else ()))
+    args = (*args, columns, f32, f32, 1e-30, 0.0)
+    got, want = getattr(rounding, op)(*Copy(args, device).args), getattr(reference_rounding, op)(*args)
+    for ours, other in zip(got, want, strict=True):
+        # A last bit may decide which of two numbers of float8 is nearest.
+        torch.testing.assert_close(ours.cpu().float(), other.float(), rtol=0.13, atol=2**-8)
+
+
+def _dequantize(kind: str, device: str) -> None:
+    weight, *scales = stored(Rng(kind).tensor(70, 1280), kind, torch.bfloat16)
+    weight = weight.view(torch.uint8) if weight.dtype == torch.int8 and weight.shape[1] < 1280 else weight
+    args = (weight, *scales, *[None] * (3 - len(scales)), torch.float32)
+    got, want = dequantize.dequantize(*Copy(args, device).args), reference_linear.dequantize(*args)
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
 def _many_rows(device: str) -> None:
     rng = Rng("many rows")
     args = rng.tensor(257, 192).half(), (rng.tensor(130, 192) * 0.05).half(), rng.tensor(130).half()
@@ -292,6 +315,13 @@ def cases() -> list[Case]:
     for m in (4, 15, 31):
         names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
         found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))
+    for op, columns in itertools.product(
+        ("round_rows", "gated_round_rows", "norm_round_rows", "add_norm_round_rows"), (128, 1408)
+    ):
+        run = functools.partial(_rounding, op, columns)
+        found.append(Case(f"{op}, {columns} columns", ("round_rows_kernel",), run, interpreted=False))
+    for kind in ("row", "block", "int8", "int4-128", "nvfp4", "mxfp4"):
+        found.append(Case(f"dequantize, {kind}", ("dequantize_kernel",), functools.partial(_dequantize, kind)))
     found.append(Case("skinny_mm of many rows, invariant", ("many_rows_kernel",), _many_rows))
     for op in ("batched_mm", "row_sum", "rms_norm", "add_rms_norm"):
         found.append(Case(op, (f"{op.removeprefix('add_')}_kernel",), functools.partial(_invariant, op)))

@@ -8,6 +8,9 @@ rows, 8]`. In the layout that `wgmma` leaves in registers four threads hold 8 co
 row; and a program combines whole strips, so a thread needs the weights of one row and all its loads fit in one iteration. With
 more splits, by rows, of which each program combines one or two. An iteration costs 1 to 2 us, and so does code that is in no
 cache yet (`docs/notebook/mla.md`).
+
+A tile in two needs none of that: its second part is the first thing that the next range walks, so the range that has the first
+one waits for it, if at all, and adds it to what lies in registers.
 """
 
 from __future__ import annotations
@@ -15,7 +18,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from spec_ops.backends.triton.attention.hopper.program import await_all, barrier, denominator, exp_shift, tile_splits
+from spec_ops.backends.triton.attention.hopper.program import (
+    await_all,
+    barrier,
+    denominator,
+    exp_shift,
+    range_start,
+    tile_splits,
+)
 
 
 def striped(ranges: int, bs: int) -> bool:
@@ -27,6 +37,15 @@ def striped(ranges: int, bs: int) -> bool:
 def _row_offset(row, kv_head, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr):
     """Where in a request's output `[Q_LEN, KV_HEADS * GROUP, D]` a row of a KV head's tile goes."""
     return (row // GROUP * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP) * D
+
+
+@gluon.jit
+def _partial_offset(row, column, D: gl.constexpr, STRIPED: gl.constexpr):
+    """Where in a partial result a row's columns lie."""
+    if STRIPED:
+        return gl.expand_dims(row * 8, 1) + gl.expand_dims(column // 8 * 512 + column % 8, 0)
+    else:
+        return gl.expand_dims(row * D, 1) + gl.expand_dims(column, 0)
 
 
 @gluon.jit
@@ -55,16 +74,60 @@ def finish(
         gl.store(gl.expand_dims(o, 1) + gl.expand_dims(column, 0), result, mask=gl.expand_dims(in_use, 1))
     else:
         base = slot.to(gl.int64) * 64
-        if STRIPED:
-            offset = gl.expand_dims(local * 8, 1) + gl.expand_dims(column // 8 * 512 + column % 8, 0)
-        else:
-            offset = gl.expand_dims(local * D, 1) + gl.expand_dims(column, 0)
+        offset = _partial_offset(local, column, D, STRIPED)
         gl.store(partial_acc + base * D + offset, acc, mask=gl.expand_dims(in_use, 1))
         if COLUMN0 == 0:
             gl.store(partial_ml + base * 2 + local, m)
             gl.store(partial_ml + base * 2 + 64 + local, l)
         barrier()  # every thread's part is written before one thread announces it
         gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+
+
+@gluon.jit
+def _add_next(
+    acc, m, l, partial_acc, partial_ml, counter, slot, D: gl.constexpr, COLUMN0: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's columns of a tile in two, its maxima and sums, with what the next range wrote to `slot`."""
+    layout: gl.constexpr = acc.type.layout
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    COLUMNS: gl.constexpr = acc.shape[1]
+    local = gl.arange(0, 64, by_row)
+    column = COLUMN0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    await_all(counter, D // COLUMNS)
+    base = slot.to(gl.int64) * 64
+    # .cg: partials come from other SMs, so L1 must not answer
+    m_2 = gl.load(partial_ml + base * 2 + local, cache_modifier=".cg")
+    l_2 = gl.load(partial_ml + base * 2 + 64 + local, cache_modifier=".cg")
+    # Rows past the end of the tile hold what was there before, and are not stored.
+    acc_2 = gl.load(partial_acc + base * D + _partial_offset(local, column, D, True), cache_modifier=".cg")
+    m_1 = gl.convert_layout(m, by_row)
+    top = gl.maximum(m_1, m_2)
+    shift = exp_shift(top)
+    keep = gl.exp2(m_1 - shift)
+    grow = gl.exp2(m_2 - shift)
+    acc = acc * gl.expand_dims(keep, 1) + acc_2 * gl.expand_dims(grow, 1)
+    l_1 = gl.convert_layout(l, by_row) * keep + l_2 * grow
+    return acc, gl.convert_layout(top, m.type.layout), gl.convert_layout(l_1, l.type.layout)
+
+
+@gluon.jit
+def finish_part(
+    acc, m, l, out, sinks, partial_acc, partial_ml, counter, index, share, longer, stop, first, end, b, tile, row0, kv_head,
+    v_scale, TILES: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    HAS_SINKS: gl.constexpr, COLUMN0: gl.constexpr, STRIPED: gl.constexpr,
+):  # fmt: skip
+    """`finish` a range's part of a tile: from the request's block `first` on, to where the request or the range ends."""
+    is_whole = (first == 0) & (end <= stop)
+    # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on after it (slot 1).
+    slot = (index * 2 + (end > stop).to(gl.int32)) * TILES + tile
+    if STRIPED:  # noqa: SIM102  decided while compiling: with more splits hardly a tile is in two
+        if (first == 0) & (end > stop) & (end <= range_start(index + 2, share, longer)):
+            acc, m, l = _add_next(acc, m, l, partial_acc, partial_ml, counter, (index + 1) * 2 * TILES + tile, D, COLUMN0)
+            is_whole = first == 0
+    finish(
+        acc, m, l, out, sinks, partial_acc, partial_ml, counter, b, row0, kv_head, is_whole, slot, v_scale,
+        ROWS, GROUP, KV_HEADS, D, HAS_SINKS, COLUMN0, STRIPED,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -170,7 +233,7 @@ def combine_unfinished(
     ROWS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr,
     COLUMN0: gl.constexpr, COLUMNS: gl.constexpr, STRIPED: gl.constexpr,
 ):  # fmt: skip
-    """Every warpgroup has announced all its partial results before any waits for others'.
+    """Every warpgroup has announced all its partial results before it waits here for others'.
 
     `COLUMNS` is 256 (MLA) or at most 128 (GQA).
     """
@@ -179,7 +242,7 @@ def combine_unfinished(
     for side in range(sides):
         b = gl.where(side == 0, first_b, last_b)
         first_range, splits = tile_splits(side, sides, first_begin, last_end, stop, share, longer)
-        if splits > 1:
+        if splits > (2 if STRIPED else 1):  # `finish_part` sees to two
             await_all(counters + b * TILES + tile, splits * (D // COLUMNS))
             unit = index - first_range
             slots = first_range * 2 * TILES + tile

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
-from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
+from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish_part, striped
 from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums
 from spec_ops.backends.triton.attention.hopper.gqa_tiling import Tiling, tiling_of
 from spec_ops.backends.triton.attention.hopper.host import (
@@ -297,12 +297,9 @@ def _attend(
             acc, p = warpgroup_mma_wait(0, [o_token, p])
             arrive(free.index(VALUES + 2 * v_stage))
 
-            is_whole = (first == 0) & (until == end)
-            # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on after it (slot 1).
-            slot = (index * 2 + (end > stop).to(gl.int32)) * TILES + tile
-            finish(
-                acc, m, gl.sum(l, 1), out, sinks, partial_acc, partial_ml, counters + b * TILES + tile,
-                b, row0, kv_head, is_whole, slot, v_scale, ROWS, GROUP, KV_HEADS, D, HAS_SINKS, 0, STRIPED,
+            finish_part(
+                acc, m, gl.sum(l, 1), out, sinks, partial_acc, partial_ml, counters + b * TILES + tile, index, share, longer,
+                stop, first, end, b, tile, row0, kv_head, v_scale, TILES, ROWS, GROUP, KV_HEADS, D, HAS_SINKS, 0, STRIPED,
             )  # fmt: skip
         begin = end
         b += 1

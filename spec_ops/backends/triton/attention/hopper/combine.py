@@ -33,6 +33,14 @@ def striped(ranges: int, bs: int) -> bool:
     return ranges <= 16 * bs
 
 
+@gluon.constexpr_function
+def _wide(columns):
+    """A layout of `[64, columns]` in which a thread has 8 columns in a row, of the rows that `wgmma` gives to its warp."""
+    more = [[0, 2**i] for i in range(5, 10) if 2**i < columns]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *more, [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, columns])
+
+
 @gluon.jit
 def _row_offset(row, kv_head, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr):
     """Where in a request's output `[Q_LEN, KV_HEADS * GROUP, D]` a row of a KV head's tile goes."""
@@ -56,7 +64,7 @@ def finish(
 ):  # fmt: skip
     """Write a warpgroup's columns from `COLUMN0` on: the result if the whole tile was seen, else a partial result.
 
-    `ONE_ZERO`: a zero's sign does not reach the result.
+    `ONE_ZERO`: a zero's sign does not reach the result (of `pieces.py`, whose stores are narrow).
     """
     by_row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     local = gl.arange(0, 64, by_row)
@@ -71,7 +79,15 @@ def finish(
         result = (acc * gl.expand_dims(scale, 1)).to(out.dtype.element_ty)
         if ONE_ZERO:
             result = gl.where(result == 0, gl.zeros_like(result), result)
-        gl.store(gl.expand_dims(o, 1) + gl.expand_dims(column, 0), result, mask=gl.expand_dims(in_use, 1))
+        if ONE_ZERO or D < 512:
+            gl.store(gl.expand_dims(o, 1) + gl.expand_dims(column, 0), result, mask=gl.expand_dims(in_use, 1))
+        else:
+            wide: gl.constexpr = _wide(acc.shape[1])  # 16 bytes a store in place of 4
+            wide_row = row0 + gl.arange(0, 64, gl.SliceLayout(1, wide))
+            wide_column = COLUMN0 + gl.arange(0, acc.shape[1], gl.SliceLayout(0, wide))
+            o = out + b.to(gl.int64) * (ROWS * KV_HEADS * D)
+            o = gl.expand_dims(o + _row_offset(wide_row, kv_head, GROUP, KV_HEADS, D), 1) + gl.expand_dims(wide_column, 0)
+            gl.store(o, gl.convert_layout(result, wide), mask=gl.expand_dims(wide_row < ROWS, 1))
     else:
         base = slot.to(gl.int64) * 64
         offset = _partial_offset(local, column, D, STRIPED)
@@ -180,6 +196,70 @@ def _combine_strips(
 
 
 @gluon.jit
+def _combine_in_turns(
+    partial_acc, partial_ml, out, sinks, unit, splits, slots, row0, rows, kv_head, v_scale, TILES: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, COLUMN0: gl.constexpr,
+    COLUMNS: gl.constexpr, SPLITS: gl.constexpr, STRIPS: gl.constexpr,
+):  # fmt: skip
+    """`_combine_strips` of any number of splits in one loop, which adds up `SPLITS` of them while the next are on their way."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 16, 2], [1, 4, 1], [2, 1, 0])  # [SPLITS, 64, 8 * STRIPS]
+    by_row: gl.constexpr = gl.SliceLayout(2, layout)
+    merged: gl.constexpr = gl.SliceLayout(0, layout)
+    merged_row: gl.constexpr = gl.SliceLayout(1, merged)
+    PIECES: gl.constexpr = COLUMNS // 8 // STRIPS
+    split = gl.arange(0, SPLITS, gl.SliceLayout(1, by_row))
+    row = gl.arange(0, 64, gl.SliceLayout(0, by_row))
+    out_row = gl.arange(0, 64, merged_row)
+    column = gl.arange(0, 8 * STRIPS, gl.SliceLayout(0, merged))
+    offset = gl.expand_dims(out_row * 8, 1) + gl.expand_dims(column // 8 * 512 + column % 8, 0)
+    m = gl.full([64], float("-inf"), gl.float32, row.type.layout)
+    l = gl.full([64], 0.0, gl.float32, row.type.layout)
+    acc = gl.full([64, 8 * STRIPS], 0.0, gl.float32, merged)
+    next_m = gl.full([SPLITS, 64], float("-inf"), gl.float32, by_row)  # at first nothing is added
+    next_l = gl.full([SPLITS, 64], 0.0, gl.float32, by_row)
+    next_acc = gl.full([SPLITS, 64, 8 * STRIPS], 0.0, gl.float32, layout)
+    piece = unit
+    start = 0 - SPLITS  # how many splits of the piece are added
+    next_piece = unit
+    next_start = 0
+    while piece < PIECES:
+        m_i, l_i, acc_i = next_m, next_l, next_acc
+        i = next_start + split
+        slot = (slots + (2 * i + (i < splits - 1).to(gl.int32)) * TILES).to(gl.int64)
+        there = gl.expand_dims((i < splits) & (next_piece < PIECES), 1)
+        # .cg: partials come from other SMs, so L1 must not answer
+        ml = gl.expand_dims(partial_ml + slot * 128, 1) + gl.expand_dims(row, 0)
+        next_m = gl.load(ml, mask=there, other=float("-inf"), cache_modifier=".cg")
+        next_l = gl.load(ml + 64, mask=there, other=0.0, cache_modifier=".cg")
+        a = gl.expand_dims(partial_acc + (COLUMN0 // 8 + next_piece * STRIPS) * 512 + slot * (64 * D), 1)
+        a = gl.expand_dims(a, 2) + gl.expand_dims(offset, 0)
+        next_acc = gl.load(a, mask=gl.expand_dims(there, 2), other=0.0, cache_modifier=".cg")
+        around = next_start + SPLITS >= splits
+        next_piece = gl.where(around, next_piece + splits, next_piece)
+        next_start = gl.where(around, 0, next_start + SPLITS)
+
+        m_new = gl.maximum(m, gl.max(m_i, 0))
+        shift = exp_shift(m_new)
+        shrink = gl.exp2(m - shift)
+        grow = gl.exp2(m_i - gl.expand_dims(shift, 0))
+        factor = gl.convert_layout(shrink, merged_row)
+        acc = acc * gl.expand_dims(factor, 1) + gl.sum(acc_i * gl.expand_dims(grow, 2), 0)
+        l = l * shrink + gl.sum(l_i * grow, 0)
+        m = m_new
+        start += SPLITS
+        if start >= splits:
+            scale = denominator(m, l, sinks, kv_head * GROUP + (row0 + row) % GROUP, row < rows, HAS_SINKS) * v_scale
+            result = (acc * gl.expand_dims(gl.convert_layout(scale, merged_row), 1)).to(out.dtype.element_ty)
+            o = gl.expand_dims(_row_offset(row0 + out_row, kv_head, GROUP, KV_HEADS, D), 1) + gl.expand_dims(column, 0)
+            gl.store(out + (COLUMN0 + piece * STRIPS * 8) + o, result, mask=gl.expand_dims(out_row < rows, 1))
+            m = gl.full([64], float("-inf"), gl.float32, row.type.layout)
+            l = gl.full([64], 0.0, gl.float32, row.type.layout)
+            acc = gl.full([64, 8 * STRIPS], 0.0, gl.float32, merged)
+            start = 0
+            piece += splits
+
+
+@gluon.jit
 def _combine_rows(
     partial_acc, partial_ml, out, sinks, unit, splits, slots, row0, rows, kv_head, v_scale, TILES: gl.constexpr,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, HAS_SINKS: gl.constexpr, COLUMN0: gl.constexpr,
@@ -247,15 +327,18 @@ def combine_unfinished(
             unit = index - first_range
             slots = first_range * 2 * TILES + tile
             o = out + b.to(gl.int64) * (ROWS * KV_HEADS * D)
-            if STRIPED:
-                # One iteration for the usual numbers of splits: 64 values a thread for GQA's 8 strips, 128 for MLA's 32.
-                LOADS: gl.constexpr = 32 if COLUMNS == 256 else 16
-                STEP: gl.constexpr = 1 if COLUMNS == 256 else 2
-                for few in gl.static_range(2, 5, STEP):
-                    if ((few == 2) | (splits > 2 ** (few - STEP))) & ((few == 4) | (splits <= 2**few)):
+            if STRIPED and COLUMNS == 256:
+                _combine_in_turns(
+                    partial_acc, partial_ml, o, sinks, unit, splits, slots, row0, rows, kv_head, v_scale, TILES,
+                    GROUP, KV_HEADS, D, HAS_SINKS, COLUMN0, COLUMNS, 4, 2,
+                )  # fmt: skip
+            elif STRIPED:
+                # One iteration for the usual numbers of splits, 64 values a thread.
+                for few in gl.static_range(2, 5, 2):
+                    if (splits <= 4) == (few == 2):
                         _combine_strips(
-                            partial_acc, partial_ml, o, sinks, unit, splits, slots, row0, rows, kv_head, v_scale,
-                            TILES, GROUP, KV_HEADS, D, HAS_SINKS, COLUMN0, COLUMNS, 2**few, LOADS // 2**few, few == 4,
+                            partial_acc, partial_ml, o, sinks, unit, splits, slots, row0, rows, kv_head, v_scale, TILES,
+                            GROUP, KV_HEADS, D, HAS_SINKS, COLUMN0, COLUMNS, 2**few, 16 // 2**few, few == 4,
                         )  # fmt: skip
             else:
                 lanes: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 2, 16], [1, 256 // COLUMNS, COLUMNS // 64], [2, 1, 0])

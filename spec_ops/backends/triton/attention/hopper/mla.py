@@ -86,7 +86,7 @@ O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
 P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT.value, 2))
 ROW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # Blocks that a request counts beyond its own, where ranges have at least so many; timed (`docs/notebook/pages.md`).
-EXTRA, EXTRA_FROM = 5, 8
+EXTRA, EXTRA_FROM = 4, 8
 
 
 @gluon.jit

@@ -192,8 +192,8 @@ def pages(results: Path) -> str:
         for case, found in ratios.items()
     ]
     batches = [len(times) for found in ratios.values() for times in found.values()]
-    text = "Times with small pages over those with pages of 64: GQA and MLA of 16 heads on one H100, MLA of 128 heads on one H200"
-    text += f" ({', '.join(f'`benchmarks/results/{name}.json`' for name in _PAGES)}). The geometric mean over"
+    text = "Times with small pages over those with pages of 64: GQA and MLA of 16 heads on one H100, MLA of 128 heads on one"
+    text += f" H200 ({', '.join(f'`benchmarks/results/{name}.json`' for name in _PAGES)}). The geometric mean over"
     text += f" {listed(batches, str)} batches, and the worst of them."
     header = ("heads, head_dim", "queries", *(f"pages of {size}" for size in sizes))
     return paragraph(text) + "\n\n" + table(header, lines)

@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish_part, striped
 from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums
-from spec_ops.backends.triton.attention.hopper.gqa_tiling import Tiling, tiling_of
+from spec_ops.backends.triton.attention.hopper.gqa_tiling import Tiling, takes_turns, tiling_of
 from spec_ops.backends.triton.attention.hopper.host import (
     aligned_ranges,
     box_of,
@@ -226,8 +226,7 @@ def _attend(
     ROWS: gl.constexpr = Q_LEN * GROUP
     TILES: gl.constexpr = KV_HEADS * ROW_BLOCKS * WARPGROUPS
     HOLES: gl.constexpr = MASK_LEN > Q_LEN
-    # Turns at the tensor cores gain where loads are what takes long, and lose where several tiles share them.
-    TURNS: gl.constexpr = D == 128 or (WARPGROUPS == 2 and ROW_BLOCKS == 1)
+    TURNS: gl.constexpr = takes_turns(D, WARPGROUPS, ROW_BLOCKS)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)

@@ -165,10 +165,13 @@ def choice(results: Path) -> str:
     return paragraph(text)
 
 
+_PAGES = ("h100-kernels-pages", "h200-kernels-pages")
+
+
 def _over_whole_pages(results: Path) -> dict[tuple[str, str], dict[int, list[float]]]:
     """By heads and queries, and by tokens of a page: times over those with pages of 64, a batch each."""
     cases: dict[tuple, dict[int, float]] = {}
-    for row in load("h100-kernels-pages", results)["rows"]:
+    for row in (row for name in _PAGES for row in load(name, results)["rows"]):
         layer = f"{row['heads']}, {row['head_dim']}" if row["kind"] == "gqa" else f"MLA {row['heads']}"
         queries = f"{row['q_len']}{', tree' * (row['mask'] == 'tree')}"
         cases.setdefault((layer, queries, row["bs"], row["context"], row["lengths"]), {})[row["page_size"]] = row["us"]
@@ -189,8 +192,9 @@ def pages(results: Path) -> str:
         for case, found in ratios.items()
     ]
     batches = [len(times) for found in ratios.values() for times in found.values()]
-    text = "Times with small pages over those with pages of 64, on one H100 (`benchmarks/results/h100-kernels-pages.json`): the"
-    text += f" geometric mean over {listed(batches, str)} batches, and the worst of them."
+    text = "Times with small pages over those with pages of 64: GQA and MLA of 16 heads on one H100, MLA of 128 heads on one"
+    text += f" H200 ({', '.join(f'`benchmarks/results/{name}.json`' for name in _PAGES)}). The geometric mean over"
+    text += f" {listed(batches, str)} batches, and the worst of them."
     header = ("heads, head_dim", "queries", *(f"pages of {size}" for size in sizes))
     return paragraph(text) + "\n\n" + table(header, lines)
 

@@ -234,8 +234,9 @@ def test_small_pages_stand_beside_pages_of_64(tmp_path):
         return case | {"context": 4096, "us": us, "page_size": page_size, "bs": bs} | more
 
     rows = [one(12.0, 16), one(10.0, 64), one(20.0, 64, 8), one(20.0, 16, 8), one(15.0, 1), one(30.0, 1, 8)]
-    rows += [one(us, page_size, kind="mla", heads="16", q_len=16, mask="tree") for us, page_size in ((5.0, 64), (5.5, 1))]
     write(tmp_path, "h100-kernels-pages", rows)
+    rows = [one(us, page_size, kind="mla", heads="16", q_len=16, mask="tree") for us, page_size in ((5.0, 64), (5.5, 1))]
+    write(tmp_path, "h200-kernels-pages", rows)
     text = kernels.pages(tmp_path)
     assert lines(text) == [["64/8, 64", "1", "1.10, 1.20", "1.50, 1.50"], ["MLA 16", "16, tree", "", "1.10, 1.10"]]
     assert "over 1 to 2 batches" in " ".join(text.split())

@@ -104,6 +104,16 @@ def test_ranges_that_begin_and_end_inside_requests(options):
     check_accuracy(made("verify_chain", options, heads=128, lens=[300, 64, 700, 0, 130, 65, 1000, 320, 5, 640]))
 
 
+@pytest.mark.parametrize("mode", ["verify_chain", "verify_tree"])
+def test_tiles_in_two(mode):
+    """What the next range wrote is added in registers; with sinks, for rows past the last one (80 of 128), and with bits that
+    stay the same."""
+    case = made(mode, {"ranges": 3}, heads=20, lens=[400, 700, 330], sinks=True)
+    check_accuracy(case)
+    expected = case.run()
+    assert all(torch.equal(case.run(), expected) for _ in range(10))
+
+
 def test_unused_rows_of_wide_caches():
     """A layer's view whose rows are wider than 576: other rows' NaN must not be read as part of a row."""
     check_accuracy(made("verify_tree", lens=[64, 129], layout="interleaved"))

@@ -297,7 +297,7 @@ class Machine:
         return SimpleNamespace(
             int32=np.int32, int64=np.int64, float32=np.float32, constexpr=None,
             BlockedLayout=lambda *a: None, SliceLayout=lambda *a: None, NVMMASharedLayout=language.NVMMASharedLayout,
-            NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
+            NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda *a: None, DistributedLinearLayout=lambda *a: None,
             allocate_shared_memory=shared, warp_specialize=lambda parts, warps, registers: self._together(
                 [lambda f=f, args=args: f(*args) for f, args in parts]
             ),

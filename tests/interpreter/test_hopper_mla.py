@@ -60,3 +60,26 @@ def test_right_however_requests_are_divided(runs, seed, monkeypatch):
     cache = torch.nan_to_num(call.k_cache.double())
     exact = reference(dataclasses.replace(call, q=call.q.double(), k_cache=cache, v_cache=cache))
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("lens", [[256], [100, 256, 70]], ids=str)
+def test_of_a_tile_in_two_the_second_part_alone_is_written(runs, lens, monkeypatch):
+    """The first one is added to it in registers. With the short requests each of the two ranges has a whole tile too."""
+    made = []
+
+    def empty(*args) -> torch.Tensor:
+        made.append(torch.full(args[0], float("nan")))
+        return made[-1]
+
+    monkeypatch.setattr(mla, "empty", empty)
+    monkeypatch.setattr(mla, "EXTRA", 0)
+    call = call_of(random.Random(0), lens, 16, 4, 64)
+    out = torch.full((*call.q.shape[:-1], 512), float("nan"))
+    mla.mla(dataclasses.replace(call, out=out), 1, ranges=2)
+    cache = torch.nan_to_num(call.k_cache.double())
+    exact = reference(dataclasses.replace(call, q=call.q.double(), k_cache=cache, v_cache=cache))
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+    (partial,) = made
+    written = partial[: 4 * 64 * 512].view(4, -1).isfinite().all(1)  # two slots a range, rows of 512 columns
+    assert written.tolist() == [False, False, True, False]
+    assert partial[: 4 * 64 * 512].isfinite().sum() == 64 * 512

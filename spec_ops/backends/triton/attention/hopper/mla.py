@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.call import AttentionCall
-from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, striped
+from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish, finish_part, striped
 from spec_ops.backends.triton.attention.hopper.host import (
     aligned_ranges,
     box_of,
@@ -86,7 +86,7 @@ O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
 P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, O_LAYOUT.value, 2))
 ROW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # Blocks that a request counts beyond its own, where ranges have at least so many; timed (`docs/notebook/pages.md`).
-EXTRA, EXTRA_FROM = 5, 8
+EXTRA, EXTRA_FROM = 4, 8
 
 
 @gluon.jit
@@ -309,15 +309,16 @@ def _attend(
                 position = begin + until
                 is_whole = count <= PIECE
                 slot = piece_slot(b, begin, piece, PIECE) * HM + hm
+                finish(
+                    acc, m, l, out, sinks, partial_acc, partial_ml, counters + b * HM + hm,
+                    b, row0, 0, is_whole, slot, v_scale, ROWS, HEADS, 1, 512, HAS_SINKS, 256 if ODD else 0, STRIPED, True,
+                )  # fmt: skip
             else:
                 segments += 1
-                is_whole = (first == 0) & (begin + last == end)
-                # A range has at most two unfinished tiles: one that ends in it (slot 0) and one that goes on after it (slot 1).
-                slot = (index * 2 + (end > stop).to(gl.int32)) * HM + hm
-            finish(
-                acc, m, l, out, sinks, partial_acc, partial_ml, counters + b * HM + hm,
-                b, row0, 0, is_whole, slot, v_scale, ROWS, HEADS, 1, 512, HAS_SINKS, 256 if ODD else 0, STRIPED, PIECE > 0,
-            )  # fmt: skip
+                finish_part(
+                    acc, m, l, out, sinks, partial_acc, partial_ml, counters + b * HM + hm, index, share, longer, stop, first,
+                    end, b, hm, row0, 0, v_scale, HM, ROWS, HEADS, 1, 512, HAS_SINKS, 256 if ODD else 0, STRIPED,
+                )  # fmt: skip
         if PIECE > 0:
             passed = position >= end
             begin = gl.where(passed, end, begin)

@@ -44,16 +44,16 @@ def load_bias(
 
 @triton.jit
 def store_activated(
-    acc, other, gate_bias, up_bias, rstd, chosen, share, expert, rank, n, h, inner, limit, alpha, beta,
+    acc, other, gate_bias, up_bias, rstd, mine, share, rank, n, h, inner, limit, alpha, beta,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
     """Sums `acc` and `other` over all of k become columns `n` of part `rank` of `h`: activations times the router's weight,
-    zeros where a token does not go to `expert`. `rstd [BLOCK_M]` or None scales rows; biases: of `load_bias`, or None;
-    `chosen`, `share [BLOCK_M, ..]`: ids and weights of the tokens' experts. `ORDERED`: as in `word_rows`."""
+    zeros where a token does not go to the expert. `rstd [1, BLOCK_M]` or None scales rows; biases: of `load_bias`, or None;
+    `mine`, `share [BLOCK_M, ..]`: which of the tokens' experts it is, and their weights. `ORDERED`: as in `word_rows`."""
     if rstd is not None:
-        acc *= rstd[None, :]
-        other *= rstd[None, :]
+        acc *= rstd
+        other *= rstd
     if GATED and INTERLEAVED:
         acc, other = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
     if gate_bias is not None:
@@ -61,7 +61,6 @@ def store_activated(
         if GATED:
             other += up_bias.to(tl.float32)[:, None]
     acc = gated(acc, other, limit, alpha, beta, ACTIVATION) if GATED else activated(acc, alpha, ACTIVATION)
-    mine = chosen == expert
     goes = tl.max(mine.to(tl.int32), 1) > 0
     weight = tl.sum(tl.where(mine, share, 0.0), 1)
     acc = tl.where(goes[None, :], acc * weight[None, :], 0.0)

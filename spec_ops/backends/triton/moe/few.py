@@ -89,7 +89,7 @@ def few_gate_up_kernel(
         slot = tl.arange(0, TOP_K_PAD)
         at = m[:, None] * TOP_K + slot[None, :]
         there = (m < tokens)[:, None] & (slot < TOP_K)[None, :]
-        chosen = tl.load(ids + at, mask=there, other=-1)
+        mine = there & (tl.load(ids + at, mask=there, other=-1) == expert)
         share = tl.load(weights + at, mask=there, other=0.0).to(tl.float32)
         MOST: tl.constexpr = 2048 if SCALED else 4096
         HELD: tl.constexpr = BLOCK_M * SUMS_PAD <= MOST  # by registers
@@ -99,13 +99,15 @@ def few_gate_up_kernel(
             all_sums = (m < tokens)[:, None] & (place < SUMS)[None, :]
             if HELD:
                 sums = tl.load(at_sums, mask=all_sums, other=0.0)
-        n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         gate_bias = None
         up_bias = None
-        if bias is not None:
-            gate_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 0)
-            if GATED:
-                up_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 1)
+        EARLY: tl.constexpr = not SCALED or BLOCK_M <= 8  # by registers
+        if EARLY:
+            n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            if bias is not None:
+                gate_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 0)
+                if GATED:
+                    up_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 1)
         acc, other = gate_up_sums(
             x, weight, scale, scale_expert, scale_row, scale_column, scale_up, expert, block_n, hidden, inner,
             GATED, INTERLEAVED, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, STAGES, BITS, INT4, SCALED,
@@ -132,9 +134,15 @@ def few_gate_up_kernel(
                     sums += tl.load(squares + m[:, None] * SUMS + part[None, :], mask=mask, other=0.0)
             elif not HELD:
                 sums = tl.load(at_sums, mask=all_sums, other=0.0)
-            rstd = tl.rsqrt(tl.sum(sums, 1) / hidden + eps)
+            rstd = tl.rsqrt(tl.sum(sums, 1) / hidden + eps)[None, :]
+        if not EARLY:
+            n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            if bias is not None:
+                gate_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 0)
+                if GATED:
+                    up_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 1)
         store_activated(
-            acc, other, gate_bias, up_bias, rstd, chosen, share, expert, tile, n, h, inner, limit, alpha, beta,
+            acc, other, gate_bias, up_bias, rstd, mine, share, tile, n, h, inner, limit, alpha, beta,
             GATED, INTERLEAVED, ACTIVATION, BLOCK_M, BLOCK_N, SCALED and CHUNKED,
         )  # fmt: skip
 
@@ -248,11 +256,12 @@ def _stack(weight: torch.Tensor, config: Config, transposed: bool) -> TensorDesc
     """Of `weight [E, n, k]`, `config.rows` of n at a time; `transposed`: `[E, k, n]`."""
     (experts, n, k), (expert, row, _), rows = weight.shape, weight.stride(), config.rows
     packed = 2 if weight.dtype == torch.uint8 else 1
-    if config.chunked and config.scaled:
-        return TensorDescriptor(
-            weight.view(torch.int32), [experts, n, k // 4], [expert // 4, row // 4, 1], [1, rows, config.block_k // 8]
-        )
     if config.chunked:
+        if config.scaled:
+            weight, packed = weight.view(torch.int32), 8
+            k, expert, row = k // 4, expert // 4, row // 4
+        if config.scaled and config.chunk > CHUNK:
+            return TensorDescriptor(weight, [experts, n, k], [expert, row, 1], [1, rows, config.block_k // 8])
         chunk = config.chunk // packed
         block = [1, config.block_k // config.chunk, rows, chunk]
         return TensorDescriptor(weight, [experts, k // chunk, n, chunk], [expert, chunk, row, 1], block)

@@ -73,7 +73,7 @@ def ranged_gate_up_kernel(
     expert_first = both & 0xFFFF
     expert_second = both >> 16
     if squares is not None:
-        rstd = tl.rsqrt(tl.sum(sums, 1) / hidden + eps)
+        rstd = tl.rsqrt(tl.sum(sums, 1) / hidden + eps)[None, :]
     scale_up = scale_up // 2 * 2  # as strides in `block_scales`
     acc = zero_sums(ROWS, BLOCK_M, BLOCK_K, CHUNK, CHUNKED)
     other = zero_sums(ROWS, BLOCK_M, BLOCK_K, CHUNK, CHUNKED)
@@ -136,7 +136,7 @@ def ranged_gate_up_kernel(
                 both_ups *= WORD_REST
                 worst = tl.maximum(worst, tl.maximum(_magnitude(gates), _magnitude(both_ups)))
             store_activated(
-                gates, both_ups, gate_bias, up_bias, rstd, chosen, share, expert, rank, block_n * BLOCK_N + column, h, inner,
+                gates, both_ups, gate_bias, up_bias, rstd, chosen == expert, share, rank, block_n * BLOCK_N + column, h, inner,
                 limit, alpha, beta, GATED, INTERLEAVED, ACTIVATION, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
             acc = tl.zeros_like(acc)
@@ -165,6 +165,6 @@ def ranged_gate_up_kernel(
                 if GATED:
                     exact_up_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 1)
             store_activated(
-                exact, exact_ups, exact_gate_bias, exact_up_bias, rstd, chosen, share, expert, rank, n, h, inner, limit, alpha,
-                beta, GATED, INTERLEAVED, ACTIVATION, BLOCK_M, BLOCK_N, True,
+                exact, exact_ups, exact_gate_bias, exact_up_bias, rstd, chosen == expert, share, rank, n, h, inner, limit,
+                alpha, beta, GATED, INTERLEAVED, ACTIVATION, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip

@@ -19,9 +19,9 @@ def block_of_columns(
     TRANSPOSED: tl.constexpr, BITS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """A block of the weight as stored, its inner dimension last: `[chunks, ROWS, CHUNK]`, or `[ROWS, BLOCK_K]`."""
-    PACKED: tl.constexpr = 2 if BITS == 4 else 1
-    if CHUNKED and SCALED:
-        # Whole lines, and beyond k zeros, though it may be no multiple of a chunk.
+    PACKED: tl.constexpr = 8 if CHUNKED and SCALED else 2 if BITS == 4 else 1
+    if CHUNKED and SCALED and CHUNK > PART:
+        # Whole lines, and zeros beyond k, which may be no multiple of a chunk.
         words = weight.load([expert, first, block * (BLOCK_K // 8)])
         return tl.permute(tl.reshape(words, [ROWS, BLOCK_K // CHUNK, CHUNK // 8]), (1, 0, 2))
     elif CHUNKED:
@@ -92,12 +92,12 @@ def gate_up_sums(
                 PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
             )  # fmt: skip
     for block in tl.range(0, tl.cdiv(hidden, BLOCK_K), num_stages=STAGES):
-        rows = block_of_rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED, SCALED, False)
         columns = block_of_columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS, SCALED)
         if PAIR:
             ups = block_of_columns(
                 weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS, SCALED
             )
+        rows = block_of_rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED, SCALED, False)
         acc = added(acc, columns, rows, s, BITS, INT4, SCALED, EXACT)
         if PAIR:
             other = added(other, ups, rows, t, BITS, INT4, SCALED, EXACT)

@@ -58,10 +58,11 @@ DTYPE = torch.bfloat16
 MAX_ROWS = {90: 32}
 # Products after a norm where `skinny_mm` is as fast as cuBLAS, so that saving the norm is the gain: 6144 x 4096 and 6144 x 8192
 # at 32 rows. Alone, the first is 4% slower since it is launched early. A chain of layers gains (`docs/notebook/passes.md`).
-# Up to 16 rows also qkv and router of Qwen3-30B-A3B, 5120 x 2048 and 128 x 2048 (`docs/notebook/products.md`).
+# Up to 16 rows also qkv and router of Qwen3-30B-A3B, 5120 x 2048 and 128 x 2048 (`docs/notebook/products.md`), and of
+# gpt-oss-20b, 5120 x 2880 and 32 x 2880, whose last block of k is filled up with zeros (`docs/notebook/mixtures.md`).
 AFTER_NORM: Rules = {
     90: (
-        Rule(max_m=16, max_n=48 * 132, min_k=2048, min_bytes=512 << 10, max_bytes=112 << 20),
+        Rule(max_m=16, max_n=48 * 132, min_k=2048, min_bytes=128 << 10, max_bytes=112 << 20, k_multiple=64),
         Rule(max_m=32, max_n=48 * 132, min_k=4096, min_bytes=32 << 20, max_bytes=112 << 20),
     )
 }

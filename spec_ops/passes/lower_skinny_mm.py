@@ -74,6 +74,7 @@ class Rule:
         min_k: least k.
         min_bytes, max_bytes: least and most bytes of the weight.
         min_n: least columns.
+        k_multiple: what k is a multiple of, 64 at least; None: `BLOCK_K`, so that no block is filled up with zeros.
     """
 
     max_m: int
@@ -82,13 +83,15 @@ class Rule:
     min_bytes: int
     max_bytes: int
     min_n: int = 1
+    k_multiple: int | None = None
 
     def refusal(self, n: int, k: int) -> str | None:
         """Why cuBLAS keeps the product of `[m, k]` and `[k, n]`; None if `skinny_mm` computes it."""
         if not self.min_n <= n <= self.max_n:
             return f"more than {self.max_n} columns" if n > self.max_n else f"fewer than {self.min_n} columns"
-        if k < self.min_k or k % BLOCK_K:
-            return f"k is less than {self.min_k} or no multiple of {BLOCK_K}"
+        multiple = BLOCK_K if self.k_multiple is None else self.k_multiple
+        if k < self.min_k or k % multiple:
+            return f"k is less than {self.min_k} or no multiple of {multiple}"
         if not self.min_bytes <= 2 * n * k <= self.max_bytes:
             return f"the weight is not of {self.min_bytes / 2**20:g} to {self.max_bytes / 2**20:g} MiB"
         return None

@@ -70,6 +70,20 @@ def test_numbers_scaled_in_pairs(layout, tokens, sizes):
     check_close(few.few_experts(*args, configs=(first, replace(second, splits=3))), args, 2e-3)
 
 
+@pairwise(layout=LAYOUTS, tokens=[1, 3, 8], sizes=[(320, 128), (192, 448), (256, 256)], programs=[6, 7, 40])
+def test_ranges_of_tiles(layout, tokens, sizes, programs):
+    """Ranges that begin in the middle of an expert or end in the next one, empty ones, and k that chunks do not divide."""
+    form, (hidden, inner) = LAYOUTS[layout], sizes
+    args = stored_call(form, "MXFP4", tokens, 3, 6, hidden, inner, FP16, routing="zipf", dropped=0.2 if tokens > 1 else 0.0)
+    of = few.Sizes(tokens, 3, 6, hidden, inner, form.gated, form.interleaved, False, 4, True)
+    first, second = few.choose(of, 4, 90)
+    assert first.block_m == {1: 2, 3: 4, 8: 8}[tokens]
+    assert first.ranges
+    check_close(few.few_experts(*args, configs=(replace(first, ranges=programs), second)), args, 2e-3)
+    alone = few.few_experts(*args, configs=(replace(first, ranges=0), second))
+    assert torch.equal(few.few_experts(*args, configs=(first, second)), alone)
+
+
 @pairwise(layout=LAYOUTS, tokens=[3, 13, 20], which=["gate and up", "down"])
 def test_scales_too_great_for_one_factor(layout, tokens, which):
     """Such sums are no numbers, and are computed again; those of experts without any are not, nor with 17 tokens and more."""

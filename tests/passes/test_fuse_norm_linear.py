@@ -30,7 +30,7 @@ M, E, WIDE, EXPERTS = 4, 256, 768, 8  # rows, hidden size, intermediate size, ex
 RULE = Rule(max_m=64, max_n=400, min_k=E, min_bytes=2 * E * E, max_bytes=1 << 30)
 
 
-*_, AFTER_NORM = fuse_norm_linear.AFTER_NORM[90]
+FEW_AFTER_NORM, AFTER_NORM = fuse_norm_linear.AFTER_NORM[90]
 SKINNY_MM = RESULTS / "h200-skinny-mm.json"
 
 
@@ -326,6 +326,15 @@ def test_what_counts_as_fast():
     slower = {(r["n"], r["k"]) for r in measured if r["m"] in (16, 32) and r["torch_us"] / r["us"] < 0.97}
     assert slower > in_a_chain
     assert all(AFTER_NORM.refusal(n, k) for n, k in slower - in_a_chain)
+
+
+@pytest.mark.parametrize(("n", "k"), [(5120, 2048), (128, 2048), (5120, 2880), (32, 2880)])
+def test_qkv_and_routers_of_mixtures_count_as_fast(n, k):
+    """Of Qwen3-30B-A3B and gpt-oss-20b, whose k is no multiple of a block; without a norm before them cuBLAS keeps those."""
+    assert FEW_AFTER_NORM.refusal(n, k) is None
+    assert FEW_AFTER_NORM.refusal(n, k + 32) == "k is less than 2048 or no multiple of 64"
+    blocks = replace(FEW_AFTER_NORM, k_multiple=None)
+    assert blocks.refusal(n, k) == (None if k % 256 == 0 else "k is less than 2048 or no multiple of 256")
 
 
 def test_report_and_order():

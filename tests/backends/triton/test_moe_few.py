@@ -96,7 +96,8 @@ def test_stored_weights_are_resident_and_in_flight(variant):
     one = given["BLOCK_K"] * (rows * given["BITS"] // 8 + 2 * given["BLOCK_M"])
     assert used.shared_bytes >= (variant.num_stages - 1) * one
     if given["SCALED"] and given["CHUNKED"]:  # scales alone go through shared memory, and not the numbers that they made
-        assert used.shared_bytes <= (variant.num_stages - 1) * one + rows * given["BLOCK_K"] // 32 + 1024
+        rest = 16 * rows * given["BLOCK_M"] if "BLOCKS_N" in given else 0  # sums of four warps, beside the next tile's blocks
+        assert used.shared_bytes <= (variant.num_stages - 1) * one + rows * given["BLOCK_K"] // 32 + rest + 1024
     ptx = kernel.asm["ptx"]
     assert "cp.async.bulk.tensor" in ptx
     assert ("wgmma" in ptx) != given["CHUNKED"]
@@ -123,14 +124,37 @@ def test_scaled_pairs_have_configs_that_fit(experts, k, hidden, inner, arch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "block_k", "programs"),
-    [(1, 32, 512, 4), (8, 32, 512, 4), (9, 64, 256, 4), (16, 64, 256, 4), (32, 64, 256, 3)],
+    ("tokens", "block_m", "gate", "down"),
+    [
+        (1, 2, (64, 512, 3, 128), (32, 1024, 3, 128)),
+        (3, 4, (64, 512, 3, 128), (32, 1024, 3, 128)),
+        (8, 8, (64, 512, 3, 128), (32, 1024, 3, 128)),
+        (9, 16, (64, 256, 4, 64), (64, 256, 4, 64)),
+        (32, 32, (64, 256, 3, 64), (64, 256, 3, 64)),
+    ],
 )
-def test_tiles_of_scaled_pairs(tokens, rows, block_k, programs):
+def test_tiles_of_scaled_pairs(tokens, block_m, gate, down):
     """Of gpt-oss-20b on an H200 (`docs/notebook/mixtures.md`)."""
-    first, second = few.choose(few.Sizes(tokens, 4, 32, 2880, 2880, True, True, False, 4, True), 132, 90)
-    assert (first.rows, first.block_n, first.block_k, first.programs, first.chunk) == (rows, rows // 2, block_k, programs, 64)
-    assert (second.rows, second.block_n, second.block_k, second.chunk) == (rows, rows, block_k, 64)
+    configs = few.choose(few.Sizes(tokens, 4, 32, 2880, 2880, True, True, False, 4, True), 132, 90)
+    for config, tile in zip(configs, (gate, down), strict=True):
+        assert (config.rows, config.block_k, config.programs, config.chunk) == tile
+        assert config.block_m == block_m
+    assert configs[0].block_n == gate[0] // 2
+
+
+def test_who_has_a_range_of_tiles():
+    """Up to 8 tokens on Hopper: as many programs as there are places, or tiles. Its tiles are of two experts at most, so not
+    where experts are more than programs."""
+
+    def ranges(tokens: int, experts: int, sms: int, arch: int) -> int:
+        sizes = few.Sizes(tokens, 4, experts, 2880, 2880, True, True, False, 4, True)
+        return few.choose(sizes, sms, arch)[0].ranges
+
+    assert ranges(2, 32, 132, 90) == ranges(8, 32, 132, 90) == 3 * 132
+    assert ranges(1, 32, 132, 90) == 4 * 90
+    assert ranges(1, 1, 132, 90) == 90
+    assert ranges(9, 32, 132, 90) == ranges(8, 32, 132, 100) == ranges(8, 32, 10, 90) == 0
+    assert ranges(8, 30, 10, 90) == 30
 
 
 @pytest.mark.parametrize("name", ["Qwen3-MoE in MXFP4, 64 tokens on sm_120", "Kimi-K2 in int4, 64 tokens on sm_120"])

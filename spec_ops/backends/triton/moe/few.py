@@ -32,9 +32,10 @@ from spec_ops.backends.expert_format import inner_of
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
 from spec_ops.backends.triton.linear.float4_words import any_not_finite
 from spec_ops.backends.triton.linear.norm import store_sum
+from spec_ops.backends.triton.linear.operands import CHUNK
 from spec_ops.backends.triton.linear.skinny_mm import combined, store_transposed
-from spec_ops.backends.triton.linear.words import word_place
-from spec_ops.backends.triton.moe.activation import activated, gated
+from spec_ops.backends.triton.moe.activation import load_bias, store_activated
+from spec_ops.backends.triton.moe.ranges import ranged_gate_up_kernel
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
 from spec_ops.backends.triton.moe.stored import formats, scale_arguments, scale_constants, scales_numbers
 from spec_ops.backends.triton.moe.sums import down_sums, gate_up_sums
@@ -98,6 +99,15 @@ def few_gate_up_kernel(
             all_sums = (m < tokens)[:, None] & (place < SUMS)[None, :]
             if HELD:
                 sums = tl.load(at_sums, mask=all_sums, other=0.0)
+        gate_bias = None
+        up_bias = None
+        EARLY: tl.constexpr = not SCALED or BLOCK_M <= 8  # by registers
+        if EARLY:
+            n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            if bias is not None:
+                gate_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 0)
+                if GATED:
+                    up_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 1)
         acc, other = gate_up_sums(
             x, weight, scale, scale_expert, scale_row, scale_column, scale_up, expert, block_n, hidden, inner,
             GATED, INTERLEAVED, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, STAGES, BITS, INT4, SCALED,
@@ -112,6 +122,7 @@ def few_gate_up_kernel(
                 GATED, INTERLEAVED, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, 1, BITS, INT4, SCALED,
                 SCALE_ROWS, SCALE_COLUMNS, True,
             )  # fmt: skip
+        rstd = None
         if squares is not None:
             if SCALED and not HELD:
                 # Piece by piece: programs are as many as their registers let there be.
@@ -124,26 +135,31 @@ def few_gate_up_kernel(
             elif not HELD:
                 sums = tl.load(at_sums, mask=all_sums, other=0.0)
             rstd = tl.rsqrt(tl.sum(sums, 1) / hidden + eps)[None, :]
-            acc *= rstd
-            other *= rstd
-        n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        wanted = n < inner
-        if GATED and INTERLEAVED:
-            acc, other = tl.split(tl.permute(tl.reshape(acc, [BLOCK_N, 2, BLOCK_M]), (0, 2, 1)))
-        if bias is not None:
-            bias += expert.to(tl.int64) * (2 * inner if GATED else inner)
-            at_gate = 2 * n if GATED and INTERLEAVED else n
-            acc += tl.load(bias + at_gate, mask=wanted, other=0.0).to(tl.float32)[:, None]
-            if GATED:
-                at_up = 2 * n + 1 if INTERLEAVED else inner + n
-                other += tl.load(bias + at_up, mask=wanted, other=0.0).to(tl.float32)[:, None]
-        acc = gated(acc, other, limit, alpha, beta, ACTIVATION) if GATED else activated(acc, alpha, ACTIVATION)
-        goes = tl.max(mine.to(tl.int32), 1) > 0
-        share = tl.sum(tl.where(mine, share, 0.0), 1)
-        acc = tl.where(goes[None, :], acc * share[None, :], 0.0)
-        place = word_place(n) if SCALED and CHUNKED else n
-        to = h + (tile * BLOCK_M + m).to(tl.int64)[None, :] * inner + place[:, None]
-        tl.store(to, acc.to(h.dtype.element_ty), mask=wanted[:, None])
+        if not EARLY:
+            n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            if bias is not None:
+                gate_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 0)
+                if GATED:
+                    up_bias = load_bias(bias, expert, n, inner, GATED, INTERLEAVED, 1)
+        store_activated(
+            acc, other, gate_bias, up_bias, rstd, mine, share, tile, n, h, inner, limit, alpha, beta,
+            GATED, INTERLEAVED, ACTIVATION, BLOCK_M, BLOCK_N, SCALED and CHUNKED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _weighted_biases(
+    ids, weights, bias, n, m, tokens, experts, hidden, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """`[BLOCK_N, BLOCK_M]`: columns `n` of the biases of the experts that tokens `m` go to, times their weights."""
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        chosen = tl.load(ids + m * TOP_K + slot, mask=m < tokens, other=-1)
+        goes = (chosen >= 0) & (chosen < experts)
+        share = tl.load(weights + m * TOP_K + slot, mask=goes, other=0.0).to(tl.float32)
+        at = bias + chosen.to(tl.int64)[None, :] * hidden + n[:, None]
+        total += share[None, :] * tl.load(at, mask=goes[None, :] & (n < hidden)[:, None], other=0.0).to(tl.float32)
+    return total
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -168,6 +184,9 @@ def few_down_kernel(
     if residual is not None and EARLY:
         r = tl.load(residual + m[None, :] * hidden + n[:, None], mask=(m < tokens)[None, :] & (n < hidden)[:, None], other=0.0)
         g = tl.load(norm_weight + n, mask=n < hidden, other=0.0)
+    HELD: tl.constexpr = BLOCK_M * BLOCK_N <= 512  # by registers
+    if bias is not None and HELD:
+        biases = _weighted_biases(ids, weights, bias, n, m, tokens, experts, hidden, TOP_K, BLOCK_M, BLOCK_N)
     total = tl.load(table) * BLOCKS
     begin = split * total // SPLITS
     acc = down_sums(
@@ -186,12 +205,9 @@ def few_down_kernel(
     acc, complete = combined(acc, partial, counters, BLOCK_M, BLOCK_N, SPLITS, CHUNKED, ROOM)
     if complete:
         if bias is not None:
-            for slot in tl.static_range(TOP_K):
-                chosen = tl.load(ids + m * TOP_K + slot, mask=m < tokens, other=-1)
-                goes = (chosen >= 0) & (chosen < experts)
-                share = tl.load(weights + m * TOP_K + slot, mask=goes, other=0.0).to(tl.float32)
-                at = bias + chosen.to(tl.int64)[None, :] * hidden + n[:, None]
-                acc += share[None, :] * tl.load(at, mask=goes[None, :] & (n < hidden)[:, None], other=0.0).to(tl.float32)
+            if not HELD:
+                biases = _weighted_biases(ids, weights, bias, n, m, tokens, experts, hidden, TOP_K, BLOCK_M, BLOCK_N)
+            acc += biases
         if residual is not None:
             if not EARLY:
                 mask = (m < tokens)[None, :] & (n < hidden)[:, None]
@@ -230,7 +246,7 @@ def _matrix(rows: torch.Tensor, config: Config) -> TensorDescriptor:
     """Of `rows [n, k]`, `block_m` at a time."""
     (n, k), stride = rows.shape, rows.stride(0)
     if config.chunked:
-        chunk = config.chunk
+        chunk = CHUNK if config.scaled else config.chunk
         block = [config.block_k // chunk, config.block_m, chunk]
         return TensorDescriptor(rows, [k // chunk, n, chunk], [chunk, stride, 1], block)
     return TensorDescriptor(rows, [n, k], [stride, 1], [config.block_m, config.block_k])
@@ -244,6 +260,8 @@ def _stack(weight: torch.Tensor, config: Config, transposed: bool) -> TensorDesc
         if config.scaled:
             weight, packed = weight.view(torch.int32), 8
             k, expert, row = k // 4, expert // 4, row // 4
+        if config.scaled and config.chunk > CHUNK:
+            return TensorDescriptor(weight, [experts, n, k], [expert, row, 1], [1, rows, config.block_k // 8])
         chunk = config.chunk // packed
         block = [1, config.block_k // config.chunk, rows, chunk]
         return TensorDescriptor(weight, [experts, k // chunk, n, chunk], [expert, chunk, row, 1], block)
@@ -306,16 +324,18 @@ def few_between_norms(
     if second.splits > 1:
         partial = x.new_empty(columns * second.splits * second.block_n * block_m, dtype=torch.float32)
         counters = arrival_counters(x.device, columns, "few_down")
+    blocks_n = triton.cdiv(inner, first.block_n)
+    ranged = {"BLOCKS": triton.cdiv(hidden, first.block_k), "BLOCKS_N": blocks_n} if first.ranges else {}
     with device_guard(x):
         launch(
-            few_gate_up_kernel, (sizes.tiles * triton.cdiv(inner, first.block_n),),
+            ranged_gate_up_kernel if ranged else few_gate_up_kernel, (min(first.ranges or 2**30, sizes.tiles * blocks_n),),
             _matrix(x, first), _stack(gate_up, first, transposed), *scale_arguments(gate_up_scale, stored[0]), ids, weights,
             _contiguous(gate_up_bias), _contiguous(norms.squares), norms.eps, h, table, tokens, experts, hidden, inner, limit,
             alpha, beta, TOP_K=k,
             TOP_K_PAD=triton.next_power_of_2(k), GATED=gated, INTERLEAVED=interleaved, TRANSPOSED=transposed,
             ACTIVATION=activation, PAIRS_PAD=triton.next_power_of_2(block_m * k),
             EXPERTS_PAD=triton.next_power_of_2(experts), SUMS=sums_of(hidden),
-            SUMS_PAD=triton.next_power_of_2(sums_of(hidden)), **_constants(first), **scale_constants(stored[0]),
+            SUMS_PAD=triton.next_power_of_2(sums_of(hidden)), **ranged, **_constants(first), **scale_constants(stored[0]),
             early=first.full,
         )  # fmt: skip
         launch(

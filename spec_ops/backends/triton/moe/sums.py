@@ -6,18 +6,25 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.triton.linear.float4_words import WORD_REST
+from spec_ops.backends.triton.linear.operands import CHUNK as _CHUNK
 from spec_ops.backends.triton.linear.words import word_rows
 from spec_ops.backends.triton.moe.stored import added, block_scales
 
+PART = tl.constexpr(_CHUNK)  # of k, that a line of rows has in shared memory
+
 
 @triton.jit
-def _columns(
+def block_of_columns(
     weight, expert, first, block, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr,
     TRANSPOSED: tl.constexpr, BITS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """A block of the weight as stored, its inner dimension last: `[chunks, ROWS, CHUNK]`, or `[ROWS, BLOCK_K]`."""
     PACKED: tl.constexpr = 8 if CHUNKED and SCALED else 2 if BITS == 4 else 1
-    if CHUNKED:
+    if CHUNKED and SCALED and CHUNK > PART:
+        # Whole lines, and zeros beyond k, which may be no multiple of a chunk.
+        words = weight.load([expert, first, block * (BLOCK_K // 8)])
+        return tl.permute(tl.reshape(words, [ROWS, BLOCK_K // CHUNK, CHUNK // 8]), (1, 0, 2))
+    elif CHUNKED:
         CHUNKS: tl.constexpr = BLOCK_K // CHUNK
         return tl.reshape(weight.load([expert, block * CHUNKS, first, 0]), [CHUNKS, ROWS, CHUNK // PACKED])
     elif TRANSPOSED:
@@ -27,13 +34,16 @@ def _columns(
 
 
 @triton.jit
-def _rows(
+def block_of_rows(
     rows, first, block, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr, SCALED: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
     """A block of the tokens' rows, its inner dimension first; `ORDERED`: as in `word_rows`."""
     if CHUNKED and SCALED:
-        return word_rows(rows.load([block * (BLOCK_K // CHUNK), first, 0]), ORDERED)
+        parts = rows.load([block * (BLOCK_K // PART), first, 0])
+        M: tl.constexpr = parts.shape[1]
+        parts = tl.reshape(parts, [BLOCK_K // CHUNK, CHUNK // PART, M, PART])
+        return word_rows(tl.reshape(tl.permute(parts, (0, 2, 1, 3)), [BLOCK_K // CHUNK, M, CHUNK]), ORDERED)
     elif CHUNKED:
         return tl.permute(rows.load([block * (BLOCK_K // CHUNK), first, 0]), (0, 2, 1))
     else:
@@ -41,7 +51,7 @@ def _rows(
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr):
+def zero_sums(ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, CHUNKED: tl.constexpr):
     if CHUNKED:
         return tl.zeros([BLOCK_K // CHUNK, ROWS, BLOCK_M], tl.float32)
     else:
@@ -61,7 +71,7 @@ def gate_up_sums(
     PAIR: tl.constexpr = GATED and not INTERLEAVED
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED and INTERLEAVED else BLOCK_N
     first = block_n * ROWS
-    acc = _zeros(ROWS, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not SCALED else CHUNK, CHUNKED)
+    acc = zero_sums(ROWS, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not SCALED else CHUNK, CHUNKED)
     other = acc
     s = 0
     t = 0
@@ -82,10 +92,12 @@ def gate_up_sums(
                 PARTS, BLOCK_K, BITS, INT4, SCALE_ROWS, SCALE_COLUMNS, SCALED,
             )  # fmt: skip
     for block in tl.range(0, tl.cdiv(hidden, BLOCK_K), num_stages=STAGES):
-        columns = _columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS, SCALED)
+        columns = block_of_columns(weight, expert, first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS, SCALED)
         if PAIR:
-            ups = _columns(weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS, SCALED)
-        rows = _rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED, SCALED, False)
+            ups = block_of_columns(
+                weight, expert, inner + first, block, ROWS, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS, SCALED
+            )
+        rows = block_of_rows(x, 0, block, BLOCK_K, CHUNK, CHUNKED, SCALED, False)
         acc = added(acc, columns, rows, s, BITS, INT4, SCALED, EXACT)
         if PAIR:
             other = added(other, ups, rows, t, BITS, INT4, SCALED, EXACT)
@@ -116,7 +128,7 @@ def down_sums(
     INT4: tl.constexpr, SCALED: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Products with the columns `n` of block `tile`, over the share from block `begin` on of all experts' inner dimensions."""
-    acc = _zeros(BLOCK_N, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not SCALED else CHUNK, CHUNKED)
+    acc = zero_sums(BLOCK_N, BLOCK_M, BLOCK_K, 32 if BITS == 4 and not SCALED else CHUNK, CHUNKED)
     expert = tl.load(table + 1 + begin // BLOCKS)
     s = 0
     if BITS < 16:
@@ -127,8 +139,10 @@ def down_sums(
         )  # fmt: skip
     for i in tl.range(begin, (split + 1) * total // SPLITS, num_stages=STAGES):
         block = i % BLOCKS
-        columns = _columns(weight, expert, tile * BLOCK_N, block, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS, SCALED)
-        rows = _rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED, SCALED, True)
+        rows = block_of_rows(h, i // BLOCKS * BLOCK_M, block, BLOCK_K, CHUNK, CHUNKED, SCALED, True)
+        columns = block_of_columns(
+            weight, expert, tile * BLOCK_N, block, BLOCK_N, BLOCK_K, CHUNK, CHUNKED, TRANSPOSED, BITS, SCALED
+        )
         acc = added(acc, columns, rows, s, BITS, INT4, SCALED, EXACT)
         # One iteration ahead: a load that another load's address depends on halves what Triton keeps in flight.
         expert = tl.load(table + 1 + (i + 1) // BLOCKS)

@@ -29,6 +29,7 @@ class Config:
         scaled: numbers of MXFP4 are, two at a time, and not sums (`stored.py`).
         again: sums are computed again where a scale was too great for one factor (`linear/float4_words.py`).
         max_registers: of a thread; None: as many as the assembler likes.
+        ranges: programs that share all tiles (`ranges.py`); 0: each has one.
     """
 
     block_m: int
@@ -45,20 +46,29 @@ class Config:
     scaled: bool = False
     again: bool = False
     max_registers: int | None = None
+    ranges: int = 0
 
 
 class ScaledTile(NamedTuple):
     """What a program works on where numbers are scaled, and warps have chunks of k: rows of the weight, all of its loads
-    together, and `block_k` of each; how many programs a multiprocessor gets at most, by registers. Figures:
-    `docs/notebook/mixtures.md`."""
+    together, and `block_k` of each; how many programs a multiprocessor gets at most, by registers; `ranges`: whether each goes
+    through a range of tiles. Figures: `docs/notebook/mixtures.md`."""
 
     rows: int
     block_k: int
     programs: int
+    ranges: bool = False
 
 
-# By tokens. More of them take the tile of 64 columns for `wgmma`.
-SCALED_TILES = {8: ScaledTile(32, 512, 4), 16: ScaledTile(64, 256, 4), 32: ScaledTile(64, 256, 3)}
+# By tokens, for both kernels. More of them take the tile of 64 columns for `wgmma`.
+SCALED_TILES = {
+    8: (ScaledTile(32, 512, 4), ScaledTile(32, 512, 4)),
+    16: (ScaledTile(64, 256, 4), ScaledTile(64, 256, 4)),
+    32: (ScaledTile(64, 256, 3), ScaledTile(64, 256, 3)),
+}
+# On Hopper. Tiles of 2 and 4 tokens are computed as 8, but bring and keep only these.
+HOPPER_FEW = (ScaledTile(64, 512, 3, True), ScaledTile(32, 1024, 3))
+HOPPER_SCALED_TILES = {**SCALED_TILES, 2: HOPPER_FEW, 4: HOPPER_FEW, 8: HOPPER_FEW}
 
 
 class Sizes(NamedTuple):
@@ -90,31 +100,39 @@ def choose(sizes: Sizes, sms: int, arch: int) -> tuple[Config, Config]:
     neighbours = gated and interleaved
     halves = neighbours and not chunked  # 64 rows of the weight are 32 columns of the result
     loads = 1 + (gated and not halves)
-    first = _fitted(tokens, inner * (1 + halves), hidden, 1, sizes.tiles, chunked, sms, arch, bits, scaled, loads)
+    block_m = next(m for m in (8, 16, 32, MAX_TOKENS) if tokens <= m)
+    tiles: tuple[ScaledTile | None, ...] = (None, None)
+    if scaled and few:
+        known = HOPPER_SCALED_TILES if 90 <= arch < 100 else SCALED_TILES
+        block_m = min(m for m in known if tokens <= m)
+        tiles = known[block_m]
+    first = _fitted(block_m, inner * (1 + halves), hidden, 1, sizes.tiles, chunked, sms, arch, bits, scaled, tiles[0], loads)
     block_n = first.block_n // (1 + halves)
-    first = replace(first, block_n=block_n, rows=block_n * (1 + neighbours))
-    return first, _fitted(tokens, hidden, inner, min(k, experts), 1, few and inner % CHUNK == 0, sms, arch, bits, scaled)
+    full = first.full or (first.ranges > 0 and neighbours and first.programs == 3)  # by registers
+    first = replace(first, block_n=block_n, rows=block_n * (1 + neighbours), full=full)
+    chunked = few and inner % CHUNK == 0
+    return first, _fitted(block_m, hidden, inner, min(k, experts), 1, chunked, sms, arch, bits, scaled, tiles[1])
 
 
 def _fitted(
-    tokens: int, columns: int, inner: int, products: int, tiles: int, chunked: bool, sms: int, arch: int, bits: int,
-    scaled: bool, loads: int = 1,
+    block_m: int, columns: int, inner: int, products: int, tiles: int, chunked: bool, sms: int, arch: int, bits: int,
+    scaled: bool, tile: ScaledTile | None, loads: int = 1,
 ) -> Config:  # fmt: skip
     """For a product of `columns` columns over `inner`, of which a program adds up `products` at least.
 
     Args:
         tiles: that share the grid: 1, or the experts.
+        tile: where numbers are scaled and warps have chunks.
         loads: of the weight, of as many rows as there are columns, in each iteration.
     """
-    block_m = next(m for m in (8, 16, 32, MAX_TOKENS) if tokens <= m)
     block_n, block_k, most = (16, 256, 3) if chunked else (64, 128 // loads, 2)
     chunk = CHUNK
     rest = 2048  # 1 KB of each program's shared memory is the system's; barriers
-    if scaled and chunked:
-        rows, block_k, most = SCALED_TILES[block_m]
+    if tile is not None:
+        rows, block_k, most, _ = tile
         block_n = rows // loads
         # A batch of fewer products than warps is computed twice.
-        chunk = 128 if inner % 128 == 0 and block_k >= 4 * 128 else CHUNK
+        chunk = 128 if block_k >= 4 * 128 else CHUNK
         rest += rows * block_k // 32  # scales on their way between threads
     elif bits < 16:
         # A row of shared memory holds 128 numbers of 8 bits, and no product has two scales.
@@ -130,11 +148,15 @@ def _fitted(
     shared = SHARED.get(arch, 99) * 1024
     room = programs = max(1, min(most, shared // (2 * buffer + rest)))
     blocks, grid = products * triton.cdiv(inner, block_k), tiles * triton.cdiv(columns, block_n)
-    splits = 1
-    if tiles == 1:  # at least two blocks for each, and partial sums of at most a quarter of the weight's bytes
+    splits, shares = 1, 0
+    if tile is not None and tile.ranges and tiles <= sms * programs:
+        shares = min(grid, sms * programs)
+        rest += 16 * rows * block_m  # sums of all warps, beside the next tile's blocks
+    elif tiles == 1:  # at least two blocks for each, and partial sums of at most a quarter of the weight's bytes
         splits = max(1, min(sms * programs // grid, blocks // 2, products * inner * bits // (128 * block_m)))
     programs = min(programs, triton.cdiv(grid * splits, sms))
-    buffers = max(2, min((shared // programs - rest) // buffer, triton.cdiv(blocks, splits)))
+    most_buffers = (shared // programs - rest) // buffer
+    buffers = max(2, most_buffers if shares else min(most_buffers, triton.cdiv(blocks, splits)))
     asynchronous = not chunked and 90 <= arch < 120 and bits == 16
     full = arch < 120 and (programs + 1) * (buffers * buffer + 1024) > shared + 1024
     stages = buffers + (not asynchronous)
@@ -142,5 +164,5 @@ def _fitted(
     # What is computed again would take more of them than the first time.
     registers = 65536 // (128 * room) // 8 * 8 if again and room > 2 else None
     return Config(
-        block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, 4, scaled, again, registers
+        block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, 4, scaled, again, registers, shares
     )  # fmt: skip

@@ -83,6 +83,8 @@ def _fuse(
     """Replace the rounding that `readers` read. Returns what was done."""
     k, before = rows[1], rounding.rows
     columns = rounding.columns or k
+    if rounding.given is not None and rounding.given.op != "placeholder":  # it may come later than what reads it then
+        raise _NotFusedError("the step that is given is a part of an input")
     if columns not in (BLOCK, k):
         raise _NotFusedError(f"{columns} columns have a step, not {BLOCK} or all")
     how = (columns, rounding.step_dtype, rounding.quotient_dtype, rounding.least, rounding.zero, rounding.given)
@@ -122,7 +124,7 @@ def _with_norm(
     graph: fx.Graph, rounding: Rounding, rows: tuple[int, int], norm: RMSNorm, how: tuple, readers: Sequence[fx.Node]
 ) -> str:
     weight = value(norm.weight)
-    if norm.weight.op not in ("placeholder", "get_attr") or weight.dtype != value(norm.x).dtype:
+    if norm.weight.op != "placeholder" or weight.dtype != value(norm.x).dtype:
         raise _NotFusedError("the norm's weight is not an input of the rows' dtype")
     # `(x * rstd).to(dtype) * weight` ends with the product; the other form with a conversion, if it is not left out.
     converts = rounding.rows.target is prims.convert_element_type.default

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from spec_ops.backends.triton.linear import dequantize as module
 from spec_ops.backends.triton.linear.dequantize import dequantize
+from spec_ops.backends.triton.runtime import repeat
 from spec_ops.ops.reference import linear as reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -61,6 +63,20 @@ def test_rows_farther_apart_and_no_rows():
     want = reference.dequantize(weight, scale, None, None, torch.float32)
     assert torch.equal(dequantize(wide[:, :K], scale, None, None, torch.float32), want)
     assert dequantize(weight[:0], scale[:0], None, None, torch.float16).shape == (0, K)
+
+
+def test_eager_calls_that_repeat(monkeypatch):
+    repeat._plans.clear()
+    first = parts("int4z 128")
+    dequantize(*first, torch.float16)
+    second = (first[0].flip(0), first[1].flip(0).t().contiguous().t(), first[2].flip(0), None)
+    monkeypatch.setattr(module, "launch", None)
+    got = dequantize(
+        *(None if part is None else part.clone(memory_format=torch.preserve_format) for part in second), torch.float16
+    )
+    monkeypatch.undo()
+    repeat._plans.clear()
+    assert torch.equal(got, dequantize(*second, torch.float16))
 
 
 def test_bad_input():

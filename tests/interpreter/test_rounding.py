@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
 from spec_ops.backends.triton.linear import rounding
+from spec_ops.backends.triton.runtime import repeat
 from spec_ops.ops.reference import rounding as reference
 from tests.helpers.roundings import FP8, KINDS, how, rows
 
@@ -115,6 +118,35 @@ def test_after_a_norm(m, k, roundings):
         assert roundings == 0 or int((got[1] != want[1]).sum()) <= 1 + 0.1 * got[1].numel()
         alone = rounding.norm_round_rows(total, *called)
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(alone, got, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_calls_that_repeat(kind):
+    """The second of the same sizes launches what the first one did, with its own tensors; another number is another call."""
+    repeat._plans.clear()
+    first, second = (rows(3, 512, torch.float16, seed).chunk(2, 1) for seed in (1, 2))
+    weight, called = torch.ones(256).half(), how(kind, 256, torch.float16)
+
+    def gated(pair, name="silu", zero=called[4]):
+        return rounding.gated_round_rows(*pair, name, *called[:4], zero, called[5])
+
+    def normed(pair, eps=1e-3, roundings=1):
+        return rounding.add_norm_round_rows(*pair, weight, eps, roundings, *called)
+
+    gated(first), normed(first)
+    with mock.patch.object(rounding, "tile_of", side_effect=AssertionError("the launcher was asked again")):
+        got = gated(second), normed(second)
+        for run, other in (
+            (gated, {"name": "gelu"}),
+            (gated, {"zero": 0.5}),
+            (normed, {"eps": 1e-2}),
+            (normed, {"roundings": 2}),
+        ):
+            with pytest.raises(AssertionError, match="asked again"):
+                run(second, **other)
+    repeat._plans.clear()
+    same(got[0], gated(second))
+    same(got[1], normed(second))
 
 
 def test_what_no_kernel_takes():

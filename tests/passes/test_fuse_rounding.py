@@ -383,6 +383,15 @@ def test_a_given_step_without_limits():
     assert "they are not cut off at 448, and their step is given" in texts(run_pass(FuseRounding(), module, 90).refused)
 
 
+def test_a_given_step_that_is_a_part_of_an_input():
+    def fn(x, weight, scale, steps):
+        return (linear(Inputs("float8").rounded(x, steps[1:]), weight, scale),)
+
+    module, _ = capture(fn, ROWS, *STORED, torch.tensor([0.02, 0.01]).to(BF16), dynamo=False)
+    assert run_pass(LowerSkinnyMm(), module, 90).matches == 1
+    assert "the step that is given is a part of an input" in texts(run_pass(FuseRounding(), module, 90).refused)
+
+
 def test_long_rows(monkeypatch):
     monkeypatch.setattr("spec_ops.passes.fuse_rounding.MAX_COLUMNS", K - 1)
     for inputs, matches in ((ROW, 0), (GROUP, 1)):

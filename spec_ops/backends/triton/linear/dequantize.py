@@ -17,6 +17,7 @@ from spec_ops.backends.triton.linear.operands import scale_arguments
 from spec_ops.backends.triton.linear.quantized import joined
 from spec_ops.backends.triton.runtime.ahead import ARCHS, FP8_ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, recorded
+from spec_ops.backends.triton.runtime.repeat import repeated
 from spec_ops.backends.weight_format import E2M1_UNIT, columns_of, weight_format
 
 BLOCK_N, BLOCK_K = 64, 128  # of what a program writes
@@ -99,15 +100,19 @@ def dequantize(
     out = weight.new_empty(n, k, dtype=dtype)
     if not out.numel():
         return out
-    scale, zero, tensor_scale, scale_row, scale_column = scale_arguments(scale, zero, tensor_scale)
-    with device_guard(weight):
+    scales = scale_arguments(scale, zero, tensor_scale)
+
+    def start() -> None:
         launch(
-            dequantize_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(k, BLOCK_K)), weight, weight.stride(0), scale, zero,
-            tensor_scale, scale_row, scale_column, out, n, k, BITS=stored.bits, FLOAT4=stored.float4,
+            dequantize_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(k, BLOCK_K)), weight, weight.stride(0), *scales, out, n, k,
+            BITS=stored.bits, FLOAT4=stored.float4,
             ROWS=1 if stored.rows == n else stored.rows, COLUMNS=1 if stored.columns == k else stored.columns,
             WHOLE=stored.columns == k or stored.columns % BLOCK_K == 0, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4,
             **UNFUSED,
         )  # fmt: skip
+
+    with device_guard(weight):
+        repeated(dequantize_kernel, (weight, *scales[:3], out), weight.device, start)
     return out
 
 

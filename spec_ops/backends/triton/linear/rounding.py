@@ -23,6 +23,7 @@ from spec_ops.backends.triton.linear.quantized import INTERPRETED
 from spec_ops.backends.triton.moe.activation import activated
 from spec_ops.backends.triton.runtime.ahead import FP8_ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import arch_of, await_predecessors, device_guard, launch, num_sms, recorded
+from spec_ops.backends.triton.runtime.repeat import repeated
 from spec_ops.backends.weight_format import BLOCK
 
 A_THREAD = 8  # columns of a whole row, with as many warps as there may be
@@ -165,19 +166,24 @@ def _run(
         if step is not None:
             steps.fill_(float("nan")).copy_(step.to(step_dtype).reshape(1, 1))
         return numbers, steps.t()
-    up = rows.get("up")
-    residual = rows.get("residual")
-    tile = tile_of(m, k, BLOCK if step is not None else columns, whole, num_sms(x.device))
-    with device_guard(x):
+    up, residual = rows.get("up"), rows.get("residual")
+    weight = None if weight is None else weight.contiguous()
+
+    def start() -> None:
+        tile = tile_of(m, k, BLOCK if step is not None else columns, whole, num_sms(x.device))
         launch(
             round_rows_kernel, (m, triton.cdiv(k, tile["GROUPS"] * tile["COLUMNS"])), x, x.stride(0),
             up, None if up is None else up.stride(0), residual, None if residual is None else residual.stride(0),
-            None if weight is None else weight.contiguous(), eps, total, step, least, zero, numbers, steps, m, k,
+            weight, eps, total, step, least, zero, numbers, steps, m, k,
             ACTIVATION=activation, ROUNDINGS=roundings, STEP_ROUNDED=step_dtype != torch.float32,
             QUOTIENT_ROUNDED=quotient_dtype != torch.float32, **tile,
             # Programs of whole rows are as large as a multiprocessor holds two of: early, some would take two.
             early=not whole and m <= EARLY_ROWS,
         )  # fmt: skip
+
+    what = round_rows_kernel, columns, step_dtype, quotient_dtype, least, zero, activation, eps, roundings
+    with device_guard(x):
+        repeated(what, (x, up, residual, weight, total, step, numbers, steps), x.device, start)
     return numbers, steps.t()
 
 

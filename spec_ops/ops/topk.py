@@ -9,6 +9,7 @@ from spec_ops.ops._validate import Checker
 from spec_ops.ops.reference import topk as reference
 
 MAX_TOP_K = 32
+MAX_ROW = 1 << 20  # one program joins what those of a row's parts found
 SCORES = ("log_softmax", "softmax", "none")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +37,7 @@ def topk_logits(
     long. Equal logits come by ascending id, where torch says nothing of their order. NaN is larger than all else.
 
     Args:
-        logits: `[V]`, `[N, V]` or `[bs, K, V]` float32, bfloat16 or float16.
+        logits: `[V]`, `[N, V]` or `[bs, K, V]` float32, bfloat16 or float16; `V` is at most 2**20.
         k: 1 to 32, and at most `V`.
         scores: `"log_softmax"`, `"softmax"`, or `"none"` for the logits themselves; computed in float32.
         dtype: to which scores are rounded: float32, bfloat16 or float16.
@@ -52,6 +53,8 @@ def topk_logits(
     check = Checker("topk_logits")
     check.tensor("logits", logits, rank=(1, 2, 3), dtypes=FLOATS)
     check.integer("k", k, 1, min(MAX_TOP_K, logits.shape[-1]))
+    if logits.shape[-1] > MAX_ROW:
+        check.fail("logits", f"of rows of at most {MAX_ROW} values", f"rows of {logits.shape[-1]}")
     if scores not in SCORES:
         check.fail("scores", "one of " + ", ".join(map(repr, SCORES)), repr(scores))
     if dtype not in FLOATS:

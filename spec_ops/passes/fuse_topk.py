@@ -8,20 +8,24 @@ long as a vocabulary; and the probabilities are written for it. This is the draf
 Probabilities are in the order of logits, so the tokens are those of the largest logits. Of tokens with equal scores, any of
 which torch may take, `topk_logits` takes the first.
 
+Probabilities that others read stay, and are ranked as they are: the op would compute them once more, rounded otherwise, and
+`p >= values[:, -1:]` would no longer keep `k` tokens.
+
 The op looks for one value after the other, so many values of many long rows are left to torch (`docs/notebook/launches.md`).
 """
 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
-from spec_ops.ops.topk import FLOATS, MAX_TOP_K, topk_logits_op
+from spec_ops.ops.topk import FLOATS, MAX_ROW, MAX_TOP_K, topk_logits_op
 from spec_ops.passes.analysis.graph import arg, calls, insert, value
 from spec_ops.passes.analysis.replacement import in_place_of
-from spec_ops.passes.analysis.softmax import find_softmax
+from spec_ops.passes.analysis.softmax import Softmax, find_softmax
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten = torch.ops.aten
@@ -33,6 +37,7 @@ class FuseTopk(GraphPass):
     name = "fuse_topk"
 
     def run(self, graph: fx.Graph, context: PassContext, result: PassResult) -> None:
+        fused: list[fx.Node] = []
         for node in calls(graph, aten.topk.default):
             scores, k = node.args[0], arg(node, "k")
             fake = value(scores)
@@ -44,18 +49,30 @@ class FuseTopk(GraphPass):
                 result.refuse(node, "topk: not of the largest values of the last dimension")
             elif not 1 <= k <= MAX_TOP_K:
                 result.refuse(node, f"topk: {k} values of a row; `topk_logits` finds 1 to {MAX_TOP_K}")
+            elif fake.shape[-1] > MAX_ROW:
+                result.refuse(node, f"topk: rows of {fake.shape[-1]} values; `topk_logits` takes rows of {MAX_ROW} at most")
             elif k > ALWAYS and not (isinstance(size := fake.numel(), int) and size * k <= MOST):
                 result.refuse(node, f"topk: {k} values of each row of {fake.shape[-1]}, which torch's kernels find faster")
             else:
-                _fuse(graph, node, k)
+                fused.append(node)
                 result.did(node, f"the {k} largest of {fake.shape[-1]} values in one launch")
+        for node in fused:
+            _fuse(graph, node, _softmax_of(node, fused))
 
 
-def _fuse(graph: fx.Graph, node: fx.Node, k: int) -> None:
-    found = find_softmax(node.args[0])
+def _softmax_of(node: fx.Node, fused: list[fx.Node]) -> Softmax | None:
+    """The softmax whose largest values `node` finds, if nothing but `fused` reads it, rounded or not; else None."""
+    scores: Any = node.args[0]
+    found = find_softmax(scores)
+    if found is None or not set(scores.users).issubset(fused):
+        return None
+    return found if scores is found.exact or list(found.exact.users) == [scores] else None
+
+
+def _fuse(graph: fx.Graph, node: fx.Node, found: Softmax | None) -> None:
     logits = node.args[0] if found is None else found.logits
     scores = "none" if found is None else "log_softmax" if found.log else "softmax"
-    best = insert(graph, node, topk_logits_op, (logits, k, scores, value(node.args[0]).dtype))
+    best = insert(graph, node, topk_logits_op, (logits, arg(node, "k"), scores, value(node.args[0]).dtype))
     for user in list(node.users):
         new = insert(graph, node, operator.getitem, (best, user.args[1]), source=user)
         user.replace_all_uses_with(in_place_of(user, new))

@@ -47,6 +47,18 @@ def test_equals_come_by_id():
     assert ids.tolist() == [[7, 70, 199, 0], [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zeros_keep_their_signs(dtype):
+    for vocab, columns in ((40, [3, 7, 39]), (200, [7, 70, 199])):
+        wide = torch.full((2, vocab, 2), -1.0, dtype=dtype)
+        wide[0, columns, 1] = torch.tensor([-0.0, 0.0, -0.0], dtype=dtype)
+        wide[1, columns, 1] = torch.tensor([2.0, -0.0, float("nan")], dtype=dtype)
+        values, ids = call(wide[..., 1], 3, "none")
+        assert ids.tolist() == [columns, [columns[2], *columns[:2]]]
+        assert values.signbit()[:, 1:].tolist() == [[False, True], [False, True]]
+        assert values[0, 0].signbit()
+
+
 def test_any_layout():
     wide = rows_of((4, 2, 150), torch.float32)
     for logits in (wide.transpose(0, 1), wide[:, :, ::2], wide[:, :1].expand(4, 3, 150)):

@@ -395,6 +395,7 @@ bad_tensor("topk_logits", "logits", dtype=torch.float64, device=False)
 wrong("topk_logits", "logits", "shape ()", logits=torch.tensor(1.0))
 bad_integer("topk_logits", "k", 1, 9)
 wrong("topk_logits", "k", "33", logits=torch.randn(BS, 50), k=33)
+wrong("topk_logits", "logits", "rows of 1048577", logits=torch.zeros(1, (1 << 20) + 1))
 wrong("topk_logits", "scores", "'sigmoid'", scores="sigmoid")
 wrong("topk_logits", "dtype", "float64", TypeError, dtype=torch.float64)
 

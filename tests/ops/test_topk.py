@@ -24,6 +24,16 @@ def test_the_first_of_equals(device):
     assert ids.tolist() == [[7, 2100, 4999, 0], [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_zeros_keep_their_signs(device, dtype):
+    logits = torch.full((2, 5000), -1.0, device=device, dtype=dtype)
+    logits[0, [4999, 2100, 7]] = torch.tensor([-0.0, 0.0, -0.0], device=device, dtype=dtype)
+    logits[1, [3, 2048]] = torch.tensor([2.0, -0.0], device=device, dtype=dtype)
+    values, ids = spec_ops.topk_logits(logits, 3, scores="none")
+    assert ids.tolist() == [[7, 2100, 4999], [3, 2048, 0]]
+    assert values.signbit().tolist() == [[True, False, True], [False, True, True]]
+
+
 @pytest.mark.parametrize("scores", SCORES)
 def test_rows_without_numbers(device, scores):
     inf, nan = float("inf"), float("nan")

@@ -85,6 +85,53 @@ def test_probabilities_that_others_read_stay():
 
     module, _ = fused(fn, LOGITS)
     assert aten.exp.default in targets(module)
+    assert call_of(module).args[2] == "none"
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda p: (p >= p.topk(4).values[..., -1:],),
+        lambda p: (p.gather(-1, p.topk(4).indices) == p.topk(4).values,),
+        lambda p: (p.bfloat16().topk(4).values == p.topk(4).values.bfloat16(),),
+        lambda p: (p.bfloat16().topk(4).values == p.gather(-1, p.topk(4).indices).bfloat16(),),
+        lambda p: (p.topk(4).values == p.topk(40).values[..., :4],),
+        lambda p: (p.topk(40).values[..., :4] == p.topk(4).values,),
+        lambda p: (p.topk(1).values == p.amax(-1, True),),
+    ],
+)
+@pytest.mark.parametrize("softmax", [torch.softmax, torch.log_softmax])
+def test_what_is_compared_with_probabilities_is_of_the_same_bits(fn, softmax):
+    def program(x):
+        return fn(softmax(x, -1))
+
+    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
+    module = capture_for_cuda(program, logits)
+    want = module(logits)
+    assert run_pass(FuseTopk(), module).matches
+    assert torch.equal(module(logits)[0], want[0])
+    assert {node.args[2] for node in module.graph.find_nodes(op="call_function", target=topk_logits_op)} == {"none"}
+
+
+def test_two_of_one_softmax():
+    def fn(x):
+        p = x.log_softmax(-1)
+        return (*p.topk(4), *p.topk(2))
+
+    module, _ = fused(fn, LOGITS, matches=2)
+    assert [node.args[2] for node in module.graph.find_nodes(op="call_function", target=topk_logits_op)] == ["log_softmax"] * 2
+    assert aten.exp.default not in targets(module)
+
+
+def test_one_after_another():
+    def fn(x):
+        values, ids = x.topk(8)
+        best, place = values.softmax(-1).topk(2)
+        return best, ids.gather(-1, place)
+
+    module, _ = fused(fn, LOGITS, matches=2)
+    scores = [node.args[2] for node in module.graph.find_nodes(op="call_function", target=topk_logits_op)]
+    assert scores == ["none", "softmax"]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +156,14 @@ def test_many_rows(rows, k, matches):
     result = run_pass(FuseTopk(), module)
     assert result.matches == matches
     assert matches or "torch's kernels find faster" in texts(result.refused)
+
+
+@pytest.mark.parametrize(("size", "matches"), [(1 << 20, 1), ((1 << 20) + 1, 0)])
+def test_long_rows(size, matches):
+    module = capture_for_cuda(lambda x: x.topk(4), torch.empty(1, size))
+    result = run_pass(FuseTopk(), module)
+    assert result.matches == matches
+    assert matches or "rows of 1048577 values" in texts(result.refused)
 
 
 @pytest.mark.parametrize(("k", "matches"), [(4, 1), (9, 0)])

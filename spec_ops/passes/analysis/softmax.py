@@ -15,9 +15,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Softmax(NamedTuple):
-    """`log_softmax(logits, -1)` if `log`, otherwise `softmax(logits, -1)`, computed in float32."""
+    """`log_softmax(logits, -1)` if `log`, otherwise `softmax(logits, -1)`, computed in float32 by `exact`."""
 
     logits: fx.Node
+    exact: fx.Node
     log: bool
 
 
@@ -43,7 +44,7 @@ def find_softmax(node: Any) -> Softmax | None:
         return None
     if is_convert(logits, torch.float32) and value(logits.args[0]).dtype in FLOATS:
         logits = logits.args[0]
-    return Softmax(logits, node.target is aten.sub.Tensor)
+    return Softmax(logits, node, node.target is aten.sub.Tensor)
 
 
 def _is(node: Any, target: Any) -> bool:

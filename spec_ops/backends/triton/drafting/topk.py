@@ -88,7 +88,10 @@ def topk_logits_kernel(
                 total = tl.sum(part_sums * _powers(theirs_top, there, top), 0)
     if complete:
         score = key_logit((found >> 32).to(tl.int32), 0)
-        if not PLAIN:
+        if PLAIN:
+            own = logits + row * row_stride + place_id(found) * stride  # of zeros, whose key is that of 0.0 for -0.0 too
+            score = tl.load(own, mask=(slot < K) & (score == 0.0), other=score).to(tl.float32)
+        else:
             score -= top
             if LOG:
                 score -= tl.log(total)

@@ -91,11 +91,6 @@ def test_three_warpgroups_where_they_leave_fewer_rows_empty():
     assert gqa_hopper.tiling_of(128, 192, 8, 64) == (3, 64, 4)
 
 
-def test_warpgroups_take_turns_where_loads_take_long():
-    assert all(gqa_hopper.takes_turns(*one) for one in ((128, 2, 1), (128, 3, 2), (64, 2, 1)))
-    assert not any(gqa_hopper.takes_turns(64, *one) for one in ((2, 2), (2, 4), (3, 1), (3, 2)))
-
-
 def test_layouts_of_caches():
     q = torch.empty(2, 16, 64, 64, dtype=BF16)
     pool = torch.empty(3, 2, 4, 64, 8, 64, dtype=BF16)  # layers, keys and values

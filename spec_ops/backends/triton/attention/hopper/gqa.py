@@ -5,7 +5,7 @@ per KV head the exponentials take about as long as the products, and both togeth
 overlap, as in FlashAttention-3 (arXiv:2407.08608):
 
 - two warpgroups have 64 rows each, or three where two tiles of 128 would be half empty, and one's softmax overlaps the others'
-  products: they take turns, or nobody orders them (`TURNS`),
+  products: they take turns,
 - a warpgroup starts the products of queries and keys of block `n + 1` before it multiplies the weights of block `n` with their
   values, and the latter runs during the softmax of the former,
 - one more partition loads queries, keys and values, some blocks ahead (`pages.py`).
@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from spec_ops.backends.call import AttentionCall
 from spec_ops.backends.triton.attention.hopper.combine import combine_unfinished, finish_part, striped
 from spec_ops.backends.triton.attention.hopper.gqa_softmax import scale_rows, softmax_step, thread_sums
-from spec_ops.backends.triton.attention.hopper.gqa_tiling import Tiling, takes_turns, tiling_of
+from spec_ops.backends.triton.attention.hopper.gqa_tiling import Tiling, tiling_of
 from spec_ops.backends.triton.attention.hopper.host import (
     aligned_ranges,
     box_of,
@@ -159,7 +159,7 @@ def _logits(q, k, BLOCK_N: gl.constexpr):
 def _iterate(
     iterations, start, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l, stage, phase, v_stage, issued, clears,
     seq_len, query, words, slots, qk_scale, Q_LEN: gl.constexpr, MASK_LEN: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, TURNS: gl.constexpr, BOX: gl.constexpr,
+    MASKED: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
     """Weights of `iterations` blocks from key `start` on, and the outputs of the blocks one before, whose values are loaded."""
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -174,13 +174,11 @@ def _iterate(
                     v_smem.index(v_stage), seq_len - before, slots, cleared, clears, MASK_LEN, HOLES, WARPGROUP
                 )  # fmt: skip
         await_copies(full.index(KEYS + 2 * stage), phase, BOX)
-        if TURNS:
-            mbarrier.wait(order.index(WARPGROUP), (issued & 1) ^ (1 if WARPGROUP == 0 else 0))
+        mbarrier.wait(order.index(WARPGROUP), (issued & 1) ^ (1 if WARPGROUP == 0 else 0))
         if TOGETHER:
             o_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
             s_token = _logits(q, k_smem.index(stage), BLOCK_N)
-            if TURNS:
-                mbarrier.arrive(order.index((WARPGROUP + 1) % WARPGROUPS))
+            mbarrier.arrive(order.index((WARPGROUP + 1) % WARPGROUPS))
             issued += 1
             acc, p, s = warpgroup_mma_wait(0, [o_token, p, s_token])
             arrive(free.index(KEYS + 2 * stage))
@@ -188,8 +186,7 @@ def _iterate(
         else:
             s_token = _logits(q, k_smem.index(stage), BLOCK_N)
             o_token = warpgroup_mma(p, v_smem.index(v_stage), acc, is_async=True)
-            if TURNS:
-                mbarrier.arrive(order.index((WARPGROUP + 1) % WARPGROUPS))
+            mbarrier.arrive(order.index((WARPGROUP + 1) % WARPGROUPS))
             issued += 1
             s = warpgroup_mma_wait(1, [s_token])
             arrive(free.index(KEYS + 2 * stage))
@@ -226,7 +223,6 @@ def _attend(
     ROWS: gl.constexpr = Q_LEN * GROUP
     TILES: gl.constexpr = KV_HEADS * ROW_BLOCKS * WARPGROUPS
     HOLES: gl.constexpr = MASK_LEN > Q_LEN
-    TURNS: gl.constexpr = takes_turns(D, WARPGROUPS, ROW_BLOCKS)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -283,12 +279,12 @@ def _attend(
             acc, p, m, l, stage, phase, v_stage, issued, clears = _iterate(
                 seen - first - 1, (first + 1) * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
                 stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
-                Q_LEN, MASK_LEN, STAGES, False, WARPGROUP, WARPGROUPS, TURNS, BOX,
+                Q_LEN, MASK_LEN, STAGES, False, WARPGROUP, WARPGROUPS, BOX,
             )  # fmt: skip
             acc, p, m, l, stage, phase, v_stage, issued, clears = _iterate(
                 last - seen, seen * BLOCK_N, q, k_smem, v_smem, full, free, order, cleared, acc, p, m, l,
                 stage, phase, v_stage, issued, clears, seq_len, query, words, slots, qk_scale,
-                Q_LEN, MASK_LEN, STAGES, True, WARPGROUP, WARPGROUPS, TURNS, BOX,
+                Q_LEN, MASK_LEN, STAGES, True, WARPGROUP, WARPGROUPS, BOX,
             )  # fmt: skip
             arrive(free.index(side))
             segments += 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from triton.experimental import gluon
-
 
 class Tiling(NamedTuple):
     """Of a program: how many warpgroups have 64 rows each, keys of a block, how many blocks are loaded ahead."""
@@ -27,10 +25,3 @@ def tiling_of(head_dim: int, rows: int, bs: int, page_size: int) -> Tiling:
     # Several tiles of rows read the same keys, so that less need be on its way; but one request has few blocks a program, and
     # with more ids of pages the loop over 128 keys spills: pages of 72 tokens are read row by row (`box_of`).
     return Tiling(2, 64, 4) if rows <= 128 or bs == 1 or math.gcd(page_size, 128) < 64 else Tiling(2, 128, 2)
-
-
-@gluon.constexpr_function
-def takes_turns(head_dim: int, warpgroups: int, tiles: int) -> bool:
-    """Whether warpgroups take turns at the tensor cores, where a KV head's rows are so many tiles: that gains where loads are
-    what takes long (figures: `docs/notebook/gqa.md`)."""
-    return head_dim == 128 or (warpgroups == 2 and tiles == 1)

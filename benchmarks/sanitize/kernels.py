@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -22,7 +23,7 @@ from spec_ops.backends.push import of_one_process
 from spec_ops.backends.triton.cache import rope_append as rope
 from spec_ops.backends.triton.collectives import push
 from spec_ops.backends.triton.drafting import topk
-from spec_ops.backends.triton.linear import hopper_float8
+from spec_ops.backends.triton.linear import dequantize, hopper_float8, rounding
 from spec_ops.backends.triton.linear import invariant as invariant_linear
 from spec_ops.backends.triton.linear import norm as norm_linear
 from spec_ops.backends.triton.linear import skinny_mm as linear
@@ -35,6 +36,7 @@ from spec_ops.ops.reference import invariant as reference_invariant
 from spec_ops.ops.reference import linear as reference_linear
 from spec_ops.ops.reference import moe as reference_moe
 from spec_ops.ops.reference import rope as reference_rope
+from spec_ops.ops.reference import rounding as reference_rounding
 from spec_ops.ops.reference import sampling as reference_sampling
 from spec_ops.ops.reference import topk as reference_topk
 from tests.helpers.accept_rows import ROW_KINDS, long_rows
@@ -154,9 +156,9 @@ def _skinny_mm(m: int, n: int, k: int, device: str) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=2**-10, atol=1e-3)
 
 
-def _hopper_mm(kind: str, m: int, device: str) -> None:
+def _hopper_mm(kind: str, m: int, device: str, k: int = 1280) -> None:
     """In Gluon: as `_skinny_mm`."""
-    x, (weight, *scales) = Rng(m).tensor(m, 1280).bfloat16(), stored(Rng(kind).tensor(200, 1280), kind, torch.bfloat16)
+    x, (weight, *scales) = Rng(m).tensor(m, k).bfloat16(), stored(Rng(kind).tensor(200, k), kind, torch.bfloat16)
     got = linear.skinny_mm(*Copy((x, weight, None, *scales), device).args).cpu()
     wanted = exact(x, weight, *scales)
     torch.testing.assert_close(got.double(), wanted, rtol=2**-7, atol=0.25)
@@ -191,6 +193,27 @@ def _norm_linear(m: int, device: str) -> None:
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
     wanted = reference_linear.scaled_silu_mul(z[:, :100].double(), z[:, 100:200].double(), squares, 320, 1e-5)
     torch.testing.assert_close(act.cpu().double(), wanted, rtol=2**-10, atol=1e-3)
+
+
+def _rounding(op: str, columns: int, device: str) -> None:
+    """Odd rows, a part of the last program's columns, and rows farther apart than they are long."""
+    rng, f32 = Rng(op), torch.float32
+    x, y = rng.tensor(5, 2 * 1408).half().chunk(2, 1)
+    norm = ((rng.tensor(1408) * 0.1 + 1).half(), 1e-5, 1)
+    args = (x, *((y,) if op[0] in "ag" else ()), *(("silu",) if op[0] == "g" else norm if "norm" in op else ()))
+    args = (*args, columns, f32, f32, 1e-30, 0.0)
+    got, want = getattr(rounding, op)(*Copy(args, device).args), getattr(reference_rounding, op)(*args)
+    for ours, other in zip(got, want, strict=True):
+        # A last bit may decide which of two numbers of float8 is nearest.
+        torch.testing.assert_close(ours.cpu().float(), other.float(), rtol=0.13, atol=2**-8)
+
+
+def _dequantize(kind: str, device: str) -> None:
+    weight, *scales = stored(Rng(kind).tensor(70, 1280), kind, torch.bfloat16)
+    weight = weight.view(torch.uint8) if weight.dtype == torch.int8 and weight.shape[1] < 1280 else weight
+    args = (weight, *scales, *[None] * (3 - len(scales)), torch.float32)
+    got, want = dequantize.dequantize(*Copy(args, device).args), reference_linear.dequantize(*args)
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
 
 
 def _many_rows(device: str) -> None:
@@ -286,9 +309,19 @@ def cases() -> list[Case]:
     for kind, m in (("row", 7), ("block", 31), ("row", 127), ("block", 128)):
         run = functools.partial(_hopper_float8, kind, m)
         found.append(Case(f"float8_mm, {kind}, {m} rows", ("hopper_float8_kernel",), run, interpreted=False))
+    for kind, m in (("row", 40), ("block", 127)):
+        run, names = functools.partial(_hopper_mm, kind, m, k=640), ("row_parts_kernel", "hopper_float8_kernel")
+        found.append(Case(f"skinny_mm in two parts, {kind}, {m} rows", names, run, interpreted=False))
     for m in (4, 15, 31):
         names = ("add_skinny_mm_kernel", "scaled_skinny_mm_kernel", "scaled_silu_mul_kernel")
         found.append(Case(f"norm_linear, {m} rows", names, functools.partial(_norm_linear, m)))
+    for op, columns in itertools.product(
+        ("round_rows", "gated_round_rows", "norm_round_rows", "add_norm_round_rows"), (128, 1408)
+    ):
+        run = functools.partial(_rounding, op, columns)
+        found.append(Case(f"{op}, {columns} columns", ("round_rows_kernel",), run, interpreted=False))
+    for kind in ("row", "block", "int8", "int4-128", "nvfp4", "mxfp4"):
+        found.append(Case(f"dequantize, {kind}", ("dequantize_kernel",), functools.partial(_dequantize, kind)))
     found.append(Case("skinny_mm of many rows, invariant", ("many_rows_kernel",), _many_rows))
     for op in ("batched_mm", "row_sum", "rms_norm", "add_rms_norm"):
         found.append(Case(op, (f"{op.removeprefix('add_')}_kernel",), functools.partial(_invariant, op)))

@@ -15,6 +15,8 @@ import torch
 from spec_ops.backends.weight_format import BLOCK, SCALE_DTYPES, weight_format
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of results
+FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+MAX_COLUMNS = 32768  # of a row that a kernel has in registers, with one step or normalized
 
 
 class Float8Operands(NamedTuple):
@@ -65,3 +67,32 @@ def dequantized_rows(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
     """`[m, k]` in float32, as exact as that is."""
     scale = x_scale.float()
     return x.float() * (scale.repeat_interleave(BLOCK, 1) if scale.shape[1] > 1 else scale)
+
+
+def rounding_shape(
+    op: str,
+    x: torch.Tensor,
+    columns: int,
+    step_dtype: torch.dtype,
+    quotient_dtype: torch.dtype,
+    step: torch.Tensor | None,
+) -> tuple[int, int]:
+    """Groups of columns, and rows, that have a step each where `op` rounds `x [m, k]`; `[1, 1]` if `step` is all rows'.
+
+    Raises:
+        TypeError: a dtype of steps or quotients that is neither float32 nor that of `x`.
+        ValueError: `x` without two dimensions, `columns` that do not divide them, or a `step` of more than one number.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"{op}: rows must have two dimensions, got shape {tuple(x.shape)}")
+    for name, dtype in (("step_dtype", step_dtype), ("quotient_dtype", quotient_dtype)):
+        if dtype not in (torch.float32, x.dtype):
+            raise TypeError(f"{op}: `{name}` must be torch.float32 or {x.dtype} of the rows, got {dtype}")
+    m, k = x.shape
+    if columns < 1 or k % columns:
+        raise ValueError(f"{op}: `columns` must divide the {k} of a row, got {columns}")
+    if step is None:
+        return k // columns, m
+    if step.numel() != 1:
+        raise ValueError(f"{op}: `step` must be one number, got shape {tuple(step.shape)}")
+    return 1, 1

@@ -8,63 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from spec_ops.backends.weight_format import E2M1_MAX, columns_of, dequantized, e2m1, packed_e2m1, weight_format
+from spec_ops.backends.weight_format import columns_of, dequantized, weight_format
+from spec_ops.models.eager_products import eager_linear, is_eager
+from spec_ops.models.inputs import Inputs
 
 aten = torch.ops.aten
 _PARTS = ("data_", "scale", "zero", "tensor_scale", "order", "input_scale")
-_LEAST_SCALE = 0.125  # of e4m3, where one would be 0, as in compressed-tensors
-_RANGES = {"float8": (-448.0, 448.0), "int8": (-128.0, 127.0)}
-
-
-class Inputs(NamedTuple):
-    """To which numbers a layer rounds its rows, as checkpoints of 8-bit and 4-bit activations ask for; they keep their dtype.
-
-    A product of few rows of float8 with a weight of float8 takes the numbers and the scales themselves where a kernel can
-    (`lower_skinny_mm`).
-
-    Attributes:
-        kind: `"float8"` or `"int8"`, symmetric; `"nvfp4"`.
-        group: columns of a row that share a scale; 0: all of them. 16 for `"nvfp4"`.
-        float32_scales: whether scales of 8 bits are float32, as DeepSeek's `act_quant` has them; else of the rows' dtype, as
-            compressed-tensors has them.
-    """
-
-    kind: str
-    group: int = 0
-    float32_scales: bool = False
-
-    def rounded(self, rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """`rows [..., k]`, with the scale `[1]` or one from the greatest magnitude of each group. `"nvfp4"` has both: groups'
-        scales times `scale` are numbers of e4m3."""
-        if self.kind == "nvfp4" and scale is not None:
-            return self._float4(rows, scale)
-        low, high = _RANGES[self.kind]
-        values = rows.unflatten(-1, (-1, self.group)) if self.group else rows
-        values = values.float() if self.float32_scales else values
-        if scale is None:
-            steps = values.abs().amax(-1, keepdim=True) / ((high - low) / 2)
-            if self.float32_scales:
-                steps = steps.clamp_min(torch.finfo(steps.dtype).tiny)  # rows of zeros stay zeros
-            else:
-                steps = torch.where(steps == 0, torch.finfo(steps.dtype).eps, steps)
-        else:
-            steps = scale.to(values.dtype)
-        numbers = (values / steps).clamp(low, high)
-        numbers = numbers.round() if self.kind == "int8" else numbers.to(torch.float8_e4m3fn).to(values.dtype)
-        return (numbers * steps).to(rows.dtype).view(rows.shape)
-
-    def _float4(self, rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        values = rows.unflatten(-1, (-1, self.group))
-        stored = (scale * (values.abs().amax(-1, keepdim=True) / E2M1_MAX)).clamp(max=_RANGES["float8"][1])
-        stored = stored.to(torch.float8_e4m3fn).to(torch.float32)
-        steps = torch.where(stored == 0, _LEAST_SCALE, stored) / scale
-        numbers = e2m1(packed_e2m1((values / steps).reshape(-1, rows.shape[-1]))).view(values.shape)
-        return (numbers * steps).to(rows.dtype).view(rows.shape)
 
 
 class StoredTensor(torch.Tensor):
@@ -165,7 +119,7 @@ class StoredTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
-            return _linear(*args, **(kwargs or {}))
+            return _linear(*args, **(kwargs or {}), eager=True)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -205,12 +159,18 @@ def _layout(stored: StoredTensor) -> tuple[list[tuple[str, torch.Size, torch.dty
     return [(name, part.shape, part.dtype) for name, part in parts], stored.inputs
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eager: bool = False
+) -> torch.Tensor:  # fmt: skip
+    """`eager`: no dispatch mode that is left by now can have wanted to see what this is made of."""
     if not isinstance(weight, StoredTensor) or isinstance(input, StoredTensor):
         raise NotImplementedError("StoredTensor: `linear` takes one as `weight` alone")
+    parts = weight.data_, weight.scale, weight.zero, weight.tensor_scale
+    if eager and is_eager(input, bias, *parts):
+        return eager_linear(input, *parts, bias, weight.inputs, weight.input_scale, weight.order)
     rows = input if weight.inputs is None else weight.inputs.rounded(input, weight.input_scale)
     rows = rows if weight.order is None else rows.index_select(-1, weight.order)
-    return F.linear(rows, dequantized(weight.data_, weight.scale, weight.zero, weight.tensor_scale).to(input.dtype), bias)
+    return F.linear(rows, dequantized(*parts).to(input.dtype), bias)
 
 
 torch.serialization.add_safe_globals([StoredTensor, Inputs])  # what `torch.load` takes with `weights_only`

@@ -3,7 +3,8 @@
 import spec_ops.ops.collectives
 import spec_ops.ops.concatenate
 import spec_ops.ops.invariant
-import spec_ops.ops.linear  # noqa: F401  their ops have no public functions
+import spec_ops.ops.linear
+import spec_ops.ops.rounding  # noqa: F401  their ops have no public functions
 from spec_ops.ops.accept import Accepted, accept_greedy, accept_sampled, accept_sampled_logits
 from spec_ops.ops.attention import (
     mha_draft_decode,

@@ -16,6 +16,7 @@ from spec_ops.ops.reference import linear as reference
 
 __all__ = [
     "add_skinny_mm_op",
+    "dequantize_op",
     "float8_mm_op",
     "invariant_weight",
     "scaled_silu_mul_op",
@@ -67,6 +68,23 @@ float8_mm_op = define_op(
     reference.float8_mm,
     _float8_mm_fake,
     cuda="spec_ops.backends.triton.linear.hopper_float8:float8_mm",
+)
+
+
+def _dequantize_fake(weight, scale, zero, tensor_scale, dtype):
+    weight_format("dequantize", weight, scale, zero, tensor_scale)
+    return weight.new_empty(weight.shape[0], columns_of(weight), dtype=dtype)
+
+
+# A weight of 8 or 4 bits (`backends/weight_format.py`) as a contiguous `[n, k]` of `dtype`, rounded once from float32: for
+# products in eager mode, since passes would not see what such a product reads. On CUDA: rows of contiguous columns; float8 from
+# sm_89 on.
+dequantize_op = define_op(
+    "dequantize(Tensor weight, Tensor scale, Tensor? zero, Tensor? tensor_scale, ScalarType dtype) -> Tensor",
+    reference.dequantize,
+    _dequantize_fake,
+    cuda="spec_ops.backends.triton.linear.dequantize:dequantize",
+    invariant=True,
 )
 
 # An RMS norm between two products is divided among them, since its factor of a row, `rstd = rsqrt(mean(y^2) + eps)`, can be

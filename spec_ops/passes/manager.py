@@ -40,6 +40,7 @@ from spec_ops.passes.fallbacks import register_fallbacks
 from spec_ops.passes.fuse_draft_steps import FuseDraftSteps
 from spec_ops.passes.fuse_norm_linear import FuseNormLinear
 from spec_ops.passes.fuse_rope_append import FuseRopeAppend
+from spec_ops.passes.fuse_rounding import FuseRounding
 from spec_ops.passes.fuse_router import FuseRouter
 from spec_ops.passes.fuse_topk import FuseTopk
 from spec_ops.passes.history import History
@@ -80,6 +81,7 @@ PASSES: tuple[GraphPass, ...] = (
     LowerAllReduce(),
     LowerSkinnyMm(),
     FuseNormLinear(),
+    FuseRounding(),
     RequireInvariance(),
     SplitArgmax(),
     ShareOpInputs(),

@@ -53,6 +53,7 @@ def test_our_products_are_known(package):
         if name.endswith("_kernel") and hasattr(value, "arg_names")
     }
     beside = {"scaled_silu_mul_kernel", "row_sum_kernel", "rms_norm_kernel", "route_experts_kernel", "sort_pairs_kernel"}
+    beside |= {"round_rows_kernel", "row_parts_kernel", "dequantize_kernel"}
     beside |= {"round_rows_kernel", "dequantize_kernel"}
     assert {name for name in found if kind_of(name) == "other"} == found & beside
     assert {name for name in found if kind_of(name) == "matmul"} == found - beside

@@ -17,9 +17,11 @@ pytestmark = [
 ]
 
 from spec_ops.backends.float8_rows import dequantized_rows  # noqa: E402
+from spec_ops.backends.triton.linear.hopper_tiles import choose_parts  # noqa: E402
 from spec_ops.backends.triton.runtime import counters  # noqa: E402
-from spec_ops.backends.weight_format import dequantized  # noqa: E402
-from spec_ops.ops.linear import float8_mm_op  # noqa: E402
+from spec_ops.backends.triton.runtime.launch import recorded  # noqa: E402
+from spec_ops.backends.weight_format import dequantized, weight_format  # noqa: E402
+from spec_ops.ops.linear import float8_mm_op, skinny_mm_op  # noqa: E402
 
 F8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 ROWS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128)
@@ -142,3 +144,75 @@ def test_results_repeat():
         given = operands(kind, m, n, k)
         first = float8_mm_op(*given, None, BF16)
         assert all(torch.equal(first, float8_mm_op(*given, None, BF16)) for _ in range(100))
+
+
+def names_of(*args: torch.Tensor | None) -> list[str]:
+    with recorded() as launches:
+        skinny_mm_op(*args)
+    return [launched.kernel.fn.__name__ for launched in launches]
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks", "tensors"])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_rows_of_bfloat16_in_two_parts(n, k, kind):
+    """Rows are not rounded: the error is below that of a product with the weight in bfloat16. Also where a row has numbers of
+    very different sizes."""
+    _, _, weight, scale = operands(kind, 1, n, k)
+    full, bias = dequantized(weight, scale), (scales(n) * 4).to(BF16)
+    x = torch.randn(128, k + 64, generator=generator(n, k), device="cuda")[:, 64:] * torch.logspace(-3, 3, k, device="cuda")
+    x = (
+        x[:, torch.randperm(k, generator=generator(k), device="cuda")] * torch.logspace(-9, 9, 128, device="cuda")[:, None]
+    ).to(BF16)
+    for m in (33, 64, 65, 96, 127, 128):
+        rows = x[:m]
+        stored = weight_format("test", weight, scale, None)
+        apart = choose_parts(m, n, k, stored, BF16, 132) is not None
+        wanted = ["row_parts_kernel", "hopper_float8_kernel"] if apart else ["skinny_mm_kernel"]
+        assert names_of(rows, weight, bias, scale) == wanted
+        want = rows.double() @ full.double().t() + bias.double()
+        got = skinny_mm_op(rows, weight, bias, scale).double()
+        usual = torch.addmm(bias, rows, full.to(BF16).t()).double()
+        off = [(out - want).square().mean(1).sqrt() for out in (got, usual)]
+        assert (off[0] <= 1.05 * off[1]).all(), (m, (off[0] / off[1]).max())
+
+
+def test_parts_of_other_rows():
+    """A row's bits depend on no other row, nor on what lies in memory beyond the last; rows that are not finite give nothing
+    that is."""
+    _, _, weight, scale = operands("rows", 1, 6144, 4096)
+    x = torch.randn(128, 4096, generator=generator(1), device="cuda").to(BF16)
+    want = skinny_mm_op(x, weight, None, scale)
+    torch.full((1 << 22,), float("nan"), device="cuda")  # where parts are going to lie
+    assert torch.equal(skinny_mm_op(x[:100], weight, None, scale), want[:100])
+    assert torch.equal(skinny_mm_op(x.t().contiguous().t(), weight, None, scale), want)
+    odd = x.clone()
+    odd[5, 7], odd[70, 9], odd[90] = float("nan"), float("inf"), 0
+    got = skinny_mm_op(odd, weight, None, scale)
+    assert not got[[5, 70]].isfinite().any()
+    assert not got[90].any()
+    fine = [i for i in range(128) if i not in (5, 70, 90)]
+    assert torch.equal(got[fine], want[fine])
+
+
+def test_parts_in_a_graph():
+    """Rows are taken apart by a kernel that is launched while the last product runs, and so is the product."""
+    weights = [operands("blocks", 1, 8192, 8192)[2:] for _ in range(2)]
+    x = torch.randn(128, 8192, generator=generator(2), device="cuda").to(BF16)
+    assert choose_parts(128, 8192, 8192, weight_format("test", *weights[0], None), BF16, 132) is not None
+
+    def run() -> list[torch.Tensor]:
+        made = [x]
+        for i in range(12):
+            out = skinny_mm_op(made[-1], weights[i % 2][0], None, weights[i % 2][1])
+            made.append(out / out.float().square().mean().sqrt().to(BF16))
+        return made[1:]
+
+    want = [result.clone() for result in run()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(10):
+        for result in got:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))

@@ -124,6 +124,46 @@ def float8_mm_sample(s: Source) -> tuple[Any, ...]:
     return x, x_scale, weight, scale, bias, s.pick(*(FLOATS if s.device == "cpu" else FLOATS[1:]))
 
 
+def dequantize_sample(s: Source) -> tuple[Any, ...]:
+    n, k, scale = s.integer(0, 70), 128 * s.integer(1, 3), None
+    while scale is None:  # not a plain weight
+        weight, scale, *more = stored_weight(s, n, k, torch.bfloat16)
+        s.fp8 = True if scale is None else s.fp8
+    zero, tensor_scale = (*more, None)[:2]
+    return weight.view(torch.uint8) if weight.dtype == torch.int8 else weight, scale, zero, tensor_scale, s.pick(*FLOATS)
+
+
+def rounding_sample(s: Source, norm: bool) -> tuple[Any, ...]:
+    """Rows, and how they are rounded."""
+    dtype = s.pick(*(FLOATS if s.device == "cpu" else FLOATS[1:]))
+    m, k = s.integer(0, 5), s.pick(s.integer(1, 70), 128 * s.integer(1, 3))
+    columns = s.pick(k, 128 if k % 128 == 0 else k)
+    step = s.to(s.normal(1, dtype=s.pick(*FLOATS)).abs() + 0.1) if s.pick(False, True) else None
+    how = (columns, s.pick(torch.float32, dtype), s.pick(torch.float32, dtype), s.pick(0.0, 1e-30), s.pick(0.0, 0.5), step)
+    x = s.laid_out(s.normal(m, k, dtype=dtype))
+    return x, (s.to(s.normal(k, dtype=dtype)), 1e-5, s.integer(0, 2), *how) if norm else how
+
+
+def round_rows_sample(s: Source) -> tuple[Any, ...]:
+    x, how = rounding_sample(s, norm=False)
+    return x, *how
+
+
+def gated_round_rows_sample(s: Source) -> tuple[Any, ...]:
+    x, how = rounding_sample(s, norm=False)
+    return x, s.laid_out(s.normal(*x.shape, dtype=x.dtype)), s.pick("silu", "gelu", "gelu_tanh"), *how
+
+
+def norm_round_rows_sample(s: Source) -> tuple[Any, ...]:
+    x, how = rounding_sample(s, norm=True)
+    return x, *how
+
+
+def add_norm_round_rows_sample(s: Source) -> tuple[Any, ...]:
+    x, how = rounding_sample(s, norm=True)
+    return x, s.laid_out(s.normal(*x.shape, dtype=x.dtype)), *how
+
+
 def batched_mm_sample(s: Source) -> tuple[Any, ...]:
     batch, m, n, k, dtype = s.integer(0, 3), s.integer(0, 5), s.integer(0, 40), s.integer(1, 70), s.pick(*FLOATS)
     a, b = (s.any_layout(s.normal(*shape, dtype=dtype)) for shape in ((batch, m, k), (batch, k, n)))
@@ -296,6 +336,11 @@ SAMPLES: dict[str, Callable[[Source], tuple[Any, ...]]] = {
     "add_moe_experts": add_moe_experts_sample,
     "skinny_mm": skinny_mm_sample,
     "float8_mm": float8_mm_sample,
+    "dequantize": dequantize_sample,
+    "round_rows": round_rows_sample,
+    "gated_round_rows": gated_round_rows_sample,
+    "norm_round_rows": norm_round_rows_sample,
+    "add_norm_round_rows": add_norm_round_rows_sample,
     "batched_mm": batched_mm_sample,
     "row_sum": row_sum_sample,
     "rms_norm": rms_norm_sample,
@@ -320,7 +365,7 @@ def overload(name: str) -> torch._ops.OpOverload:
 SEEDS = range(4)
 WITH_FP8 = [name for name in SAMPLES if name.startswith(("mha", "mla", "append", "move", "rope", "moe")) or "skinny" in name]
 
-ALWAYS_FP8 = ["float8_mm"]
+ALWAYS_FP8 = ["dequantize", "float8_mm", "round_rows", "gated_round_rows", "norm_round_rows", "add_norm_round_rows"]
 
 
 def sample(name: str, seed: int, device: str, fp8: bool) -> tuple[Any, ...]:

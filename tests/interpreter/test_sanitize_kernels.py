@@ -19,6 +19,7 @@ def run(capsys, *names: str) -> tuple[int, str]:
 
 def test_right_results(capsys):
     names = ["append_mla_kv", "move_kv", "build_tree", "rope_append_kv, float32", "skinny_mm, 4 rows", "norm_linear, 15 rows"]
+    names += ["dequantize, row", "dequantize, nvfp4"]
     names += ["route_experts", "topk_logits", "moe_experts, 70 tokens", "moe_experts, 5 tokens", "moe_experts, 20 tokens"]
     failed, out = run(capsys, *names, "rope_append_kv, float8_e4m3fn")
     assert out.splitlines() == [*[f"{name} ok" for name in names], "rope_append_kv, float8_e4m3fn skipped: needs a GPU"]

@@ -12,7 +12,9 @@ from torch import nn
 from spec_ops.backends.triton.linear import hopper_tiles
 from spec_ops.backends.weight_format import dequantized
 from spec_ops.ops.linear import float8_mm_op
+from spec_ops.ops.rounding import round_rows_op
 from spec_ops.passes.analysis.stored_weights import weight_bytes
+from spec_ops.passes.fuse_rounding import FuseRounding
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
 from tests.helpers.pass_harness import capture, capture_for_cuda, run_pass, targets, texts
 from tests.helpers.stored_weights import stored
@@ -144,3 +146,6 @@ def test_torchaos_dynamic_tensors(granularity):
     assert targets(module).count(aten.amax.default) == 1
     shapes = {tuple(node.args[1].meta["val"].shape) for node in module.graph.nodes if node.target is float8_mm_op}
     assert shapes == {(M, 1) if granularity == "PerRow" else (1, 1)}
+    result = run_pass(FuseRounding(), module, 90)
+    assert targets(module).count(round_rows_op) == result.matches == (granularity == "PerRow"), texts(result.refused)
+    assert ("a step is not of columns of one row" in texts(result.refused)) == (granularity == "PerTensor")

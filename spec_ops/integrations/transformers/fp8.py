@@ -18,7 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spec_ops.backends.weight_format import BLOCK, SCALE_DTYPES, dequantized, weight_format
-from spec_ops.models.stored_tensor import Inputs
+from spec_ops.models.eager_products import eager_linear, is_eager
+from spec_ops.models.inputs import Inputs
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 _ROUNDS = "spec_ops_inputs"  # of a layer whose rows are rounded
@@ -33,6 +34,11 @@ def _scale(layer: Any) -> torch.Tensor:
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     inputs: Inputs | None = getattr(self, _ROUNDS, None)
+    if is_eager(input, self.weight, self.weight_scale_inv, self.bias):
+        return eager_linear(
+            input, self.weight, _scale(self), None, None, self.bias, inputs, None if inputs is None else self.activation_scale,
+            None,
+        )  # fmt: skip
     rows = input if inputs is None else inputs.rounded(input, self.activation_scale)
     return F.linear(rows, dequantized(self.weight, _scale(self)).to(input.dtype), self.bias)
 

@@ -54,6 +54,16 @@ def float8_mm(
     return out.to(dtype)
 
 
+def dequantize(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    tensor_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return dequantized(weight, scale, zero, tensor_scale).to(dtype).contiguous()
+
+
 def add_skinny_mm(
     x: torch.Tensor,
     weight: torch.Tensor,

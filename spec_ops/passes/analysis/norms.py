@@ -14,7 +14,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class RMSNorm(NamedTuple):
-    """`out = x * rsqrt(mean(x ** 2, -1) + eps) * weight [columns of x]`, in float32, of the dtype of `x`."""
+    """`out = x * rsqrt(mean(x ** 2, -1) + eps) * weight [columns of x]`, in float32, of the dtype of `x`, or of float32 where
+    it was asked for."""
 
     x: fx.Node
     eps: float
@@ -22,12 +23,18 @@ class RMSNorm(NamedTuple):
     out: fx.Node
 
 
-def find_norms(graph: fx.Graph) -> Iterator[RMSNorm]:
-    """The RMS norms over rows of which nothing but the result is read elsewhere."""
-    return filter(None, map(_norm, calls(graph, aten.rsqrt.default)))
+def find_norms(graph: fx.Graph, unrounded: bool = False) -> Iterator[RMSNorm]:
+    """The RMS norms over rows of which nothing but the result is read elsewhere.
+
+    Args:
+        graph: is searched.
+        unrounded: find those instead whose result in float32 is read, of rows of 16 bits. Inductor leaves a conversion to 16
+            bits out where one to float32 comes next.
+    """
+    return (norm for rsqrt in calls(graph, aten.rsqrt.default) if (norm := _norm(rsqrt, unrounded)) is not None)
 
 
-def _norm(rsqrt: fx.Node) -> RMSNorm | None:
+def _norm(rsqrt: fx.Node, unrounded: bool) -> RMSNorm | None:
     """The norm that `rsqrt` is part of.
 
     Two forms are known: `(x * rstd * weight).to(dtype)` and `(x * rstd).to(dtype) * weight`. In float32 nothing is converted.
@@ -50,21 +57,22 @@ def _norm(rsqrt: fx.Node) -> RMSNorm | None:
     if is_convert(exact, torch.float32):
         if set(exact.users) != {square, scaled}:
             return None
-        x, (weight, out) = exact.args[0], _scaled_by_weight(scaled, value(exact.args[0]).dtype)
+        x, (weight, out) = exact.args[0], _scaled_by_weight(scaled, value(exact.args[0]).dtype, unrounded)
     else:
         x, out = exact, only_user(scaled, aten.mul.Tensor)
         weight = None if out is None else other_operand(out, scaled)
-    if out is None or value(out).dtype != value(x).dtype or not isinstance(weight, fx.Node):
+    if out is None or value(out).dtype != (torch.float32 if unrounded else value(x).dtype) or not isinstance(weight, fx.Node):
         return None
     if getattr(value(weight), "shape", None) != value(x).shape[-1:]:  # one for each head, a gate, a number
         return None
     return RMSNorm(x, float(eps), weight, out)
 
 
-def _scaled_by_weight(scaled: fx.Node, dtype: torch.dtype) -> tuple[Any, fx.Node | None]:
+def _scaled_by_weight(scaled: fx.Node, dtype: torch.dtype, unrounded: bool) -> tuple[Any, fx.Node | None]:
     """The weight, and the result in `dtype`, of a norm whose float32 value before the weight is `scaled`."""
     if (product := only_user(scaled, aten.mul.Tensor)) is not None:
-        weight, out = other_operand(product, scaled), only_user(product, prims.convert_element_type.default)
+        weight = other_operand(product, scaled)
+        out = product if unrounded else only_user(product, prims.convert_element_type.default)
         return (weight.args[0] if is_convert(weight, torch.float32) else weight), out
     rounded = only_user(scaled, prims.convert_element_type.default)
     out = None if rounded is None or not is_convert(rounded, dtype) else only_user(rounded, aten.mul.Tensor)

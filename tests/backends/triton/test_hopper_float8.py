@@ -12,10 +12,16 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what is launched")
 
 from spec_ops.backends.registry import BackendError  # noqa: E402
-from spec_ops.backends.triton.linear import hopper_float8, hopper_shares  # noqa: E402
-from spec_ops.backends.triton.linear.hopper_tiles import choose_float8, float8_mm_refusal, splits_of  # noqa: E402
+from spec_ops.backends.triton.linear import hopper_float8, hopper_shares, row_parts, skinny_mm  # noqa: E402
+from spec_ops.backends.triton.linear.hopper_tiles import (  # noqa: E402
+    choose_float8,
+    choose_parts,
+    float8_mm_refusal,
+    splits_of,
+)
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import Launch, Target, recorded  # noqa: E402
+from spec_ops.backends.weight_format import WeightFormat  # noqa: E402
 from tests.helpers.selection import covering, parametrize_pairs  # noqa: E402
 
 BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
@@ -145,13 +151,74 @@ def test_nothing_is_launched_for_nothing():
         assert not launches
 
 
+def parted(m: int, n: int = 4096, k: int = 4096, blocks: bool = False, dtype: torch.dtype = BF16) -> list[Launch]:
+    given = operands(1, n, k, blocks)
+    with recorded(Target(90, 132)) as launches:
+        out = skinny_mm.skinny_mm(empty(m, k, of=dtype), given["weight"], None, given["scale"])
+    assert (out.shape, out.dtype) == ((m, n), dtype)
+    return launches
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("m", "rows"), [(33, 64), (64, 64), (65, 128), (128, 128)])
+def test_rows_of_bfloat16_in_two_parts(m, rows, blocks):
+    for n, k in ((6144, 4096), (28672, 4096), (100, 128), *([(4096, 14336)] if m > 64 else [])):
+        first, product = parted(m, n, k, blocks)
+        assert first.kernel is row_parts.row_parts_kernel
+        assert first.arguments["rests"] == rows
+        given = product.arguments
+        assert given["X_PARTS"] == 2
+        assert list(given["x"].shape) == [2 * rows, k]
+        assert given["x"].block_shape == [rows, 128]
+        assert (given["M"], given["X_BLOCKS"], given["W_BLOCKS"]) == (m, False, blocks and k > 128)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "stored", "dtype"),
+    [
+        (32, 6144, 4096, WeightFormat("float8", 1, 4096), BF16),  # converting the weight is as fast
+        (128, 4096, 4096, WeightFormat("float8", 1, 4096), BF16),  # sums are exchanged
+        (64, 4096, 14336, WeightFormat("float8", 1, 14336), BF16),
+        (129, 6144, 4096, WeightFormat("float8", 1, 4096), BF16),
+        (64, 6144, 4096, WeightFormat("float8", 1, 4096), torch.float16),  # more significant bits than two parts have
+        (64, 6144, 4096, WeightFormat("float8", 1, 64), BF16),  # groups of a row
+        (64, 6144, 4096, WeightFormat("int8", 1, 4096), BF16),
+        (64, 6144, 4160, WeightFormat("float8", 1, 4160), BF16),
+        (64, 6144, 65536, WeightFormat("float8", 1, 65536), BF16),
+        (128, 2**24, 128, WeightFormat("float8", 1, 128), BF16),
+    ],
+)
+def test_rows_that_are_not_taken_apart(m, n, k, stored, dtype):
+    assert choose_parts(m, n, k, stored, dtype, 132) is None
+
+
+@pytest.mark.parametrize("m", [33, 64, 65, 128])
+def test_parts_fit(m):
+    for n, k in ((6144, 4096), (28672, 4096), (100, 128), *([(4096, 14336)] if m > 64 else [])):
+        tile = choose_parts(m, n, k, WeightFormat("float8", 1, k), BF16, 132)
+        assert tile.stages >= 4
+        assert tile.stages * 128 * (64 * tile.consumers + 2 * tile.block_m) <= LIMIT
+    assert choose_parts(64, 6144, 4096, WeightFormat("float8", 128, 128), BF16, 132) is not None
+    assert choose_parts(64, 6144, 4096, WeightFormat("float8", 6144, 4096), BF16, 132) is not None
+
+
+def test_parts_are_not_read_back():
+    """ptxas 12.8 takes what was converted to float8 from the wrong register where it is converted again."""
+    for variant in row_parts.ahead():
+        ptx = ahead.compiled(variant, 90).asm["ptx"]
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+        assert not re.search(r"cvt\S*\.e4m3x2 ", ptx)
+
+
 VARIANTS = list(hopper_float8.ahead())
+WHOLE = [variant for variant in VARIANTS if variant.constexprs["X_PARTS"] == 1]
 PAIRS = [(variant, 90) for variant in VARIANTS]
 
 
 def _facts(variant: ahead.Variant, arch: int) -> list[tuple]:
     constants = variant.constexprs
-    return [(constants["X_BLOCKS"], constants["CONSUMERS"]), (variant.signature["x"], constants["CONSUMERS"])]
+    shape = (variant.signature["x"], constants["X_PARTS"], constants["CONSUMERS"])
+    return [(constants["X_BLOCKS"], constants["CONSUMERS"]), shape]
 
 
 def pytest_generate_tests(metafunc):
@@ -182,7 +249,7 @@ def test_other_arguments_compile(m):
         assert used.spill_bytes == 0
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[-1]], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", [VARIANTS[0], WHOLE[0], WHOLE[-1]], ids=lambda variant: variant.name)
 def test_nothing_is_read_or_written_before_the_wait(variant):
     """But for asking: each warp that reads or writes waits for earlier kernels first, the loading warp after its requests."""
     ptx = ahead.compiled(variant, 90).asm["ptx"]
@@ -194,21 +261,21 @@ def test_nothing_is_read_or_written_before_the_wait(variant):
     assert any(0 < asked < wait < loads for wait in waits)
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[-1]], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", [VARIANTS[0], WHOLE[0], WHOLE[-1]], ids=lambda variant: variant.name)
 def test_both_operands_come_from_shared_memory(variant):
-    """And each block of k is a product of its own: its first instruction adds to nothing."""
+    """And each block of k, of both parts of the rows, is a product of its own: its first instruction adds to nothing."""
     ptx = ahead.compiled(variant, 90).asm["ptx"]
-    rows = int(re.search(r"\[(\d+), 128\]", variant.signature["x"])[1])
+    rows, parts = int(re.search(r"\[(\d+), 128\]", variant.signature["x"])[1]), variant.constexprs["X_PARTS"]
     found = re.findall(
         rf"wgmma\.mma_async\S*\.m64n{rows}k32\.f32\.e4m3\.e4m3 \{{[^}}]*\}}, (%rd\d+), %rd\d+, (\S+), 1, 1;", ptx
     )
-    assert len(found) == len(re.findall("wgmma.mma_async", ptx)) == 4 * variant.constexprs["CONSUMERS"]
-    assert [adds == "0" for _, adds in found] == [True, False, False, False] * (len(found) // 4)
+    assert len(found) == len(re.findall("wgmma.mma_async", ptx)) == 4 * parts * variant.constexprs["CONSUMERS"]
+    assert [adds == "0" for _, adds in found] == ([True] + [False] * (4 * parts - 1)) * variant.constexprs["CONSUMERS"]
 
 
 def test_sums_and_results_move_in_lines():
     """Partial sums 16 bytes a thread; results 8, of 16 bits each."""
-    variant = next(v for v in VARIANTS if "128 x 4096 x" in v.name)
+    variant = next(v for v in WHOLE if "128 x 4096 x" in v.name)
     ptx = ahead.compiled(variant, 90).asm["ptx"]
     assert set(re.findall(r"ld\.global\.cg\.\S+", ptx)) == {"ld.global.cg.v4.b32"}
     stores = re.findall(r"st\.global\.\S+", ptx)

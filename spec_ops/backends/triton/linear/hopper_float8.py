@@ -6,10 +6,13 @@ float32 registers, times its scales where parts of k have their own; those of wh
 
 A warp loads the weight, the rows and scales of their blocks some blocks ahead, and how programs share the blocks of k is in
 `hopper_shares.py`. A warpgroup has 64 columns and all rows.
+
+Rows of bfloat16 come in two parts (`row_parts.py`), whose products with a block of the weight are one sum.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -23,13 +26,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.float8_rows import float8_operands
+from spec_ops.backends.float8_rows import Float8Operands, float8_operands
 from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, opaque_zero
 from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, shares, store_sums, tiles_of
-from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, Float8Tile, choose_float8, float8_mm_refusal
+from spec_ops.backends.triton.linear.hopper_tiles import (
+    BLOCK_K,
+    WIDTH,
+    Float8Tile,
+    choose_float8,
+    choose_parts,
+    float8_mm_refusal,
+)
+from spec_ops.backends.triton.linear.operands import Weight, check_operands
+from spec_ops.backends.triton.linear.row_parts import PARTS, row_parts
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import Target, arch_of, device_guard, launch, num_sms, recorded
-from spec_ops.backends.weight_format import BLOCK
+from spec_ops.backends.weight_format import BLOCK, weight_format
 
 SCALE_ROWS = gl.constexpr(BLOCK)
 
@@ -46,7 +58,7 @@ def _block_scale(scale, row_stride, column_stride, n0, block, N, K, BLOCK_K: gl.
 def _multiply(
     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N, K, bias, out,
     start, stop, blocks, index, share, longer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    W_BLOCKS: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
+    W_BLOCKS: gl.constexpr, X_PARTS: gl.constexpr, PDL: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its columns of each of its program's tiles, all rows."""
     WIDTH: gl.constexpr = w_smem.shape[1]
@@ -74,7 +86,11 @@ def _multiply(
                 w_scale = _block_scale(scale, scale_row, scale_column, n0, block + 1, N, K, BLOCK_K)
             mbarrier.wait(full.index(stage), phase)
             columns = w_smem.index(stage * CONSUMERS + WARPGROUP)
-            token = warpgroup_mma(columns, x_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            rows = x_smem.index(stage * X_PARTS).permute((1, 0))
+            token = warpgroup_mma(columns, rows, nothing, use_acc=False, is_async=True)
+            if X_PARTS == 2:
+                rests = x_smem.index(stage * X_PARTS + 1).permute((1, 0))
+                token = warpgroup_mma(columns, rests, token, use_acc=True, is_async=True)
             product = warpgroup_mma_wait(0, [token])
             if f_smem is not None:
                 product = product * gl.expand_dims(f_smem.index(stage).load(of_rows) * factor, 0)
@@ -108,11 +124,11 @@ def hopper_float8_kernel(
     x, x_scale, x_row, x_column, weight, scale, scale_row, scale_column, partial, counters, M, N, K, weight_rows, row_stride,
     bias, out,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, X_BLOCKS: gl.constexpr, W_BLOCKS: gl.constexpr,
-    PDL: gl.constexpr,
+    X_PARTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. `x_scale` and
-    `scale`, with their strides: of blocks of k (`X_BLOCKS`, `W_BLOCKS`) or of whole rows, 0 where all share one. The rest:
-    `skinny_mm_kernel`."""
+    """`x`, `weight`: descriptors of all rows by a block of k, and of a warpgroup's columns by as much of k. With `X_PARTS` of 2
+    rows are sums of those of the first tile of `x` and of the second. `x_scale` and `scale`, with their strides: of blocks of k
+    (`X_BLOCKS`, `W_BLOCKS`) or of whole rows, 0 where all share one. The rest: `skinny_mm_kernel`."""
     BLOCK_M: gl.constexpr = x.block_shape[0]
     BLOCK_K: gl.constexpr = x.block_shape[1]
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -122,7 +138,7 @@ def hopper_float8_kernel(
         mbarrier.init(free.index(i), count=CONSUMERS)
     fence_async_shared()
     WIDTH: gl.constexpr = weight.block_shape[0]
-    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    x_smem = gl.allocate_shared_memory(x.dtype, [STAGES * X_PARTS, BLOCK_M, BLOCK_K], x.layout)
     w_smem = gl.allocate_shared_memory(weight.dtype, [STAGES * CONSUMERS, WIDTH, BLOCK_K], weight.layout)
     if X_BLOCKS:
         f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -138,11 +154,11 @@ def hopper_float8_kernel(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, PDL, 0,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, X_PARTS, PDL, 0,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
-                    PDL, factors, x_row, x_column, f_smem, M,
+                    PDL, factors, x_row, x_column, f_smem, M, X_PARTS,
                 )),
             ],
             [1], [40],
@@ -153,15 +169,15 @@ def hopper_float8_kernel(
             [
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, PDL, 0,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, X_PARTS, PDL, 0,
                 )),
                 (_multiply, (
                     x_smem, w_smem, f_smem, full, free, x_scale, x_row, scale, scale_row, scale_column, partial, counters, M, N,
-                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, PDL, 1,
+                    K, bias, out, start, stop, blocks, index, share, longer, CONSUMERS, STAGES, W_BLOCKS, X_PARTS, PDL, 1,
                 )),
                 (load_blocks, (
                     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS, STAGES,
-                    PDL, factors, x_row, x_column, f_smem, M,
+                    PDL, factors, x_row, x_column, f_smem, M, X_PARTS,
                 )),
             ],
             [4, 1], [232, 40],
@@ -190,10 +206,38 @@ def float8_mm(
                 f"{tuple(rows.stride())} at address {rows.data_ptr():#x}"
             )
     out = x.new_empty(m, n, dtype=dtype)
-    if not out.numel():
-        return out
-    x_scale, scale = _near(x_scale.float() if operands.x_blocks else x_scale), _near(scale)  # float32: it is copied as it lies
-    tile = tile or choose_float8(m, n, k, operands.x_blocks, num_sms(x.device))
+    if out.numel():
+        x_scale = _near(x_scale.float() if operands.x_blocks else x_scale)  # float32: it is copied as it lies
+        tile = tile or choose_float8(m, n, k, operands.x_blocks, num_sms(x.device))
+        _launch(x, x_scale, weight, scale, bias, out, tile, operands)
+    return out
+
+
+def product(
+    x: torch.Tensor, weights: Weight, bias: torch.Tensor | None, out: torch.Tensor, tile: Float8Tile | None = None
+) -> bool:
+    """Computes `skinny_mm` of rows of bfloat16 on sm_90 into `out` and gives True, where `choose_parts` has a tile (or there is
+    a `tile`); raises as `skinny_mm.run` does."""
+    (m, k), (weight, scale, *_) = x.shape, weights
+    if scale is None or weight.dtype != torch.float8_e4m3fn:
+        return False
+    stored, n = weight_format("skinny_mm", weight, scale, None), weight.shape[0]
+    tile = tile or choose_parts(m, n, k, stored, x.dtype, num_sms(x.device))
+    if tile is None:
+        return False
+    check_operands("skinny_mm", x, weight)
+    parts, x_scale = row_parts(x if x.stride(1) == 1 else x.contiguous(), tile.block_m)
+    w_blocks = stored.rows == stored.columns == BLOCK and scale.numel() != 1
+    _launch(parts, x_scale, weight, scale, bias, out, tile, Float8Operands(False, w_blocks), PARTS)
+    return True
+
+
+def _launch(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    out: torch.Tensor, tile: Float8Tile, operands: Float8Operands, parts: int = 1,
+) -> None:  # fmt: skip
+    (m, n), k = out.shape, x.shape[1]
+    scale = _near(scale)
     block_m, consumers, stages, splits = tile
     programs, partial, counters = divided(
         x.device, "hopper_float8", tiles_of(n, consumers), k // BLOCK_K, consumers, block_m, splits
@@ -202,14 +246,13 @@ def float8_mm(
     with device_guard(x):
         launch(
             hopper_float8_kernel, (programs,),
-            TensorDescriptor(x, [m, k], [x.stride(0) if m > 1 else k, 1], [block_m, BLOCK_K], layout),
+            TensorDescriptor(x, [x.shape[0], k], [x.stride(0) if m > 1 else k, 1], [block_m, BLOCK_K], layout),
             x_scale, *_strides(x_scale),
             TensorDescriptor(weight, [n, k], [weight.stride(0) if n > 1 else k, 1], [WIDTH, BLOCK_K], layout),
             scale, *_strides(scale), partial, counters, m, n, k, weight, weight.stride(0),
             None if bias is None else bias.contiguous(), out, CONSUMERS=consumers, STAGES=stages,
-            X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks, num_warps=4, early=True,
+            X_BLOCKS=operands.x_blocks, W_BLOCKS=operands.w_blocks, X_PARTS=parts, num_warps=4, early=True,
         )  # fmt: skip
-    return out
 
 
 def _near(scale: torch.Tensor) -> torch.Tensor:
@@ -223,16 +266,30 @@ def _strides(scale: torch.Tensor) -> tuple[int, int]:
 
 
 def ahead() -> Iterator[Variant]:
+    for (m, n, k), blocks in itertools.product(((64, 6144, 4096), (128, 4096, 14336), (128, 28672, 4096)), (False, True)):
+        x, weight = torch.empty(m, k, dtype=torch.bfloat16, device="meta"), Weight(*_weight(n, k, blocks))
+        with recorded(Target(90, 132)) as launches:
+            product(x, weight, None, torch.empty(m, n, dtype=torch.bfloat16, device="meta"))
+        name = f"hopper_float8, scales of {'blocks' if blocks else 'rows'}, {m} x {n} x {k} in two parts"
+        yield variant_of(name, launches[1], archs=(90,))
     for blocks in (False, True):
         for m, n in ((8, 4096), (16, 28672), (32, 4096), (32, 28672), (64, 4096), (64, 28672), (128, 4096), (128, 28672)):
             yield _variant(m, n, 4096, blocks)
 
 
 def _variant(m: int, n: int, k: int, blocks: bool, tile: Float8Tile | None = None) -> Variant:
-    x, weight = (torch.empty(rows, k, dtype=torch.float8_e4m3fn, device="meta") for rows in (m, n))
-    x_scale = torch.empty(k // BLOCK_K if blocks else 1, m, device="meta").t()
-    scale = torch.empty(-(-n // BLOCK), k // BLOCK, device="meta") if blocks else torch.empty(n, 1, device="meta")
+    x, x_scale = (
+        torch.empty(m, k, dtype=torch.float8_e4m3fn, device="meta"),
+        torch.empty(k // BLOCK_K if blocks else 1, m, device="meta").t(),
+    )
+    weight, scale = _weight(n, k, blocks)
     with recorded(Target(90, 132)) as launches:
         float8_mm(x, x_scale, weight, scale, None, torch.bfloat16, tile)
     name = f"hopper_float8, scales of {'blocks' if blocks else 'rows'}, {m} x {n} x {k}"
     return variant_of(name, launches[0], archs=(90,))
+
+
+def _weight(n: int, k: int, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """On the meta device, with its scale."""
+    scale = torch.empty(-(-n // BLOCK), k // BLOCK, device="meta") if blocks else torch.empty(n, 1, device="meta")
+    return torch.empty(n, k, dtype=torch.float8_e4m3fn, device="meta"), scale

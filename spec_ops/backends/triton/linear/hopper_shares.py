@@ -66,14 +66,17 @@ def _copy_factors(factors, row_stride, column_stride, block, M, to, full):
 def load_blocks(
     x, weight, weight_rows, row_stride, N, x_smem, w_smem, full, free, start, stop, blocks, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, PDL: gl.constexpr, factors=None, factor_row=None, factor_column=None, f_smem=None, M=None,
+    X_PARTS: gl.constexpr = 1,
 ):  # fmt: skip
-    """The loading warp: each block of the weight and of the rows, and of `factors [M, blocks]`, float32, a number for each row.
+    """The loading warp: each block of the weight and of the rows, as many tiles of them as `X_PARTS`, and of `factors
+    [M, blocks]`, float32, a number for each row.
 
     Before the wait for earlier kernels it asks for its first blocks of the weight: their way to L2."""
     WIDTH: gl.constexpr = w_smem.shape[1]
     STORED: gl.constexpr = w_smem.shape[2]
     BLOCK_K: gl.constexpr = x_smem.shape[2]
-    BYTES: gl.constexpr = BLOCK_K * x_smem.shape[1] * x_smem.dtype.primitive_bitwidth // 8 + CONSUMERS * WIDTH * STORED
+    ROW_BYTES: gl.constexpr = BLOCK_K * x_smem.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = X_PARTS * x_smem.shape[1] * ROW_BYTES + CONSUMERS * WIDTH * STORED
     if PDL:
         for position in range(start, gl.minimum(stop, start + STAGES)):
             tile = position // blocks
@@ -93,7 +96,10 @@ def load_blocks(
         for c in gl.static_range(CONSUMERS):
             at = [(tile * CONSUMERS + c) * WIDTH, block * STORED]
             tma.async_copy_global_to_shared(weight, at, full.index(stage), w_smem.index(stage * CONSUMERS + c))
-        tma.async_copy_global_to_shared(x, [0, block * BLOCK_K], full.index(stage), x_smem.index(stage))
+        tma.async_copy_global_to_shared(x, [0, block * BLOCK_K], full.index(stage), x_smem.index(stage * X_PARTS))
+        if X_PARTS == 2:
+            rests = x_smem.index(stage * X_PARTS + 1)
+            tma.async_copy_global_to_shared(x, [x_smem.shape[1], block * BLOCK_K], full.index(stage), rests)
         stage, phase = next_stage(stage, phase, STAGES)
 
 

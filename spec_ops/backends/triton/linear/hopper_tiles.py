@@ -66,6 +66,9 @@ FLOAT8_ROWS = 128  # most of `float8_mm`
 # Rows from which products of rows of float8 are its. With fewer `skinny_mm` takes as long, whose rows are these times their
 # scales in 16 bits: the same numbers, up to that rounding.
 FLOAT8_LEAST_ROWS = 17
+PARTS_MOST_COLUMNS = 32768  # that a program taking a row apart keeps in registers
+PARTS_LONG = 8192  # of k
+PARTS_LEAST_ROWS = 33  # of bfloat16 that are taken apart: with fewer, converting the weight is faster
 SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignment takes
 MOST_STAGES = 12
 LEAST_BLOCKS = 4  # of k of a program that shares a tile
@@ -92,10 +95,10 @@ class Float8Tile(NamedTuple):
     splits: int
 
 
-def float8_tile(block_m: int, consumers: int, x_blocks: bool, splits: int) -> Float8Tile:
+def float8_tile(block_m: int, consumers: int, x_blocks: bool, splits: int, parts: int = 1) -> Float8Tile:
     """With as many stages as shared memory holds, up to `MOST_STAGES`, or to what leaves no room for a second program: launches
     are early."""
-    stage = (consumers * WIDTH + block_m) * BLOCK_K + 4 * block_m * x_blocks
+    stage = (consumers * WIDTH + parts * block_m) * BLOCK_K + 4 * block_m * x_blocks
     room = SHARED_BYTES - consumers * min(4096, 2 * WIDTH * block_m)  # results on their way to memory
     most = max(MOST_STAGES, SHARED_BYTES // 2 // stage + 1)
     return Float8Tile(block_m, consumers, min(most, room // stage), splits)
@@ -109,6 +112,22 @@ def choose_float8(m: int, n: int, k: int, x_blocks: bool, sms: int) -> Float8Til
     block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
     consumers = 2 if n >= MANY_COLUMNS and block_m >= (32 if x_blocks else 128) else 1
     return float8_tile(block_m, consumers, x_blocks, splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms))
+
+
+def choose_parts(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, sms: int) -> Float8Tile | None:
+    """For `m` rows of bfloat16 in two parts of float8 (`row_parts.py`); None if `skinny_mm_kernel` is the faster one, or alone
+    has what the weight needs."""
+    if dtype != torch.bfloat16 or stored.kind != "float8" or k % BLOCK_K or not PARTS_LEAST_ROWS <= m <= FLOAT8_ROWS:
+        return None
+    whole, blocks = stored.columns == k and stored.rows in (1, n), stored.rows == stored.columns == BLOCK_K
+    if not (whole or blocks) or k > PARTS_MOST_COLUMNS or m * n >= 2**31:
+        return None
+    block_m, consumers = (64 if m <= 64 else 128), (2 if n >= MANY_COLUMNS else 1)
+    splits = splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms)
+    # Where programs exchange sums too, taking rows apart pays with many of them and of k.
+    if splits != 1 and (m <= 64 or k < PARTS_LONG):
+        return None
+    return float8_tile(block_m, consumers, False, splits, 2)
 
 
 def float8_mm_refusal(m: int, n: int, k: int, dtype: torch.dtype, arch: int | None) -> Exception | None:

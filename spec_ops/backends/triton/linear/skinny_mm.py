@@ -269,9 +269,9 @@ def skinny_mm(
     if out.numel():
         bias, weights = None if bias is None else bias.contiguous(), Weight(weight, scale, zero, tensor_scale)
         if config is None and scale is not None and on_gpu(x) and arch_of(x.device) == 90:
-            from spec_ops.backends.triton.linear import hopper_mm  # here: Gluon is not there on other platforms
+            from spec_ops.backends.triton.linear import hopper_float8, hopper_mm  # here: no Gluon on other platforms
 
-            if hopper_mm.product(x, weights, bias, out):
+            if hopper_mm.product(x, weights, bias, out) or hopper_float8.product(x, weights, bias, out):
                 return out
         run(skinny_mm_kernel, "skinny_mm", x, weights, config, bias, out)
     return out

@@ -37,8 +37,8 @@ FP8_ARCHS = tuple(arch for arch in ARCHS if arch >= 89)  # that convert to and f
 ArgType = str | tuple["ArgType", ...]
 Stage = Literal["ttgir", "llir", "ptx"]
 _NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv", torch.float32: "fp32", torch.int16: "i16",
-    torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv", torch.float32: "fp32", torch.int8: "i8",
+    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
 }  # fmt: skip
 
 

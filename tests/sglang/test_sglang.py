@@ -265,14 +265,15 @@ def test_a_tree_of_eagle3(models, plain):
     assert serve(models, attention_backend="spec_ops", page_size=1, **TREE)["tokens"] == plain
 
 
-def written(folder: Path) -> list[list[int]]:
-    """What transformers writes with a target in float32: SGLang's own backends for a CPU have neither MLA nor windows."""
+def written(folder: Path, **changes: Any) -> list[list[int]]:
+    """What transformers writes with a target in float32, or with `changes` to its configuration: SGLang's own backends for a
+    CPU have neither MLA nor windows."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from tests.sglang.serve import PROMPTS
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32, **changes)
     prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     return [model.generate(p, attention_mask=torch.ones_like(p), **options)[0, p.shape[1] :].tolist() for p in prompts]
@@ -286,7 +287,12 @@ def windowed(tmp_path_factory) -> tuple[Path, list[list[int]]]:
     folder = tmp_path_factory.mktemp("windowed")
     write_windowed_target(folder / "target", window=12)
     write_draft(folder / "draft")
-    return folder, written(folder)
+    texts = written(folder)
+    # A model that repeats one token shows nothing, and one that windows do not change shows nothing of windows. Of a prompt of
+    # one token sixteen times both are so.
+    assert sum(len(set(text)) > 3 for text in texts) == len(texts) - 1
+    assert sum(a != b for a, b in zip(texts, written(folder, sliding_window=512), strict=True)) == len(texts) - 1
+    return folder, texts
 
 
 @pytest.mark.parametrize(("page_size", "speculation"), [(16, {}), (16, EAGLE3), (1, TREE)], ids=["plain", "chain", "tree"])

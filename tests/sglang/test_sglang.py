@@ -38,6 +38,7 @@ EAGLE3 = {
 }  # fmt: skip
 
 
+NEXTN = EAGLE3 | {"speculative_algorithm": "NEXTN"}  # of the target's own folder
 TREE = EAGLE3 | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 # Batches of 1 to 8 requests run as 3 or 8, so that rows of padding are replayed too.
 GRAPHS = {"disable_cuda_graph": False, "cuda_graph_backend_prefill": "disabled", "cuda_graph_bs_decode": [3, 8]}
@@ -147,7 +148,7 @@ def start(
     first: str | None = None,
     timeout: int = TIMEOUT,
 ) -> subprocess.CompletedProcess:
-    if "speculative_algorithm" in options:
+    if options.get("speculative_algorithm") == "EAGLE3":
         options = options | {"speculative_draft_model_path": str(models / "draft")}
     arguments = (str(models), json.dumps(options), *work)
     graphs = not options.get("disable_cuda_graph", True)
@@ -304,16 +305,16 @@ def test_windows(windowed, page_size, speculation):
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory) -> tuple[Path, list[list[int]]]:
-    """A target with MLA, its EAGLE-3 head, and its texts."""
+    """A target with MLA and an MTP layer, which SGLang takes with experts alone, an EAGLE-3 head, and its texts."""
     from tests.helpers.engine_checkpoints import LAYERS, YARN, write_draft, write_latent_target
 
     folder = tmp_path_factory.mktemp("latent")
-    write_latent_target(folder / "target", layers=LAYERS, rope_scaling=YARN)
+    write_latent_target(folder / "target", layers=LAYERS, experts=4, rope_scaling=YARN)
     write_draft(folder / "draft")
     return folder, written(folder)
 
 
-@pytest.mark.parametrize("speculation", [{}, EAGLE3, EAGLE3 | GRAPHS], ids=["plain", "eagle3", "graphs"])
+@pytest.mark.parametrize("speculation", [{}, EAGLE3, EAGLE3 | GRAPHS, NEXTN], ids=["plain", "eagle3", "graphs", "mtp"])
 def test_latent_attention(latent, speculation):
     """Prefill without a prefix too, over the cache."""
     folder, texts = latent

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from spec_ops.models.config import MixtureConfig, ModelConfig
 from spec_ops.ops.moe import moe_experts, route_experts
@@ -47,9 +48,11 @@ def rotary(x: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 def _pack_in_state(module: nn.Module, packed: str, parts: tuple[str, ...], sizes: list[int]) -> None:
     """Let state dicts hold the rows of the linear layer `module.packed` as `parts`, as checkpoints do. One layer is one matrix
-    product instead of several."""
+    product instead of several. A weight that `quantize` has stored stays whole, under the layer's own name."""
 
     def split(module, state, prefix, metadata) -> None:
+        if is_traceable_wrapper_subclass(state[f"{prefix}{packed}.weight"]):
+            return
         weight = state.pop(f"{prefix}{packed}.weight")
         state.update({f"{prefix}{name}.weight": rows for name, rows in zip(parts, weight.split(sizes), strict=True)})
 

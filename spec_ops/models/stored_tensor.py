@@ -24,7 +24,8 @@ _PARTS = ("data_", "scale", "zero", "tensor_scale", "order", "input_scale")
 class StoredTensor(torch.Tensor):
     """A weight `[n, k]` of a linear layer, stored in 8 or 4 bits. Rows keep their dtype and meet the dequantized weight.
 
-    Other operations than `torch.nn.functional.linear`, copies and moves are refused.
+    Other operations than `torch.nn.functional.linear`, copies and moves are refused. State dicts hold it as it is, and
+    `torch.save` writes it.
 
     Args:
         data, scale, zero, tensor_scale: see `spec_ops.backends.weight_format`; not copied.
@@ -134,7 +135,28 @@ class StoredTensor(torch.Tensor):
         if func is aten._to_copy.default:
             device, blocking = kwargs.get("device"), not kwargs.get("non_blocking", False)
             return args[0]._each(lambda part: part.to(device, non_blocking=not blocking, copy=True), kwargs.get("dtype"))
+        if func is aten.copy_.default:
+            return _copy(*args[:2])
         raise NotImplementedError(f"StoredTensor: a weight of 8 or 4 bits is for `linear` alone, got {func}")
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """What `load_state_dict` does with the weights of two models."""
+    stored = [_layout(t) if isinstance(t, StoredTensor) else None for t in (to, source)]
+    if stored[0] is None or stored[0] != stored[1]:
+        about = [repr(t) if isinstance(t, StoredTensor) else f"one of {t.dtype}" for t in (source, to)]
+        raise ValueError(
+            f"StoredTensor: `copy_` must be of a weight that is stored alike, got {about[0]} for {about[1]}; before "
+            "`load_state_dict` quantize the model as the other one was, or pass assign=True"
+        )
+    for name, *_ in stored[0][0]:
+        getattr(to, name).copy_(getattr(source, name))
+    return to
+
+
+def _layout(stored: StoredTensor) -> tuple[list[tuple[str, torch.Size, torch.dtype]], Inputs | None]:
+    parts = [(name, getattr(stored, name)) for name in stored.__tensor_flatten__()[0]]
+    return [(name, part.shape, part.dtype) for name, part in parts], stored.inputs
 
 
 def _linear(
@@ -149,3 +171,6 @@ def _linear(
     rows = input if weight.inputs is None else weight.inputs.rounded(input, weight.input_scale)
     rows = rows if weight.order is None else rows.index_select(-1, weight.order)
     return F.linear(rows, dequantized(*parts).to(input.dtype), bias)
+
+
+torch.serialization.add_safe_globals([StoredTensor, Inputs])  # what `torch.load` takes with `weights_only`

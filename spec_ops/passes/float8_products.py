@@ -66,6 +66,8 @@ class Float8Products:
         self, node: fx.Node, bias: fx.Node | None, x: fx.Node, rows: RoundedRows, stored: StoredWeight, arch: int
     ) -> bool:
         m, n, k = _sizes(node, x)
+        if m < hopper_tiles.FLOAT8_LEAST_ROWS:  # no refusal: other kernels are as fast for so few
+            return False
         if reason := _refusal(node, bias, stored, (m, n, k), arch):
             self._result.refuse(node, f"float8_mm of {_shapes(node, x)}: {reason}")
             return False
@@ -98,8 +100,6 @@ def _refusal(node: fx.Node, bias: fx.Node | None, stored: StoredWeight, sizes: t
     m, n, k = sizes
     if (error := hopper_tiles.float8_mm_refusal(m, n, k, value(node).dtype, arch)) is not None:
         return str(error).removeprefix("float8_mm: ")
-    if m < (least := hopper_tiles.FLOAT8_LEAST_ROWS):
-        return f"fewer than {least} rows, for which that is no faster"
     if (dtype := value(stored.data).dtype) != torch.float8_e4m3fn:
         return f"its weight is {dtype}, not float8_e4m3fn"
     if stored.shape not in ((1, 1), (n, 1), (-(-n // BLOCK), k // BLOCK)):

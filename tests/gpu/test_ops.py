@@ -16,7 +16,7 @@ pytestmark = [
 
 from tests.helpers import far_appends  # noqa: E402
 from tests.helpers.op_cases import CASES, OPS, Copy, Rng, check, compare, reference, sampled  # noqa: E402
-from tests.ops.test_opcheck import overload  # noqa: E402
+from tests.helpers.op_samples import overload  # noqa: E402
 
 ALL_OPS = pytest.mark.parametrize("op", OPS)
 

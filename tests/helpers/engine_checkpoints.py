@@ -97,8 +97,8 @@ YARN = {
 }  # fmt: skip
 
 
-def write_latent_target(folder: Path, layers: int = 2, **changes: object) -> None:
-    """A DeepSeek-V3 without experts, and its MTP layer after the others; `changes` to its configuration."""
+def write_latent_target(folder: Path, layers: int = 2, *, experts: int = 0, **changes: object) -> None:
+    """A DeepSeek-V3 without experts, and its MTP layer after the others, with `experts`; `changes` to its configuration."""
     shapes, head = dict(_ENDS), f"model.layers.{layers}"
     for i in range(layers + 1):
         shapes |= _layer(f"model.layers.{i}", _LATENT)
@@ -107,12 +107,21 @@ def write_latent_target(folder: Path, layers: int = 2, **changes: object) -> Non
         f"{head}.embed_tokens.weight": (VOCAB, HIDDEN), f"{head}.shared_head.head.weight": (VOCAB, HIDDEN),
         f"{head}.shared_head.norm.weight": (HIDDEN,),
     }  # fmt: skip
+    if experts:
+        inner = 32
+        for name in [name for name in shapes if name.startswith(f"{head}.mlp.")]:
+            del shapes[name]
+        shapes |= {f"{head}.mlp.gate.weight": (experts, HIDDEN), f"{head}.mlp.gate.e_score_correction_bias": (experts,)}
+        for part in ("shared_experts", *(f"experts.{i}" for i in range(experts))):
+            shapes |= {f"{head}.mlp.{part}.{name}_proj.weight": (inner, HIDDEN) for name in ("gate", "up")}
+            shapes[f"{head}.mlp.{part}.down_proj.weight"] = (HIDDEN, inner)
+        changes |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 1.0, "norm_topk_prob": True}
     config = _llama(
         NOPE + ROPE, architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", num_hidden_layers=layers,
         num_nextn_predict_layers=1, num_key_value_heads=HEADS, q_lora_rank=None, kv_lora_rank=RANK, qk_nope_head_dim=NOPE,
         qk_rope_head_dim=ROPE, v_head_dim=NOPE, first_k_dense_replace=layers + 1, moe_layer_freq=1,
-        n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=1, moe_intermediate_size=32, n_group=1, topk_group=1,
-        **changes,
+        n_routed_experts=experts or 4, n_shared_experts=1, num_experts_per_tok=1, moe_intermediate_size=32, n_group=1,
+        topk_group=1, **changes,
     )  # fmt: skip
     config.pop("head_dim")
     _save(folder, config, shapes, seed=2)

@@ -248,6 +248,7 @@ def test_rows_of_float8_and_weights_of_int8():
 
 
 def test_fewer_rows_than_are_faster(monkeypatch):
+    """Which is no refusal: nobody loses by it."""
     monkeypatch.undo()
     least = hopper_tiles.FLOAT8_LEAST_ROWS
     assert 1 < least < 32
@@ -255,7 +256,7 @@ def test_fewer_rows_than_are_faster(monkeypatch):
         module, _ = capture(in_rows, *of("row", m=m), dynamo=False)
         result = run_pass(LowerSkinnyMm(), module, 90)
         assert targets(module).count(skinny_mm_op if m < least else float8_mm_op) == 1
-        assert (f"fewer than {least} rows, for which that is no faster" in texts(result.refused)) == (m < least)
+        assert texts(result.refused) == ""
 
 
 def test_129_rows_and_sizes_that_are_not_known():

@@ -38,6 +38,7 @@ EAGLE3 = {
 }  # fmt: skip
 
 
+NEXTN = EAGLE3 | {"speculative_algorithm": "NEXTN"}  # of the target's own folder
 TREE = EAGLE3 | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 # Batches of 1 to 8 requests run as 3 or 8, so that rows of padding are replayed too.
 GRAPHS = {"disable_cuda_graph": False, "cuda_graph_backend_prefill": "disabled", "cuda_graph_bs_decode": [3, 8]}
@@ -147,7 +148,7 @@ def start(
     first: str | None = None,
     timeout: int = TIMEOUT,
 ) -> subprocess.CompletedProcess:
-    if "speculative_algorithm" in options:
+    if options.get("speculative_algorithm") == "EAGLE3":
         options = options | {"speculative_draft_model_path": str(models / "draft")}
     arguments = (str(models), json.dumps(options), *work)
     graphs = not options.get("disable_cuda_graph", True)
@@ -265,14 +266,15 @@ def test_a_tree_of_eagle3(models, plain):
     assert serve(models, attention_backend="spec_ops", page_size=1, **TREE)["tokens"] == plain
 
 
-def written(folder: Path) -> list[list[int]]:
-    """What transformers writes with a target in float32: SGLang's own backends for a CPU have neither MLA nor windows."""
+def written(folder: Path, **changes: Any) -> list[list[int]]:
+    """What transformers writes with a target in float32, or with `changes` to its configuration: SGLang's own backends for a
+    CPU have neither MLA nor windows."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from tests.sglang.serve import PROMPTS
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32, **changes)
     prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     return [model.generate(p, attention_mask=torch.ones_like(p), **options)[0, p.shape[1] :].tolist() for p in prompts]
@@ -286,7 +288,12 @@ def windowed(tmp_path_factory) -> tuple[Path, list[list[int]]]:
     folder = tmp_path_factory.mktemp("windowed")
     write_windowed_target(folder / "target", window=12)
     write_draft(folder / "draft")
-    return folder, written(folder)
+    texts = written(folder)
+    # A model that repeats one token shows nothing, and one that windows do not change shows nothing of windows. Of a prompt of
+    # one token sixteen times both are so.
+    assert sum(len(set(text)) > 3 for text in texts) == len(texts) - 1
+    assert sum(a != b for a, b in zip(texts, written(folder, sliding_window=512), strict=True)) == len(texts) - 1
+    return folder, texts
 
 
 @pytest.mark.parametrize(("page_size", "speculation"), [(16, {}), (16, EAGLE3), (1, TREE)], ids=["plain", "chain", "tree"])
@@ -298,16 +305,16 @@ def test_windows(windowed, page_size, speculation):
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory) -> tuple[Path, list[list[int]]]:
-    """A target with MLA, its EAGLE-3 head, and its texts."""
+    """A target with MLA and an MTP layer, which SGLang takes with experts alone, an EAGLE-3 head, and its texts."""
     from tests.helpers.engine_checkpoints import LAYERS, YARN, write_draft, write_latent_target
 
     folder = tmp_path_factory.mktemp("latent")
-    write_latent_target(folder / "target", layers=LAYERS, rope_scaling=YARN)
+    write_latent_target(folder / "target", layers=LAYERS, experts=4, rope_scaling=YARN)
     write_draft(folder / "draft")
     return folder, written(folder)
 
 
-@pytest.mark.parametrize("speculation", [{}, EAGLE3, EAGLE3 | GRAPHS], ids=["plain", "eagle3", "graphs"])
+@pytest.mark.parametrize("speculation", [{}, EAGLE3, EAGLE3 | GRAPHS, NEXTN], ids=["plain", "eagle3", "graphs", "mtp"])
 def test_latent_attention(latent, speculation):
     """Prefill without a prefix too, over the cache."""
     folder, texts = latent

@@ -41,8 +41,10 @@ from spec_ops.ops.reference import sampling as reference_sampling
 from spec_ops.ops.reference import topk as reference_topk
 from tests.helpers.accept_rows import ROW_KINDS, long_rows
 from tests.helpers.mixtures import FORMS as MOE_FORMS
+from tests.helpers.mixtures import PUBLISHED as MOE_PUBLISHED
 from tests.helpers.mixtures import call as moe_call
 from tests.helpers.mixtures import exact as moe_exact
+from tests.helpers.mixtures import stored_call as stored_moe_call
 from tests.helpers.op_cases import CASES, Copy, Rng, check
 from tests.helpers.stored_weights import exact, stored
 
@@ -254,6 +256,13 @@ def _topk_logits(device: str) -> None:
             torch.testing.assert_close(one.cpu(), other)
 
 
+def _ranged_moe(device: str) -> None:
+    """gpt-oss as it is published: programs with several tiles, of two experts, and a k that chunks do not divide."""
+    args = stored_moe_call(MOE_PUBLISHED, "MXFP4", 5, 3, 7, 192, 2240, torch.bfloat16, dropped=0.2)
+    got = experts.moe_experts(*Copy(args, device).args).cpu()
+    torch.testing.assert_close(got.double(), moe_exact(args), rtol=2e-2, atol=2e-2)
+
+
 def _route_experts(device: str) -> None:
     logits, bias = Rng("route_experts").tensor(5, 24), Rng("bias").tensor(24)
     for args in ((None, 3, "softmax", 1, 1, True, 1.0), (bias, 4, "sigmoid", 4, 2, True, 2.5)):
@@ -332,6 +341,7 @@ def cases() -> list[Case]:
     for tokens in (5, 20):
         few = ("few_gate_up_kernel", "few_down_kernel")
         found.append(Case(f"moe_experts, {tokens} tokens", few, functools.partial(_moe, tokens)))
+    found.append(Case("moe_experts, MXFP4", ("ranged_gate_up_kernel", "few_down_kernel"), _ranged_moe, interpreted=False))
     found.append(
         Case("all_reduce of 4 ranks", ("sum_kernel", "two_shot_kernel", "max_kernel"), _collectives, interpreted=False)
     )

@@ -11,7 +11,8 @@ which torch may take, `topk_logits` takes the first.
 Probabilities that others read stay, and are ranked as they are: the op would compute them once more, rounded otherwise, and
 `p >= values[:, -1:]` would no longer keep `k` tokens.
 
-The op looks for one value after the other, so many values of many long rows are left to torch (`docs/notebook/launches.md`).
+The op looks for one value after the other, so many values of many long rows are left to torch (`docs/notebook/launches.md`),
+unless results must be batch-invariant: how many rows there are would decide the bits.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class FuseTopk(GraphPass):
                 result.refuse(node, f"topk: {k} values of a row; `topk_logits` finds 1 to {MAX_TOP_K}")
             elif fake.shape[-1] > MAX_ROW:
                 result.refuse(node, f"topk: rows of {fake.shape[-1]} values; `topk_logits` takes rows of {MAX_ROW} at most")
-            elif k > ALWAYS and not (isinstance(size := fake.numel(), int) and size * k <= MOST):
+            elif k > ALWAYS and not context.invariant and not (isinstance(size := fake.numel(), int) and size * k <= MOST):
                 result.refuse(node, f"topk: {k} values of each row of {fake.shape[-1]}, which torch's kernels find faster")
             else:
                 fused.append(node)

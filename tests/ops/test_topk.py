@@ -51,6 +51,11 @@ def test_any_layout(device):
         check_topk(logits, 5, "log_softmax")
 
 
+def test_no_rows_of_a_view(device):
+    for logits in (torch.zeros(0, 24, device=device)[:, ::2], torch.zeros(12, 0, device=device).t()):
+        assert [result.stride() for result in spec_ops.topk_logits(logits, 3)] == [(3, 1)] * 2
+
+
 def test_scores_are_rounded_once(device):
     logits = rows_of((7, 900), torch.bfloat16).to(device)
     exact, ids = spec_ops.topk_logits(logits, 6, scores="softmax")

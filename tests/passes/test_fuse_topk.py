@@ -158,6 +158,11 @@ def test_many_rows(rows, k, matches):
     assert matches or "torch's kernels find faster" in texts(result.refused)
 
 
+def test_what_is_invariant_does_not_ask_for_the_number_of_rows():
+    module = capture_for_cuda(lambda x: x.topk(32), torch.empty(4096, 32000))
+    assert run_pass(FuseTopk(), module, invariant=True).matches == 1
+
+
 @pytest.mark.parametrize(("size", "matches"), [(1 << 20, 1), ((1 << 20) + 1, 0)])
 def test_long_rows(size, matches):
     module = capture_for_cuda(lambda x: x.topk(4), torch.empty(1, size))

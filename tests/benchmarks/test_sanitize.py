@@ -162,7 +162,7 @@ def test_a_warpgroup_meets_before_it_announces(kernel, least):
     "name",
     [
         "attention, GQA 32/8 D128, 16 tree", "attention, GQA 64/8 D64, 1 causal", "add_skinny_mm, 4 x 4096",
-        "add_skinny_mm, 16 x 4096", "add_skinny_mm, 32 x 4096",
+        "add_skinny_mm, 16 x 4096", "add_skinny_mm, 32 x 4096", "topk_logits, 4 of 32000", "topk_logits, 8 of 128256",
     ],
 )  # fmt: skip
 def test_copies_of_a_sum_are_equal(name):

@@ -85,7 +85,9 @@ def topk_logits_kernel(
                 best = tl.load(places + (row * PARTS + each) * K_PAD, mask=there, other=NO_TOKEN, cache_modifier=".cg")
                 theirs_top = key_logit((best >> 32).to(tl.int32), 0)
                 part_sums = tl.load(sums + row * PARTS + each, mask=there, other=0.0, cache_modifier=".cg")
-                total = tl.sum(part_sums * _powers(theirs_top, there, top), 0)
+                # `abs` changes no value: it keeps the product from fusing with the sum's first step between threads, after
+                # which copies of the sum differ in the last bit, and equal logits in their scores (triton-lang/triton#7264).
+                total = tl.sum(tl.abs(part_sums * _powers(theirs_top, there, top)), 0)
     if complete:
         score = key_logit((found >> 32).to(tl.int32), 0)
         if PLAIN:

@@ -22,9 +22,10 @@ _PARTS = ("data_", "scale", "zero", "tensor_scale", "order", "input_scale")
 
 
 class StoredTensor(torch.Tensor):
-    """A weight `[n, k]` of a linear layer, stored in 8 or 4 bits. Rows keep their dtype and meet the dequantized weight.
+    """A weight `[n, k]` of a linear layer, stored in 8 or 4 bits. Rows meet the dequantized weight in their own dtype, unless
+    they were rounded to float8 and `eager_products.py`, or a pass, multiplies them as they are.
 
-    Other operations than `torch.nn.functional.linear`, copies and moves are refused. State dicts hold it as it is, and
+    Other operations than `torch.nn.functional.linear`, copies and moves are refused. State dicts hold it as it is stored, and
     `torch.save` writes it.
 
     Args:

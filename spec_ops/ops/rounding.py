@@ -1,9 +1,9 @@
-"""Rows rounded to float8 for a product, with what computes the rows before: what the pass `fuse_rounding` puts in place of
-graphs that write this out.
+"""Rounding of rows to float8 for a product, alone or together with the activation or the norm before it. The pass
+`fuse_rounding` puts these ops in place of graphs that write this out.
 
-They have no public wrappers. Rows are rounded as `torch` would round them in eager mode on a GPU:
+They have no public wrappers. Rows are rounded as `torch` rounds them in eager mode on a GPU:
 
-    step = (abs(rows).amax(-1) * (1 / 448)).to(step_dtype)           of each group of `columns`, unless `step` is given
+    step = (abs(rows).amax(-1) * (1 / 448)).to(step_dtype)           for each group of `columns`, unless `step` is given
     step = where(max(step, least) == 0, zero, max(step, least))
     numbers = (rows / step).to(quotient_dtype).clamp(-448, 448).to(float8_e4m3fn)
 
@@ -27,15 +27,15 @@ _KERNELS = "spec_ops.backends.triton.linear.rounding:"
 
 
 def _rounded(op, x, columns, step_dtype, quotient_dtype, least, zero, step=None):
-    """Numbers, contiguous, and steps, whose columns are."""
+    """`numbers [m, k]`, contiguous, and `steps`, each column of which is contiguous."""
     groups, rows = rounding_shape(op, x, columns, step_dtype, quotient_dtype, step)
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(groups, rows, dtype=torch.float32).t()
 
 
-# Rows `x [m, k]` in float8: `numbers [m, k]`, contiguous, and `steps [m, k / columns]`, float32, which multiply them; `[1, 1]`
-# with `step`, one number, which then is every row's. Dtypes are float32 or that of `x`. On CUDA: sm_89 or newer, x of bfloat16
-# or float16 with contiguous columns, `columns` k or 128, k up to `MAX_COLUMNS` where a row has one step; anything else is a
-# ValueError.
+# Rows `x [m, k]` in float8: `numbers [m, k]`, contiguous, and the scales that multiply them, `steps [m, k / columns]` float32.
+# With `step`, one number that all rows share, they are `[1, 1]`. Dtypes are float32 or that of `x`. On CUDA: sm_89 or newer, x
+# of bfloat16 or float16 with contiguous columns, `columns` k or 128, k up to `MAX_COLUMNS` where a row has one step; anything
+# else is a BackendError (the GPU), a TypeError (the dtype) or a ValueError.
 round_rows_op = define_op(
     f"round_rows(Tensor x, {_HOW}) -> {_ROUNDED}",
     reference.round_rows,
@@ -62,8 +62,8 @@ def _norm_fake(x, weight, eps, roundings, *how):
     return _rounded("norm_round_rows", x, *how)
 
 
-# `round_rows` of `x * rsqrt(mean(x^2) + eps) * weight [k]`, which is rounded to the dtype of `x` so often before that: once,
-# twice (before the weight too), or not at all. k is up to `MAX_COLUMNS`.
+# `round_rows` of `x * rsqrt(mean(x^2) + eps) * weight [k]`, which is rounded to the dtype of `x` before that `roundings` times:
+# once, twice (also before it is multiplied by the weight), or not at all. k is at most `MAX_COLUMNS`.
 norm_round_rows_op = define_op(
     f"norm_round_rows(Tensor x, Tensor weight, float eps, int roundings, {_HOW}) -> {_ROUNDED}",
     reference.norm_round_rows,

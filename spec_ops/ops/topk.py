@@ -9,7 +9,7 @@ from spec_ops.ops._validate import Checker
 from spec_ops.ops.reference import topk as reference
 
 MAX_TOP_K = 32
-MAX_ROW = 1 << 20  # one program joins what those of a row's parts found
+MAX_ROW = 1 << 20  # one program joins what the programs of a row's parts have found
 SCORES = ("log_softmax", "softmax", "none")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,16 +31,16 @@ topk_logits_op = define_op(
 def topk_logits(
     logits: torch.Tensor, k: int, *, scores: str = "log_softmax", dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` largest of each row of logits: their scores, in descending order, and where they are.
+    """The `k` largest logits of each row: their scores, in descending order, and their ids.
 
-    As `torch.log_softmax(logits.float(), -1).topk(k)`, which takes a dozen launches or more on a GPU where rows are few and
-    long. Equal logits come by ascending id, where torch says nothing of their order. NaN is larger than all else.
+    As `torch.log_softmax(logits.float(), -1).topk(k)`, which takes about twenty launches on a GPU where rows are few and long.
+    Equal logits come by ascending id; torch does not define their order. NaN counts as the largest.
 
     Args:
         logits: `[V]`, `[N, V]` or `[bs, K, V]` float32, bfloat16 or float16; `V` is at most 2**20.
         k: 1 to 32, and at most `V`.
         scores: `"log_softmax"`, `"softmax"`, or `"none"` for the logits themselves; computed in float32.
-        dtype: to which scores are rounded: float32, bfloat16 or float16.
+        dtype: of the scores, which are rounded to it: float32, bfloat16 or float16.
 
     Returns:
         `(values [..., k], ids [..., k] int64)`.

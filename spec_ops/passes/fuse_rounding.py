@@ -4,20 +4,21 @@
     step = amax(abs(h), -1) / 448                                            numbers, step = gated_round_rows(gate, up, "silu")
     out = float8_mm(convert(h / step, float8_e4m3fn), step, weight, scale)   out = float8_mm(numbers, step, weight, scale)
 
-Inductor finds the greatest magnitude of a long row in two kernels and rounds in a third, each with a launch of its own; a
-norm and steps for 128 columns are two or three. Here (`backends/triton/linear/rounding.py`) it is one, launched early between
-products that are too.
+Inductor finds the greatest magnitude of a long row in two kernels and rounds in a third; a norm with a scale for each 128
+columns is two or three. Here (`backends/triton/linear/rounding.py`) it is one kernel. With a scale for each 128 columns, and
+without a norm, it is launched early, as the products around it are.
 
-What computes the rows is read backwards from each `float8_mm`, the op that `lower_skinny_mm` puts in place of products of rows
-that were rounded:
+How the rows are computed is read backwards from each `float8_mm`, the op that `lower_skinny_mm` puts in place of products of
+rows that were rounded:
 
 - `activation(gate) * up`: SiLU, GELU, and GELU by tanh, of products;
 - an RMS norm, with the residual sum before it;
 - rows as they are.
 
-What goes in must be in memory: written by attention, another product, an op of ours, or the graph's caller; of a residual sum
-it is enough if others read the terms too, as the next sum does. Anything else Inductor computes in the kernel that rounds, and
-keeps. It keeps also what is read by more than the rounding, and roundings of another form (`analysis/roundings.py`).
+Inputs must be in memory: written by attention, another product, an op of ours, or the graph's caller. A term of a residual sum
+may also be one that something else reads, as the next sum does. Whatever else Inductor computes, it can round in the same
+kernel, so it keeps that. It also keeps what more than the rounding reads, and roundings of another form
+(`analysis/roundings.py`).
 """
 
 from __future__ import annotations

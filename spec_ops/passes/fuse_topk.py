@@ -2,17 +2,17 @@
 
     values, ids = topk(log_softmax(logits.float(), -1), 4)        ->        values, ids = topk_logits(logits, 4, "log_softmax")
 
-Inductor has no kernel for `topk`. torch's takes two launches where rows are short, and some twenty where they are few and as
-long as a vocabulary; and the probabilities are written for it. This is the draft step of every tree.
+Inductor has no kernel for `topk`. torch's takes two launches where rows are short, and about twenty where they are few and as
+long as a vocabulary; and the probabilities are written to memory for it. Each draft step of a tree is such a graph.
 
-Probabilities are in the order of logits, so the tokens are those of the largest logits. Of tokens with equal scores, any of
-which torch may take, `topk_logits` takes the first.
+Probabilities rise with their logits, so the likeliest tokens are those of the largest logits. Of tokens with equal scores torch
+may take any; `topk_logits` takes the first.
 
-Probabilities that others read stay, and are ranked as they are: the op would compute them once more, rounded otherwise, and
-`p >= values[:, -1:]` would no longer keep `k` tokens.
+Probabilities that something else reads too stay, and the op ranks them as they are. If it computed them anew, they would be
+rounded differently, and `p >= values[:, -1:]` would no longer keep `k` tokens.
 
-The op looks for one value after the other, so many values of many long rows are left to torch (`docs/notebook/launches.md`),
-unless results must be batch-invariant: how many rows there are would decide the bits.
+The op finds one value after the other, so many values of many long rows are left to torch (`docs/notebook/launches.md`), unless
+results must be batch-invariant: otherwise the number of rows would decide the bits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from spec_ops.passes.analysis.softmax import Softmax, find_softmax
 from spec_ops.passes.base import GraphPass, PassContext, PassResult
 
 aten = torch.ops.aten
-ALWAYS = 8  # so few values of a row are found faster than torch does, however many rows there are
-MOST = 1 << 25  # values of all rows, times how many of a row are wanted: up to there torch's launches take longer
+ALWAYS = 8  # up to so many values of a row are found faster than by torch, however many rows there are
+MOST = 1 << 25  # numbers in all rows, times how many of a row are wanted: up to here torch's launches take longer
 
 
 class FuseTopk(GraphPass):

@@ -1,8 +1,8 @@
-"""Rows of bfloat16 as sums of two of float8, so that the tensor cores multiply them with a weight of float8 as it lies.
+"""Rows of bfloat16 as sums of two rows of float8, so that the tensor cores multiply them by a weight of float8 as it is stored.
 
-bfloat16 has 8 significant bits and e4m3 has 4: the nearest number of 4 bits leaves a rest of 4 bits, which e4m3 has too. A row
-is scaled by a power of 2 so that its largest number lies between 128 and 256. The sum is exact for numbers from 1/4 on, and
-below that off by at most 2^-9: a 2^16th of the largest.
+bfloat16 has 8 significant bits and e4m3 has 4. The nearest number of 4 bits leaves a rest of at most 4 bits, which is a number
+of e4m3 too. A row is scaled by a power of 2 so that its greatest magnitude lies between 128 and 256. The sum is exact for
+magnitudes of 1/4 and more, and off by at most 2^-9 for smaller ones, which is at most 2^-16 of the greatest.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ PARTS = 2
 
 @triton.jit
 def _rounded(value):
-    """float32 values rounded to 4 significant bits, to the even one of two that are as near. Not by converting to float8 and
-    back: ptxas 12.8 then reads a register that holds something else (docs/notebook/launches.md)."""
+    """float32 values rounded to 4 significant bits, ties to even. Not by a conversion to float8 and back: ptxas 12.8 then reads
+    a register that holds something else (docs/notebook/launches.md)."""
     bits = value.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def row_parts_kernel(x, parts, scale, x_row, rests, K, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
-    """Program `row`. `parts [.., K]`: the nearest numbers at `row`, and what they leave at row `rests + row`; `scale` float32.
+    """Program `row` writes the nearest numbers to `parts [.., K]` at `row`, the rests at `rests + row`, and `scale`, float32.
 
-    A row that is not finite has an infinite scale: it gives no finite result, as in bfloat16."""
+    A row that is not finite gets an infinite scale, so that its results are not finite either, as in bfloat16."""
     await_predecessors(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
@@ -48,9 +48,12 @@ def row_parts_kernel(x, parts, scale, x_row, rests, K, BLOCK_K: tl.constexpr, PD
 
 
 def row_parts(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two parts of `x [m, k]` bfloat16, k at most `hopper_tiles.PARTS_MOST_COLUMNS`, unit columns: `[2 * rows, k]`
-    float8_e4m3fn, whose second half has the rests, and the scale of both, `[m, 1]` float32. `rows` is m or more; rows beyond m
-    hold anything."""
+    """The two parts of `x [m, k]` bfloat16 with contiguous columns, k at most `hopper_tiles.PARTS_MOST_COLUMNS`.
+
+    Returns:
+        `[2 * rows, k]` float8_e4m3fn, whose second half has the rests, and the scale of both, `[m, 1]` float32. `rows` is m or
+        more; in either half, rows from m on are not written.
+    """
     m, k = x.shape
     parts = torch.empty(PARTS * rows, k, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)

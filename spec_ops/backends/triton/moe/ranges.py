@@ -1,9 +1,9 @@
-"""The first kernel of `few.py` where a program goes through a range of tiles, one after the other.
+"""The first kernel of `few.py`, in a variant whose programs each go through a range of tiles, one after the other.
 
-A tile is some columns of one expert, over all of k. Where a program has one, nothing is on its way from memory while it finds
-its expert and while it ends, and the last wave of programs leaves most of the GPU idle. Here the loop goes over the blocks of
-all tiles of a program, which asks for the next tile's blocks while it ends one. Programs are as many as the GPU holds at once,
-with shares of the tiles that differ by one at most.
+A tile is some columns of one expert, over all of k. Where a program has a single tile, it loads nothing while it looks for its
+expert and while it writes its results, and the last wave of programs leaves most of the GPU idle. Here one loop goes over the
+blocks of all tiles of a program, so that the next tile's blocks are loaded while a tile ends. There are as many programs as the
+GPU holds at once, and their numbers of tiles differ by one at most.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spec_ops.backends.triton.runtime.launch import await_predecessors
 
 @triton.jit
 def _magnitude(sums):
-    """Bits that are more than those of any number for what is none."""
+    """Bits of magnitudes, as integers: those of infinity and NaN are greater than those of any finite number."""
     return sums.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -35,8 +35,8 @@ def ranged_gate_up_kernel(
     SUMS: tl.constexpr, SUMS_PAD: tl.constexpr, AGAIN: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_N: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `few_gate_up_kernel`, for numbers that are scaled in chunks of k. `BLOCKS` of k and `BLOCKS_N` of columns. Programs
-    are as many as touched experts at least, so that the tiles of one are of two experts at most."""
+    """As `few_gate_up_kernel`, for numbers that are scaled in chunks of k. `BLOCKS`: blocks of k; `BLOCKS_N`: tiles of an
+    expert's columns. There are at least as many programs as touched experts, so a program's tiles are of at most two."""
     await_predecessors(PDL)
     tl.static_assert(SCALED and CHUNKED)
     PAIR: tl.constexpr = GATED and not INTERLEAVED
@@ -81,7 +81,7 @@ def ranged_gate_up_kernel(
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_N)
     total = inner * (ROWS // BLOCK_N)
-    # Scales are asked for a block ahead: Triton's pipeline has the operands of products alone. Biases are a tile ahead.
+    # Scales are loaded a block ahead by hand: Triton pipelines only operands of products. Biases are loaded a tile ahead.
     first = begin % BLOCKS_N
     s = block_scales(
         scale, expert_first, scale_expert, scale_row, scale_column, first * ROWS + row, total, 0, hidden, begin < end,

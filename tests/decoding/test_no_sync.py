@@ -22,13 +22,15 @@ from spec_ops.ops.reference import (
     lookup,
     moe,
     rope,
+    rounding,
     sampling,
+    topk,
     tree,
 )
 from tests.helpers.op_samples import SAMPLES, SEEDS, WITH_FP8, overload, sample
 
 MODULES: tuple[ModuleType, ...] = (
-    kv_cache, kv_indices, tree, accept, sampling, rope, linear, concatenate, lookup, moe, invariant, collectives
+    kv_cache, kv_indices, tree, accept, sampling, rope, linear, rounding, concatenate, lookup, topk, moe, invariant, collectives
 )  # fmt: skip
 CASES = [(name, seed, fp8) for name in SAMPLES for seed in SEEDS for fp8 in {False, name in WITH_FP8}]
 

@@ -36,7 +36,8 @@ def quantize(model: nn.Module, kind: str = "float8", *, lm_head: bool = True) ->
     too where `moe_experts` reads the kind: those of float8, `"int4"` (without zero points), and `"mxfp4"`. Their rows are never
     rounded: `"float8_dynamic"` and `"float8_block_dynamic"` store experts as `"float8"` and `"float8_block"` do. Load weights
     of checkpoints first. The state dict of a quantized model has what is stored, of joined layers under their own names
-    (`qkv_proj`), and goes to a model that is quantized alike, or to any of its shape with `assign=True`.
+    (`qkv_proj`), and goes to a model that is quantized alike, or with `assign=True` to any of its shape if no experts are
+    stored.
 
     Args:
         model: of any kind; ours, or one of transformers.

@@ -111,7 +111,7 @@ def _float8_product(
         return None
     short = -m % _ROWS_IN_BLOCKS if blocks else 0
     numbers, steps = round_rows_op(F.pad(rows, (0, 0, 0, short)) if short else rows, *how, input_scale)
-    wide = scale.float()
+    wide = scale.float().contiguous()  # it may be a part of a larger weight's
     if not blocks and (steps.numel() > 1 or wide.numel() > 1):
         steps, wide = steps.expand(m, 1).contiguous(), wide.expand(n, 1).contiguous()
     out = torch._scaled_mm(numbers, weight.t(), steps, wide.t(), out_dtype=input.dtype, use_fast_accum=False)[:m]

@@ -144,6 +144,13 @@ def test_weights_that_no_kernel_reads(hopper):
     assert F.linear(rand(0, 512), weight).shape == (0, 256)
 
 
+def test_scales_of_blocks_that_are_apart_in_memory(hopper):
+    weight = weight_of(256, 512, 128, 128, GROUPS)
+    for scale in (F.pad(weight.scale, (0, 4))[:, :4], weight.scale.t().contiguous().t()):
+        check(StoredTensor(weight.data_, scale, dtype=BF16, inputs=GROUPS), 129)
+    assert hopper == ["round_rows", "library"] * 2
+
+
 @pytest.mark.parametrize(
     ("changed", "served"),
     [

@@ -91,7 +91,8 @@ def _fuse(
     first = next(node for node in graph.nodes if node is rounding.numbers or node in rounding.inside)
     norm, gate = norms.get(before), gated(before)
     if norm is None and before.target is prims.convert_element_type.default:
-        norm = norms.get(exact := before.args[0])  # which is read in float32 as well
+        exact: Any = before.args[0]  # which is read in float32 as well
+        norm = norms.get(exact)
         if norm is not None and (value(exact).dtype, value(before).dtype) != (torch.float32, value(norm.x).dtype):
             norm = None
     whole = columns == k and rounding.given is None

@@ -205,6 +205,10 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 def _number(node: Any) -> float | None:
     """What a constant of one number is."""
-    place = {aten.scalar_tensor.default: 0, aten.full.default: 1}.get(getattr(node, "target", None))
-    number = node if place is None else node.args[place]
+    if isinstance(node, fx.Node) and node.target is aten.scalar_tensor.default:
+        number = node.args[0]
+    elif isinstance(node, fx.Node):
+        number = node.args[1] if node.target is aten.full.default else None
+    else:
+        number = node
     return float(number) if isinstance(number, (int, float)) else None

@@ -93,8 +93,7 @@ def _fuse(
     if norm is None and before.target is prims.convert_element_type.default:
         exact: Any = before.args[0]  # which is read in float32 as well
         norm = norms.get(exact)
-        if norm is not None and (value(exact).dtype, value(before).dtype) != (torch.float32, value(norm.x).dtype):
-            norm = None
+        norm = norm if norm is not None and value(before).dtype == value(norm.x).dtype else None
     whole = columns == k and rounding.given is None
     dtype = value(before if norm is None else norm.x).dtype
     if dtype not in (torch.bfloat16, torch.float16):

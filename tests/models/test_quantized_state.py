@@ -77,7 +77,9 @@ def test_under_inference_mode(kind):
         other.load_state_dict(model.state_dict())
         inside = made(kind)
         inside.load_state_dict(model.state_dict())
-    assert not other.lm_head.weight.is_inference()
+    for loaded, is_inference in ((other, False), (inside, True)):
+        weight = loaded.lm_head.weight
+        assert weight.is_inference() == weight.detach().is_inference() == is_inference
     outside = made(kind)
     outside.load_state_dict(inside.state_dict())
     for loaded in (other, inside, outside):

@@ -34,8 +34,8 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def is_eager(*tensors: torch.Tensor | None) -> bool:
     """Whether ops may be called on `tensors`, which lie on a GPU: nothing traces or watches them (a dispatch mode makes results
-    batch-invariant, for one), and nobody asks for gradients."""
-    if torch.compiler.is_compiling():
+    batch-invariant, for one), and nobody asks for derivatives."""
+    if torch.compiler.is_compiling() or _transformed():
         return False
     given = [tensor for tensor in tensors if tensor is not None]
     if not all(type(tensor) in _PLAIN and tensor.is_cuda for tensor in given) or torch.version.hip is not None:
@@ -57,13 +57,25 @@ def eager_linear(
     order: torch.Tensor | None,
 ) -> torch.Tensor:
     """`F.linear` of `input [..., k]`; all tensors are as in `StoredTensor`, and such that `is_eager`."""
-    if inputs is not None and inputs.kind == "float8" and order is None and weight.dtype == torch.float8_e4m3fn:
+    float8 = inputs is not None and inputs.kind == "float8" and order is None and weight.dtype == torch.float8_e4m3fn
+    if inputs is not None and float8 and not _cast(input):
         out = _float8_product(input, weight, scale, bias, inputs, input_scale)
         if out is not None:
             return out
     rows = input if inputs is None else inputs.rounded(input, input_scale)
     rows = rows if order is None else rows.index_select(-1, order)
     return F.linear(rows, _dequantized(weight, scale, zero, tensor_scale, input.dtype), bias)
+
+
+def _transformed() -> bool:
+    """Whether a function transform of `torch.func` is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _cast(input: torch.Tensor) -> bool:
+    """Whether autocast has `F.linear` compute in another dtype."""
+    kind = input.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != input.dtype
 
 
 def _dequantized(
@@ -111,7 +123,7 @@ def _float8_product(
         return None
     short = -m % _ROWS_IN_BLOCKS if blocks else 0
     numbers, steps = round_rows_op(F.pad(rows, (0, 0, 0, short)) if short else rows, *how, input_scale)
-    wide = scale.float()
+    wide = scale.float().contiguous()  # it may be a part of a larger weight's
     if not blocks and (steps.numel() > 1 or wide.numel() > 1):
         steps, wide = steps.expand(m, 1).contiguous(), wide.expand(n, 1).contiguous()
     out = torch._scaled_mm(numbers, weight.t(), steps, wide.t(), out_dtype=input.dtype, use_fast_accum=False)[:m]

@@ -121,6 +121,10 @@ class StoredTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             return _linear(*args, **(kwargs or {}), eager=True)
+        if func is torch.Tensor.share_memory_:  # of memory that the tensor itself does not have
+            for name in args[0].__tensor_flatten__()[0]:
+                getattr(args[0], name).share_memory_()
+            return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -130,9 +134,12 @@ class StoredTensor(torch.Tensor):
         if func is aten.linear.default:
             return _linear(*args, **kwargs)
         if func in (aten.detach.default, aten.alias.default):
-            return args[0]._each(func)
+            with torch.inference_mode(args[0].is_inference()):  # torch wants a view of a tensor to be of its kind
+                return args[0]._each(func)
         if func is aten.clone.default:
             return args[0]._each(torch.clone)
+        if func is aten.empty_like.default:  # `to_empty`, before a state dict
+            return args[0]._each(lambda part: torch.empty_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
         if func is aten._to_copy.default:
             device, blocking = kwargs.get("device"), not kwargs.get("non_blocking", False)
             return args[0]._each(lambda part: part.to(device, non_blocking=not blocking, copy=True), kwargs.get("dtype"))

@@ -35,7 +35,7 @@ from spec_ops.backends.weight_format import BLOCK
 from spec_ops.ops.linear import float8_mm_op
 from spec_ops.ops.rounding import add_norm_round_rows_op, gated_round_rows_op, norm_round_rows_op, round_rows_op
 from spec_ops.passes.analysis.gates import gated
-from spec_ops.passes.analysis.graph import calls, insert, op_of, set_arg, value
+from spec_ops.passes.analysis.graph import arg, calls, insert, op_of, set_arg, value
 from spec_ops.passes.analysis.norms import RMSNorm, find_norms
 from spec_ops.passes.analysis.roundings import NotARoundingError, Rounding, rounding_of
 from spec_ops.passes.analysis.rows import RESHAPES
@@ -94,6 +94,7 @@ def _fuse(
     if norm is None and before.target is prims.convert_element_type.default:
         exact: Any = before.args[0]  # which is read in float32 as well
         norm = norms.get(exact)
+        norm = norm if norm is not None and value(before).dtype == value(norm.x).dtype else None
     whole = columns == k and rounding.given is None
     dtype = value(before if norm is None else norm.x).dtype
     if dtype not in (torch.bfloat16, torch.float16):
@@ -196,8 +197,8 @@ def _replace(graph: fx.Graph, rounding: Rounding, call: fx.Node, place: int, rea
     after = call.next
     numbers, steps = (insert(graph, after, operator.getitem, (call, place + i), source=readers[0]) for i in range(2))
     for node in readers:
-        set_arg(node, "x", numbers)
-        set_arg(node, "x_scale", steps)
+        for name, new in (("x", numbers), ("x_scale", steps)):
+            set_arg(node, name, _shaped(graph, node, new, value(arg(node, name)).shape))
     if rounding.numbers.users:
         rounding.numbers.replace_all_uses_with(_shaped(graph, after, numbers, value(rounding.numbers).shape))
     if rounding.given is None and any(user not in rounding.inside for user in rounding.steps.users):
@@ -205,5 +206,7 @@ def _replace(graph: fx.Graph, rounding: Rounding, call: fx.Node, place: int, rea
         new = steps
         if old.dtype != torch.float32:
             new = insert(graph, after, prims.convert_element_type.default, (new, old.dtype))
+        if not value(new).is_contiguous():  # others may look at them as `view` does
+            new = insert(graph, after, aten.clone.default, (new,), {"memory_format": torch.contiguous_format})
         new = _shaped(graph, after, new, old.shape)
         rounding.steps.replace_all_uses_with(new, lambda user: user not in rounding.inside)

@@ -60,6 +60,22 @@ def test_rows_of_zeros_and_small_and_large_numbers():
         torch.testing.assert_close(got.nan_to_num(), want.nan_to_num(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("columns", [128, 512])
+@torch.no_grad()
+def test_steps_of_zero_and_infinity(columns):
+    """Steps of 16 bits without a least one, as torchao has them: small rows have 0, and are cut off."""
+    x = of("rows", 8, 512, torch.float16)
+    x[0], x[1], x[2, 3], x[3] = 0, 1e-5, float("inf"), -6e-8
+    x[1, 7] = 0
+    steps = (x.unflatten(1, (-1, columns)).abs().amax(2, keepdim=True) / 448).float()
+    want = (x.float().unflatten(1, (-1, columns)) / steps).clamp(-448, 448).to(FP8).view(x.shape)
+    numbers, got = round_rows_op(x, columns, torch.float16, torch.float32, 0.0, 0.0)
+    assert (steps[1] == 0).all()
+    assert torch.equal(got, steps.squeeze(2))
+    assert torch.equal(numbers.float().isnan(), want.float().isnan())
+    assert torch.equal(numbers.float().nan_to_num(), want.float().nan_to_num())
+
+
 def same(got: tuple[torch.Tensor, ...], want: torch.Tensor, kind: str, part: float) -> None:
     """But for that part of the numbers, where the last bit of float32 decides; those are the next number of float8."""
     restored = times_steps(*got, kind, want.dtype)

@@ -144,6 +144,23 @@ def test_weights_that_no_kernel_reads(hopper):
     assert F.linear(rand(0, 512), weight).shape == (0, 256)
 
 
+def test_scales_of_blocks_that_are_apart_in_memory(hopper):
+    weight = weight_of(256, 512, 128, 128, GROUPS)
+    for scale in (F.pad(weight.scale, (0, 4))[:, :4], weight.scale.t().contiguous().t()):
+        check(StoredTensor(weight.data_, scale, dtype=BF16, inputs=GROUPS), 129)
+    assert hopper == ["round_rows", "library"] * 2
+
+
+def test_autocast(hopper):
+    """Results are of its dtype; where it casts nothing, rows are multiplied as they are."""
+    x, weight = rand(M, 512), weight_of(256, 512, 1, 512, ROWS)
+    for dtype, by in ((torch.float16, ["dequantize"]), (BF16, ["round_rows", "float8_mm"])):
+        with torch.autocast("cpu", dtype):
+            assert F.linear(x, weight).dtype == dtype
+        assert hopper == by
+        hopper.clear()
+
+
 @pytest.mark.parametrize(
     ("changed", "served"),
     [
@@ -182,6 +199,7 @@ def test_who_traces_or_watches_sees_what_it_is_made_of(monkeypatch):
     assert not eager_products.is_eager(here, x)
     with BatchInvariant():
         assert not eager_products.is_eager(here)
+    assert not torch.func.vmap(lambda row: row + eager_products.is_eager(here))(torch.zeros(2)).any()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not eager_products.is_eager(here)
     monkeypatch.undo()

@@ -66,6 +66,43 @@ def test_assigned_to_a_model_of_16_bits(kind):
     assert all(torch.equal(a, b) for a, b in zip(products(other), products(model), strict=True))
 
 
+OURS = [kind for kind in KINDS if kind not in OF_TORCHAO]
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_under_inference_mode(kind):
+    """Of tensors that were made outside, and inside."""
+    model, other = made(kind), made(kind)
+    with torch.inference_mode():
+        other.load_state_dict(model.state_dict())
+        inside = made(kind)
+        inside.load_state_dict(model.state_dict())
+    for loaded, is_inference in ((other, False), (inside, True)):
+        weight = loaded.lm_head.weight
+        assert weight.is_inference() == weight.detach().is_inference() == is_inference
+    outside = made(kind)
+    outside.load_state_dict(inside.state_dict())
+    for loaded in (other, inside, outside):
+        assert all(torch.equal(a, b) for a, b in zip(products(loaded), products(model), strict=True))
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_into_memory_that_is_empty(kind):
+    model, other = made(kind), made(kind).to("meta").to_empty(device="cpu")
+    other.load_state_dict(model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(products(other), products(model), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["int4", "nvfp4"])
+def test_memory_that_processes_share(kind):
+    model = made(kind)
+    expected = products(model)
+    assert model.share_memory() is model
+    weight = model.lm_head.weight
+    assert all(getattr(weight, name).is_shared() for name in weight.__tensor_flatten__()[0])
+    assert all(torch.equal(a, b) for a, b in zip(products(model), expected, strict=True))
+
+
 def test_names():
     """Layers that are joined have the names of checkpoints as long as they are not stored."""
     plain, stored = (set(made(kind).state_dict()) for kind in (None, "nvfp4"))  # which has no experts

@@ -230,6 +230,47 @@ def test_products_that_share_rows():
     assert len({node.args[:2] for node in products(module)}) == 1
 
 
+def test_products_that_share_rows_in_two_shapes():
+    """Groups of 128 columns are the same ones, of whichever rows."""
+
+    def fn(x, w0, s0, w1, s1):
+        rows = GROUP.rounded(x, None)
+        return linear(rows, w0, s0), linear(rows.view(2 * M, K // 2), w1, s1)
+
+    fused(fn, [rand(M, K), *of("row", 1)[1:], *of("row", 2, k=K // 2)[1:]], round_rows_op, "alone")
+
+
+def test_steps_that_others_look_at():
+    def fn(x, weight, scale):
+        values = x.float().view(M, -1, 128)
+        steps = values.abs().amax(-1, keepdim=True) / 448
+        numbers = (values / steps).clamp(-448, 448).to(FP8)
+        rows = (numbers.float() * steps).to(x.dtype).view(x.shape)
+        return linear(rows, weight, scale), steps.view(-1)
+
+    fused(fn, args_of("rows", rand(M, K)), round_rows_op, "alone")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_steps_that_stand_in_are_of_the_dtype_of_steps(dtype):
+    """0.013 is a number of neither."""
+
+    def least(x, weight, scale):
+        return rounded(x, weight, scale, (x.abs().amax(-1, keepdim=True) / 448).clamp_min(0.013))
+
+    def zero(x, weight, scale):
+        steps = x.abs().amax(-1, keepdim=True) / 448
+        return rounded(x, weight, scale, torch.where(steps == 0, 0.013, steps))
+
+    def rounded(x, weight, scale, steps):
+        rows = (x / steps).clamp(-448, 448).to(FP8).to(x.dtype) * steps
+        return (linear(rows, weight, scale),)
+
+    for fn, name, rows in ((least, "least", rand(M, K) / 8), (zero, "zero", torch.zeros(M, K))):
+        module = fused(fn, [rows.to(dtype), *STORED], round_rows_op, "alone")
+        assert arg(call(module), name) == torch.tensor(0.013, dtype=dtype).item()
+
+
 def torchao_rows(x):
     """As `Float8Tensor` rounds its rows: steps in the rows' dtype, quotients in float32."""
     steps = (x.abs().amax([1], keepdim=True) / 448).reshape(x.shape[0], 1).to(torch.float32)
@@ -325,6 +366,15 @@ def norm_with_a_computed_weight(x, g, weight, scale):
     return (linear(ROW.rounded(rms_norm(x, g + 1), None), weight, scale),)
 
 
+def norm_of_another_dtype(x, g, weight, scale):
+    return (linear(ROW.rounded(norm_in_float32(x, g).to(torch.float16), None).to(x.dtype), weight, scale),)
+
+
+def rounded_norm_of_another_dtype(x, g, weight, scale):
+    rows = rms_norm_of_transformers(x, g).to(torch.float16)
+    return (linear(ROW.rounded(rows, None).to(x.dtype), weight, scale),)
+
+
 def transposed(x, weight, scale):
     return (linear(ROW.rounded(x.t(), None), weight, scale),)
 
@@ -363,6 +413,10 @@ STORED = of("row", 1)[1:]
         (norm_read_elsewhere, [ROWS, G], "reads the rows too"),
         (norm_of_a_sum_of_three, [ROWS, G], "Inductor computes what is rounded by aten.mul.Tensor"),
         (norm_with_a_computed_weight, [ROWS, G], "the norm's weight is not an input of the rows' dtype"),
+        (norm_of_another_dtype, [ROWS, G], "Inductor computes what is rounded by prims.convert_element_type"),
+        (rounded_norm_of_another_dtype, [ROWS, G], "Inductor computes what is rounded by prims.convert_element_type"),
+        (rounding(numbers=lambda q: q.int().float()), [ROWS], "they are rounded to torch.int32 on the way"),
+        (rounding(numbers=lambda q: q.half().bfloat16()), [ROWS], "to torch.bfloat16 and torch.float16 on the way"),
         (transposed, [rand(K, M)], "numbers of float8 come from aten.clone.default"),
     ],
 )
@@ -381,6 +435,15 @@ def test_a_given_step_without_limits():
     module, _ = capture(given_and_not_cut_off, ROWS, *STORED, torch.tensor([0.01]).to(BF16), dynamo=False)
     assert run_pass(LowerSkinnyMm(), module, 90).matches == 1
     assert "they are not cut off at 448, and their step is given" in texts(run_pass(FuseRounding(), module, 90).refused)
+
+
+def test_a_given_step_that_is_made_an_integer():
+    def fn(x, weight, scale, step):
+        return (linear(Inputs("float8", float32_scales=True).rounded(x, step.int().float()), weight, scale),)
+
+    module, _ = capture(fn, ROWS, *STORED, torch.tensor([1.7]), dynamo=False)
+    assert run_pass(LowerSkinnyMm(), module, 90).matches == 1
+    assert "they are rounded to torch.int32 on the way" in texts(run_pass(FuseRounding(), module, 90).refused)
 
 
 def test_a_given_step_that_is_a_part_of_an_input():

@@ -10,6 +10,7 @@ or with one `step` that is an input of the graph. (`rounded_rows.py` finds rows 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ def rounding_of(numbers: Any, steps: Any) -> Rounding:
     if value(steps).numel() == 1 and is_stored(given := _of_any_dtype(steps)):
         if not clamped:
             raise NotARoundingError(f"they are not cut off at {FLOAT8_MAX:g}, and their step is given")
-        step_dtype = min((value(node).dtype for node in _converts(steps)), key=_size, default=torch.float32)
+        step_dtype = _narrowest([value(node).dtype for node in _converts(steps)])
         columns, least, zero = 0, 0.0, 0.0
     else:
         given = None
@@ -99,8 +100,16 @@ def _wide(node: Any, inside: set[fx.Node]) -> Any:
     return node
 
 
-def _size(dtype: torch.dtype) -> int:
-    return dtype.itemsize
+def _narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """To what values are rounded that have each of `dtypes` in turn.
+
+    Raises:
+        NotARoundingError: to more than one dtype, or to integers.
+    """
+    found = set(dtypes) - {torch.float32, torch.float64}
+    if len(found) > 1 or not all(dtype.is_floating_point for dtype in found):
+        raise NotARoundingError(f"they are rounded to {' and '.join(sorted(map(str, found)))} on the way")
+    return found.pop() if found else torch.float32
 
 
 def _widens(node: fx.Node) -> bool:
@@ -131,7 +140,7 @@ def _without_clamps(node: Any, inside: set[fx.Node]) -> tuple[Any, bool, torch.d
     """What is cut off at the greatest numbers of float8, whether it is at both ends, and the dtype that it is rounded to.
     (Those numbers are in all dtypes: it does not matter which comes first.)"""
     ends: set[float] = set()
-    dtype = value(node).dtype
+    dtypes = [value(node).dtype]
     while True:
         low = high = None
         if node.target is aten.clamp.default:
@@ -141,13 +150,13 @@ def _without_clamps(node: Any, inside: set[fx.Node]) -> tuple[Any, bool, torch.d
         elif node.target is aten.clamp_max.default:
             high = node.args[1]
         elif node.target is not _CONVERT and node.target not in RESHAPES:
-            return node, ends == {-FLOAT8_MAX, FLOAT8_MAX}, dtype
+            return node, ends == {-FLOAT8_MAX, FLOAT8_MAX}, _narrowest(dtypes)
         if low not in (None, -FLOAT8_MAX) or high not in (None, FLOAT8_MAX):
             raise NotARoundingError(f"they are cut off at {high if low is None else low}")
         ends |= {end for end in (low, high) if end is not None}
         inside.add(node)
         node = node.args[0]
-        dtype = min(dtype, value(node).dtype, key=_size)
+        dtypes.append(value(node).dtype)
 
 
 def _steps(node: Any, inside: set[fx.Node]) -> tuple[int, torch.dtype, float, float, Any]:
@@ -158,12 +167,14 @@ def _steps(node: Any, inside: set[fx.Node]) -> tuple[int, torch.dtype, float, fl
         number = _number(other)
         if same.target is not aten.eq.Scalar or same.args[0] is not step or same.args[1] != 0 or number is None:
             raise NotARoundingError("steps are chosen by something other than whether they are 0")
-        zero = number
+        zero = _rounded(number, value(node).dtype)
         inside |= {same, step}
         node = step
     node = _wide(node, inside)
     if node.target is aten.clamp_min.default:
-        least = float(node.args[1])
+        if not isinstance(node.args[1], (int, float)):
+            raise NotARoundingError("the least step is not known while compiling")
+        least = _rounded(node.args[1], value(node).dtype)
         inside.add(node)
         node = _wide(node.args[0], inside)
     divides = node.target is aten.div.Tensor and node.args[1] == FLOAT8_MAX
@@ -187,10 +198,17 @@ def _steps(node: Any, inside: set[fx.Node]) -> tuple[int, torch.dtype, float, fl
     return columns, step_dtype, least, zero, _wide(magnitudes.args[0], inside)
 
 
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """The number as a step of `dtype` can be."""
+    return torch.tensor(number, dtype=dtype).item()
+
+
 def _number(node: Any) -> float | None:
     """What a constant of one number is."""
-    if isinstance(node, (int, float)):
-        return float(node)
-    if node.target is aten.scalar_tensor.default:
-        return float(node.args[0])
-    return float(node.args[1]) if node.target is aten.full.default else None
+    if isinstance(node, fx.Node) and node.target is aten.scalar_tensor.default:
+        number = node.args[0]
+    elif isinstance(node, fx.Node):
+        number = node.args[1] if node.target is aten.full.default else None
+    else:
+        number = node
+    return float(number) if isinstance(number, (int, float)) else None

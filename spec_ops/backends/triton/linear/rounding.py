@@ -44,7 +44,7 @@ def _rounded_to(value, dtype: tl.constexpr):
 def _quotient(value, divisor, BOUNDED: tl.constexpr):
     """`value [.., n] / divisor [.., 1]`, rounded once as a division is. Of `BOUNDED` quotients, some hundreds at most, from one
     reciprocal for all, since divisions would be a good part of the kernel: what each product leaves over is exact (Markstein);
-    the power of 2 keeps that normal, and the reciprocal finite."""
+    the power of 2 keeps that normal, and the reciprocal finite. Over 0 and infinity nothing is left over."""
     if INTERPRETED or not BOUNDED:
         return tl.div_rn(value, tl.broadcast_to(divisor, value.shape))
     power = tl.where(divisor < 2.0**-64, 2.0**64, 1.0)
@@ -52,9 +52,10 @@ def _quotient(value, divisor, BOUNDED: tl.constexpr):
     value *= power
     inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
     less, inverse = tl.broadcast_to(-divisor, value.shape), tl.broadcast_to(inverse, value.shape)
-    quotient = value * inverse
+    first = value * inverse
+    quotient = tl.fma(tl.fma(first, less, value), inverse, first)
     quotient = tl.fma(tl.fma(quotient, less, value), inverse, quotient)
-    return tl.fma(tl.fma(quotient, less, value), inverse, quotient)
+    return tl.where((divisor > 0) & (divisor < float("inf")), quotient, first)
 
 
 @triton.jit(do_not_specialize=["M"])

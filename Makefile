@@ -22,7 +22,7 @@ test-all: test
 	$(PYTEST) --ignore tests/interpreter -m slow
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 
-# Real SGLang engines on a CPU, in an environment of their own: its own requirements pin another torch. Ten minutes; not in CI.
+# Real SGLang engines on a CPU, in an environment of their own: its own requirements pin another torch. Six minutes; not in CI.
 SGLANG := $(abspath $(VENV))-sglang
 SGLANG_STUBS := $(CURDIR)/tests/sglang/stubs
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from spec_ops.backends.weight_format import BLOCK, SCALE_DTYPES, weight_format
+from spec_ops.backends.weight_format import BLOCK, SCALE_DTYPES, WeightFormat, weight_format
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of results
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -50,7 +50,7 @@ def float8_operands(
     if k != weight.shape[1]:
         raise ValueError(f"{op}: `x` must have the {weight.shape[1]} columns of `weight`, got shape {tuple(x.shape)}")
     stored = weight_format(op, weight, scale, None)
-    w_blocks = stored.rows == BLOCK and stored.columns == BLOCK and scale.numel() != 1
+    w_blocks = in_blocks(stored, scale)
     if not (w_blocks or stored.columns == k):
         wanted = f"[1, 1], [{n}, 1], or [{-(-n // BLOCK)}, {-(-k // BLOCK)}] for blocks of {BLOCK} x {BLOCK}"
         raise ValueError(f"{op}: `scale` must be {wanted}, got shape {tuple(scale.shape)}")
@@ -61,6 +61,11 @@ def float8_operands(
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"{op}: `bias` must have shape ({n},), got {tuple(bias.shape)}")
     return Float8Operands(not whole, w_blocks)
+
+
+def in_blocks(stored: WeightFormat, scale: torch.Tensor) -> bool:
+    """Whether blocks of 128 x 128 of a weight have scales, more than one."""
+    return stored.rows == stored.columns == BLOCK and scale.numel() != 1
 
 
 def dequantized_rows(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:

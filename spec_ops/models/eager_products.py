@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from spec_ops.backends.float8_rows import MAX_COLUMNS
+from spec_ops.backends.float8_rows import MAX_COLUMNS, in_blocks
 from spec_ops.backends.registry import device_arch
 from spec_ops.backends.triton.linear import hopper_tiles
 from spec_ops.backends.weight_format import BLOCK, dequantized, weight_format
@@ -111,7 +111,7 @@ def _float8_product(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     how = inputs.rounding(input.dtype, k)
     of_weight = weight_format("linear", weight, scale, None)
-    blocks = (of_weight.rows, of_weight.columns) == (BLOCK, BLOCK) and scale.numel() > 1
+    blocks = in_blocks(of_weight, scale)
     if not (blocks or of_weight.columns == k):
         return None
     if hopper_tiles.float8_mm_refusal(m, n, k, input.dtype, arch) is None:

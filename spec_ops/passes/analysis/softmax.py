@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from spec_ops.ops.topk import FLOATS
 from spec_ops.passes.analysis.graph import arg, value
 from spec_ops.passes.analysis.norms import is_convert
 
 aten = torch.ops.aten
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Softmax(NamedTuple):

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from spec_ops.backends.float8_rows import Float8Operands, float8_operands
+from spec_ops.backends.float8_rows import Float8Operands, float8_operands, in_blocks
 from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage, opaque_zero
 from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, shares, store_sums, tiles_of
 from spec_ops.backends.triton.linear.hopper_tiles import (
@@ -227,8 +227,7 @@ def product(
         return False
     check_operands("skinny_mm", x, weight)
     parts, x_scale = row_parts(x if x.stride(1) == 1 else x.contiguous(), tile.block_m)
-    w_blocks = stored.rows == stored.columns == BLOCK and scale.numel() != 1
-    _launch(parts, x_scale, weight, scale, bias, out, tile, Float8Operands(False, w_blocks), PARTS)
+    _launch(parts, x_scale, weight, scale, bias, out, tile, Float8Operands(False, in_blocks(stored, scale)), PARTS)
     return True
 
 

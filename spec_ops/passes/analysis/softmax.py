@@ -34,7 +34,6 @@ def find_softmax(node: Any) -> Softmax | None:
         shifted, powers = node.args[0], _summed(node.args[1].args[0])
     elif _is(node, aten.div.Tensor) and _is(node.args[0], aten.exp.default):
         shifted, powers = node.args[0].args[0], _summed(node.args[1])
-        powers = powers if powers is node.args[0] else None
     if shifted is None or not _is(powers, aten.exp.default) or powers.args[0] is not shifted:
         return None
     if not _is(shifted, aten.sub.Tensor) or value(shifted).dtype != torch.float32:

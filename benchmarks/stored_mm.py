@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.timing import time_calls
-from spec_ops.backends.weight_format import dequantized, packed
+from spec_ops.backends.triton.linear import hopper_tiles
+from spec_ops.backends.weight_format import WeightFormat, dequantized, packed
 from spec_ops.models.quantized import float8_tensor, mxfp4_tensor, nvfp4_tensor
 from spec_ops.ops.linear import float8_mm_op
 from spec_ops.passes.manager import find_binaries_where_inductor_does
@@ -138,17 +139,28 @@ def tried(make: Callable[[int], list[Callable[[], torch.Tensor]]], m: int) -> li
     return calls
 
 
+def _most_rows(n: int, k: int, kind: str, scale: torch.Tensor) -> int:
+    """Most rows of bfloat16 that `skinny_mm` takes: fewer of int4 where 128 does not divide k."""
+    from spec_ops.backends.triton.linear.tiles import most_rows
+
+    stored = WeightFormat(kind, 1, k // scale.shape[1]) if kind == "int4" else WeightFormat("float8", 1, k)
+    on_hopper = hopper_tiles.int4_rows(n, k, stored, torch.bfloat16, scale.dtype)
+    return on_hopper or most_rows(stored)
+
+
 def measure(
     rows: Sequence[int], n: int, k: int, kind: str, copy: float, torch_us: dict[int, float], warm: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """A row of figures for each number of `rows`, in that order; none if `warm`, which only compiles. `torch_us`: times of
-    `torch.mm` with n x k, which no format changes; those that are missing are measured and added."""
+    """A row of figures for each number of `rows` that `skinny_mm` takes, in that order; none if `warm`, which only compiles.
+    `torch_us`: times of `torch.mm` with n x k, which no format changes; those that are missing are measured and added."""
     from spec_ops.backends.triton.linear.skinny_mm import skinny_mm  # here: triton comes for Linux only
 
     generator = torch.Generator(DEVICE).manual_seed(n + k)
     bits = 4 if kind in ("int4", "nvfp4", "mxfp4") else 8
     x, weight = (torch.randn(r, k, device=DEVICE, generator=generator).bfloat16() for r in (max(rows), n))
     parts = stored(weight, kind)
+    most = _most_rows(n, k, kind, parts[1])
+    rows = [m for m in rows if m <= most]
     # Kernels take as long for any numbers: copies of one weight are enough to keep it out of L2.
     count = 1 if warm else 8 * COLD_BYTES // (bits * n * k) + 2
     cases = [

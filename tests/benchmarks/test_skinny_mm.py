@@ -168,6 +168,13 @@ def test_rows_of_a_weight(on_cpu, kind):
     assert all("refused" not in row for row in rows if other is None)
 
 
+def test_rows_that_the_kernel_does_not_take_are_left_out(on_cpu):
+    """128 divides no k of 192, whose int4 is in groups of 64."""
+    for k, counts in ((192, [64]), (256, [64, 128])):
+        rows = stored_mm.measure([64, 128, 129], 64, k, "int4", 1e12, {64: 1.0, 128: 1.0})
+        assert [row["m"] for row in rows] == counts
+
+
 def test_the_summary():
     row = {"n": 64, "k": 128, "m": 1, "weights": "row", "floor_us": 5.0, "us": 10.0, "torch_us": 30.0, "scaled_mm_us": 9.5}
     rows = [row, row | {"n": 32, "us": 8.0}, row | {"m": 4, "us": 20.0, "torch_us": 19.0}]

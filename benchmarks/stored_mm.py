@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.timing import time_calls
 from spec_ops.backends.triton.linear import hopper_tiles
-from spec_ops.backends.weight_format import WeightFormat, dequantized, packed
+from spec_ops.backends.weight_format import dequantized, packed, weight_format
 from spec_ops.models.quantized import float8_tensor, mxfp4_tensor, nvfp4_tensor
 from spec_ops.ops.linear import float8_mm_op
 from spec_ops.passes.manager import find_binaries_where_inductor_does
@@ -139,13 +139,14 @@ def tried(make: Callable[[int], list[Callable[[], torch.Tensor]]], m: int) -> li
     return calls
 
 
-def _most_rows(n: int, k: int, kind: str, scale: torch.Tensor) -> int:
-    """Most rows of bfloat16 that `skinny_mm` takes: fewer of int4 where 128 does not divide k."""
+def _most_rows(data: torch.Tensor, *scales: torch.Tensor | None) -> int:
+    """Most rows of bfloat16 that `skinny_mm` takes with such a weight: more of int4 on Hopper, where 128 divides k."""
     from spec_ops.backends.triton.linear.tiles import most_rows
+    from spec_ops.backends.triton.runtime.launch import arch_of
 
-    stored = WeightFormat(kind, 1, k // scale.shape[1]) if kind == "int4" else WeightFormat("float8", 1, k)
-    on_hopper = hopper_tiles.int4_rows(n, k, stored, torch.bfloat16, scale.dtype)
-    return on_hopper or most_rows(stored)
+    (n, k), format_ = dequantized(data, *scales).shape, weight_format("skinny_mm", data, *scales)
+    on_hopper = arch_of(data.device) == hopper_tiles.ARCH and format_.kind == "int4"
+    return (hopper_tiles.int4_rows(n, k, format_, torch.bfloat16, scales[0].dtype) if on_hopper else 0) or most_rows(format_)
 
 
 def measure(
@@ -159,7 +160,7 @@ def measure(
     bits = 4 if kind in ("int4", "nvfp4", "mxfp4") else 8
     x, weight = (torch.randn(r, k, device=DEVICE, generator=generator).bfloat16() for r in (max(rows), n))
     parts = stored(weight, kind)
-    most = _most_rows(n, k, kind, parts[1])
+    most = _most_rows(*parts)
     rows = [m for m in rows if m <= most]
     # Kernels take as long for any numbers: copies of one weight are enough to keep it out of L2.
     count = 1 if warm else 8 * COLD_BYTES // (bits * n * k) + 2

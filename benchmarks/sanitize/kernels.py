@@ -406,9 +406,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="run the cases whose names contain one of these")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
-    chosen = [c for c in cases() if not options.names or any(name in c.name for name in options.names)]
-    if not chosen:
-        raise SystemExit(f"no case has one of {options.names} in its name")
+    found = cases()
+    if unknown := [name for name in options.names if not any(name in c.name for c in found)]:
+        raise SystemExit(f"no case has one of {unknown} in its name")
+    chosen = [c for c in found if not options.names or any(name in c.name for name in options.names)]
     failed = run_cases(chosen, options.device)
     if failed:
         raise SystemExit(f"{failed} of {len(chosen)} cases failed")

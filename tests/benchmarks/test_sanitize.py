@@ -179,3 +179,10 @@ def test_copies_of_a_sum_are_equal(name):
         elif found := re.search(r"fma\.rn\.f32\s+%\w+, (.*);", line):
             assert not exchanged & set(found[1].split(", ")), line
     assert exchanged
+
+
+def test_a_name_of_no_case_is_refused_beside_one_that_has_cases(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["kernels", "topk", "rounding", "--device", "cpu"])
+    monkeypatch.setattr(sanitize_kernels, "run_cases", lambda chosen, device: 0)
+    with pytest.raises(SystemExit, match=r"no case has one of \['rounding'\] in its name"):
+        sanitize_kernels.main()

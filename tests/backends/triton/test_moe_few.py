@@ -51,7 +51,7 @@ def test_what_the_notebook_counts_on():
 
 STORED = [
     "Qwen3-MoE in float8, 4 tokens on sm_90",
-    "DeepSeek-V3 in float8, 64 tokens on sm_90",
+    *(f"DeepSeek-V3 in float8, {tokens} tokens on sm_90" for tokens in (8, 64)),
     *(f"gpt-oss in MXFP4, {tokens} tokens on sm_90" for tokens in (4, 16, 32, 64)),
     "gpt-oss in MXFP4 and float16, 4 tokens on sm_90",
     "Kimi-K2 in int4, 4 tokens on sm_90",
@@ -141,6 +141,24 @@ def test_tiles_of_scaled_pairs(tokens, block_m, gate, down):
         assert (config.rows, config.block_k, config.programs, config.chunk) == tile
         assert config.block_m == block_m
     assert configs[0].block_n == gate[0] // 2
+
+
+def test_no_second_wave_of_few_programs():
+    """A down projection in float8 whose blocks of columns are a few more than three programs a multiprocessor: four, unless
+    they would be too many or have too few blocks in flight."""
+
+    def down(hidden: int, sms: int = 132, arch: int = 90, bits: int = 8) -> tuple[int, int]:
+        second = few.choose(few.Sizes(4, 8, 256, hidden, 2048, True, False, False, bits), sms, arch)[1]
+        assert second.splits == 1
+        return second.programs, second.num_stages - 1
+
+    assert down(7168) == (4, 3)  # DeepSeek-V3: 448 blocks of columns on 132 multiprocessors
+    assert down(7168, 148, 100) == (4, 3)
+    assert down(16 * 396) == (3, 4)
+    assert down(16 * 397) == down(16 * 528) == (4, 3)
+    assert down(16 * 529) == (3, 4)
+    assert down(7168, 188, 120) == (2, 2)
+    assert down(7168, bits=16)[0] == 3
 
 
 def test_who_has_a_range_of_tiles():

@@ -148,6 +148,9 @@ def _fitted(
     shared = SHARED.get(arch, 99) * 1024
     room = programs = max(1, min(most, shared // (2 * buffer + rest)))
     blocks, grid = products * triton.cdiv(inner, block_k), tiles * triton.cdiv(columns, block_n)
+    if bits == 8 and chunked and tiles == 1 and sms * programs < grid <= sms * (programs + 1):
+        # All at once, if each keeps three blocks: else most of the GPU waits for the few programs of a second wave.
+        programs += (shared // (programs + 1) - rest) // buffer >= 3
     splits, shares = 1, 0
     if tile is not None and tile.ranges and tiles <= sms * programs:
         shares = min(grid, sms * programs)

@@ -159,6 +159,8 @@ def test_no_second_wave_of_few_programs():
     assert down(16 * 529) == (3, 4)
     assert down(7168, 188, 120) == (2, 2)
     assert down(7168, bits=16)[0] == 3
+    gateless = few.Sizes(1, 8, 256, 7168, 16 * 56, False, False, False, 8)  # eight experts of 56 blocks: 448 too
+    assert few.choose(gateless, 132, 90)[0].programs == 3
 
 
 def test_who_has_a_range_of_tiles():

@@ -139,14 +139,13 @@ def tried(make: Callable[[int], list[Callable[[], torch.Tensor]]], m: int) -> li
     return calls
 
 
-def _most_rows(data: torch.Tensor, *scales: torch.Tensor | None) -> int:
-    """Most rows of bfloat16 that `skinny_mm` takes with such a weight: more of int4 on Hopper, where 128 divides k."""
-    from spec_ops.backends.triton.linear.tiles import most_rows
-    from spec_ops.backends.triton.runtime.launch import arch_of
+def _most_rows(data: torch.Tensor, scale: torch.Tensor, *rest: torch.Tensor | None) -> int:
+    """Most rows of bfloat16 that `skinny_mm` takes with such a weight."""
+    from spec_ops.backends.triton.runtime.launch import arch_of  # here: triton comes for Linux only
 
-    (n, k), format_ = dequantized(data, *scales).shape, weight_format("skinny_mm", data, *scales)
-    on_hopper = arch_of(data.device) == hopper_tiles.ARCH and format_.kind == "int4"
-    return (hopper_tiles.int4_rows(n, k, format_, torch.bfloat16, scales[0].dtype) if on_hopper else 0) or most_rows(format_)
+    n, k = dequantized(data, scale, *rest).shape
+    format_ = weight_format("skinny_mm", data, scale, *rest)
+    return hopper_tiles.most_rows(n, k, format_, torch.bfloat16, scale.dtype, arch_of(data.device))
 
 
 def measure(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from spec_ops.backends.triton.linear.hopper_tiles import most_rows
 from spec_ops.backends.weight_format import WeightFormat, dequantized, e2m1, e8m0, packed_e2m1, unpacked, weight_format
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op
 from tests.helpers.stored_weights import KINDS, exact, stored
@@ -347,6 +348,17 @@ SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (5120, 2880), (1536, 7168)
 
 
 @needs_triton
+@pytest.mark.parametrize("kind", FORMATS)
+def test_most_rows(kind):
+    """Passes and benchmarks ask one function. Where Hopper's kernel has no part in it, it says what Triton's tiles hold."""
+    tiles = pytest.importorskip("spec_ops.backends.triton.linear.tiles", reason="triton comes for Linux only")
+    stored_kind, rows, columns = FORMATS[kind]
+    stored_as = WeightFormat(stored_kind, rows or 4096, columns or 4096)
+    for arch, dtype in ((100, torch.bfloat16), (90, torch.float16)):
+        assert most_rows(4096, 4096, stored_as, dtype, dtype, arch) == tiles.most_rows(stored_as)
+    assert most_rows(4096, 4096, stored_as, torch.bfloat16, torch.bfloat16, 90) == 128
+
+
 @pytest.mark.parametrize("arch", [90, 100, 120])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_size_has_a_config_that_fits(kind, arch):

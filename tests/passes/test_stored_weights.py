@@ -246,6 +246,17 @@ def test_int4_of_torchao(mslk):
     assert "more than 64 rows" in texts(run_pass(LowerSkinnyMm(), module, 100).refused)
 
 
+def test_int4_of_torchao_in_groups_of_no_format(mslk):
+    """Nothing but the product itself looked at those scales."""
+    weight, scale, zero = stored(torch.randn(N, K), "int4-128", torch.bfloat16)
+    module, _ = capture(mslk, torch.randn(M, K).bfloat16(), weight, scale.t(), zero.t())
+    for given in list(module.graph.nodes)[2:4]:
+        given.meta["val"] = given.meta["val"].new_empty(K // 16, N)
+    result = run_pass(LowerSkinnyMm(), module, 90)
+    assert result.matches == 0
+    assert "`scale` of a weight 320 x 512 of int4 must be [320, 512 / group]" in texts(result.refused)
+
+
 def test_norms_are_divided_among_such_products():
     """A norm between two products with weights of 8 bits."""
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from spec_ops.backends.weight_format import E2M1_UNIT, KINDS, SCALE_DTYPES, weight_format
+from spec_ops.backends.weight_format import E2M1_UNIT, KINDS, SCALE_DTYPES, WeightFormat, for_columns, weight_format
 from spec_ops.ops.linear import add_skinny_mm_op, float8_mm_op, scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes.analysis.graph import arg, insert, value
 from spec_ops.passes.analysis.rows import RESHAPES
@@ -69,6 +69,13 @@ class StoredWeight(NamedTuple):
                 node = insert(graph, before, aten.permute.default, (node, flip))
             scales.append(node)
         return data, *scales, self.tensor_scale
+
+    def format_of(self, k: int) -> WeightFormat:
+        """What `skinny_mm` takes it for beside rows of `k` numbers; raises as `weight_format` does."""
+        data, scale = value(self.data), value(self.scale)
+        sizes = data.shape[::-1] if self.flipped else data.shape
+        weight = for_columns(torch.empty(sizes, dtype=data.dtype, device="meta"), k)
+        return weight_format("skinny_mm", weight, _meta(scale, self.shape), None)
 
 
 def weight_bytes(node: fx.Node) -> int:

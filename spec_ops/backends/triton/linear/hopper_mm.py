@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.triton.attention.hopper.program import arrive, await_predecessors, next_stage
 from spec_ops.backends.triton.linear.hopper_shares import combined, divided, load_blocks, shares, store_sums, tiles_of
-from spec_ops.backends.triton.linear.hopper_tiles import BLOCK_K, WIDTH, choose, int4_rows
+from spec_ops.backends.triton.linear.hopper_tiles import ARCH, BLOCK_K, WIDTH, choose, most_rows
 from spec_ops.backends.triton.linear.operands import Weight, check_operands, readable, scale_arguments
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import Target, device_guard, launch, num_sms, recorded
@@ -273,7 +273,7 @@ def product(x: torch.Tensor, weights: Weight, bias: torch.Tensor | None, out: to
     stored, n = weight_format("skinny_mm", weight, scale, zero, tensor_scale), weight.shape[0]
     if scale is None:
         return False
-    if stored.kind == "int4" and m > (most := int4_rows(n, k, stored, x.dtype, scale.dtype)) > 0:
+    if m > (most := most_rows(n, k, stored, x.dtype, scale.dtype, ARCH)):
         raise ValueError(f"skinny_mm: `x` must have at most {most} rows, got {m}")
     if (tile := choose(m, n, k, stored, x.dtype, scale.dtype)) is None:
         return False

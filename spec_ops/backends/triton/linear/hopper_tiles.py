@@ -17,6 +17,7 @@ BLOCK_K = 128  # of k: what one row of a tile of x in shared memory holds; bytes
 WIDTH = 64  # columns of a warpgroup: of one `wgmma`
 MANY_COLUMNS = 16384  # from which three warpgroups read the rows less often, and are not too few programs
 INT4_ROWS, FEW_ROWS = 128, 64  # most of int4, and of 4-bit floats and of int4 in groups of less than `BLOCK_K`
+STORED_ROWS, TRITON_INT4_ROWS = 128, 64  # most of `skinny_mm`, and of int4 that `choose` has no tile for
 
 
 class HopperTile(NamedTuple):
@@ -57,9 +58,12 @@ def choose(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, sca
     return HopperTile(32, 2, 12) if int4 or n >= MANY_COLUMNS else None
 
 
-def int4_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype) -> int:
-    """Most rows of `dtype` with such a weight of int4; 0 if it is left to `skinny_mm_kernel`."""
-    return next((m for m in (INT4_ROWS, FEW_ROWS) if choose(m, n, k, stored, dtype, scale_dtype) is not None), 0)
+def most_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype, arch: int) -> int:
+    """Most rows of `dtype` that `skinny_mm` takes on `arch` (90 for sm_90) with such a weight of 8 or 4 bits."""
+    if stored.kind != "int4":
+        return STORED_ROWS
+    on_hopper = arch == ARCH and choose(INT4_ROWS, n, k, stored, dtype, scale_dtype) is not None
+    return INT4_ROWS if on_hopper else TRITON_INT4_ROWS
 
 
 FLOAT8_ROWS = 128  # most of `float8_mm`

@@ -13,8 +13,8 @@ import torch
 KINDS = ("matmul", "attention", "other")
 # cuBLAS with its split-K sums, Inductor's templates, and ours: of few rows, batch-invariant, of experts.
 _PRODUCTS = (
-    "nvjet", "gemm", "gemv", "splitk", "cutlass", "triton_tem", "_mm_kernel", "hopper_float8_kernel", "many_rows_kernel",
-    "gate_up_kernel", "_down_kernel", "weighted_sum_kernel",
+    "nvjet", "gemm", "gemv", "splitk", "cutlass", "triton_tem", "_mm_kernel", "hopper_float8_kernel", "hopper_mxfp4_kernel",
+    "many_rows_kernel", "gate_up_kernel", "_down_kernel", "weighted_sum_kernel",
 )  # fmt: skip
 # Ours, FlashInfer's xqa, its fa2, fa3 and MLA with the merge of their parts, and the launches that make its inputs safe.
 _ATTENTION = ("attention", "mha", "kvcachekernel", "pageattention", "mergestate", "prepare_kernel", "clear_kernel")

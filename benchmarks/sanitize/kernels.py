@@ -263,6 +263,13 @@ def _ranged_moe(device: str) -> None:
     torch.testing.assert_close(got.double(), moe_exact(args), rtol=2e-2, atol=2e-2)
 
 
+def _hopper_moe(tokens: int, device: str) -> None:
+    """gpt-oss as it is published: tiles of 8 and of 16 rows, several of an expert, columns and a k that blocks do not divide."""
+    args = stored_moe_call(MOE_PUBLISHED, "MXFP4", tokens, 3, 7, 192, 320, torch.bfloat16, dropped=0.2)
+    got = experts.moe_experts(*Copy(args, device).args).cpu()
+    torch.testing.assert_close(got.double(), moe_exact(args), rtol=2e-2, atol=2e-2)
+
+
 def _route_experts(device: str) -> None:
     logits, bias = Rng("route_experts").tensor(5, 24), Rng("bias").tensor(24)
     for args in ((None, 3, "softmax", 1, 1, True, 1.0), (bias, 4, "sigmoid", 4, 2, True, 2.5)):
@@ -341,6 +348,10 @@ def cases() -> list[Case]:
     for tokens in (5, 20):
         few = ("few_gate_up_kernel", "few_down_kernel")
         found.append(Case(f"moe_experts, {tokens} tokens", few, functools.partial(_moe, tokens)))
+    for tokens in (9, 40):
+        names = ("sorted_rows_kernel", "hopper_mxfp4_kernel", "activated_rows_kernel", "summed_rows_kernel")
+        run = functools.partial(_hopper_moe, tokens)
+        found.append(Case(f"moe_experts, MXFP4 as float8, {tokens} tokens", names, run, interpreted=False))
     found.append(Case("moe_experts, MXFP4", ("ranged_gate_up_kernel", "few_down_kernel"), _ranged_moe, interpreted=False))
     found.append(
         Case("all_reduce of 4 ranks", ("sum_kernel", "two_shot_kernel", "max_kernel"), _collectives, interpreted=False)

@@ -104,6 +104,21 @@ def test_scales_of_all_magnitudes(tokens):
         assert torch.equal(got, wanted), power
 
 
+@pytest.mark.parametrize("form", [FORMS["Qwen3-MoE"], PUBLISHED], ids=["gate and up", "published"])
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "identical"])
+def test_sizes_of_mxfp4(routing, form):
+    """Columns and k that blocks do not divide, one tile of an expert and many, more experts than are touched."""
+    for tokens, k, experts, hidden, inner in (
+        (6, 1, 1, 64, 64), (13, 3, 5, 704, 192), (33, 4, 32, 2880, 320), (100, 2, 9, 320, 1088), (128, 8, 128, 512, 320),
+    ):  # fmt: skip
+        args = stored_call(form, "MXFP4", tokens, k, experts, hidden, inner, BF16, routing=routing, dropped=0.1)
+        wide = dequantized_call(args)
+        wide = (*wide[:3], *(stack.to(BF16) for stack in wide[3:5]), *wide[5:])
+        wanted = exact(args)
+        ours, theirs = (error(moe_experts_op(*on_gpu(given)), wanted) for given in (args, wide))
+        assert ours <= 1.05 * theirs, (tokens, ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "identical"])
 def test_pairs_are_sorted_by_expert(routing, dtype):
@@ -182,11 +197,14 @@ def test_no_sync_and_no_copy_of_weights(tokens):
     assert torch.cuda.max_memory_allocated() - before < tokens * 8 * (1024 + 512) * 16 + 2**22
 
 
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "gpt-oss"])
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "gpt-oss", "MXFP4"])
 @pytest.mark.parametrize("tokens", [1, 8, 9, 32, 65])
 def test_norms_around_a_mixture(tokens, name):
     """The error is that of norms apart; the sum and what is made of it are those of its kernels, at every call."""
-    args = call(FORMS[name], tokens, 4, 24, 2048, 192, BF16, dropped=0.1)
+    if name == "MXFP4":
+        args = stored_call(PUBLISHED, "MXFP4", tokens, 4, 24, 2048, 192, BF16, dropped=0.1)
+    else:
+        args = call(FORMS[name], tokens, 4, 24, 2048, 192, BF16, dropped=0.1)
     x, g = args[0], torch.Generator().manual_seed(tokens)
     squares = x.float().unflatten(1, (-1, 16)).square().sum(2) * 4.0
     residual, weight = torch.randn(x.shape, generator=g).to(BF16), (torch.rand(2048, generator=g) + 0.5).to(BF16)

@@ -145,20 +145,23 @@ def test_spills_are_reported():
 
 
 def assembly(instruction: str, *products: str) -> str:
-    return "".join(f"        /*{16 * i:04x}*/   {instruction} R24, {text} ;\n" for i, text in enumerate(products))
+    """A product each, and a wait for each `"wait"`."""
+    named = ("WARPGROUP.DEPBAR.LE gsb0, 0x0" if text == "wait" else f"{instruction} R24, {text}" for text in products)
+    return "".join(f"        /*{16 * i:04x}*/   {text} ;\n" for i, text in enumerate(named))
 
 
 @pytest.mark.parametrize(
     ("products", "serialized"),
     [
-        (["gdesc[UR16], RZ, !UPT", "gdesc[UR20], R24", "gdesc[UR24], R24", "gdesc[UR28], R24, gsb0"] * 2, False),
-        (["gdesc[UR16], RZ, !UPT, gsb0", "gdesc[UR20], R24, gsb0", "gdesc[UR24], R24, gsb0"], True),
+        (["gdesc[UR16], RZ, !UPT", "gdesc[UR20], R24", "gdesc[UR24], R24", "gdesc[UR28], R24, gsb0", "wait"] * 2, False),
+        (["gdesc[UR16], RZ, !UPT, gsb0", "wait", "gdesc[UR20], R24, gsb0", "wait", "gdesc[UR24], R24, gsb0", "wait"], True),
+        (["gdesc[UR16], RZ, !UPT, gsb0", "gdesc[UR20], RZ, !UPT, gsb0", "gdesc[UR24], RZ, !UPT, gsb0", "wait"], False),
         ([], False),
     ],
 )
 @pytest.mark.parametrize("instruction", ["HGMMA.64x64x16.F32.BF16", "QGMMA.64x64x32.F32.E4M3.E4M3"])
 def test_serialized_products_are_recognized(monkeypatch, instruction, products, serialized):
-    """`gsb0` ends a group, which a wait is for."""
+    """`gsb0` ends a group, which a wait is for. Groups of one product each are not serialized by themselves."""
     monkeypatch.setattr(ahead, "_assembly", lambda path: assembly(instruction, *products))
     plain = ahead.compiled(WASTEFUL, 90)
     asm = {"cubin": plain.asm["cubin"], "ptx": "wgmma.mma_async"}

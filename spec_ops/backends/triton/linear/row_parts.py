@@ -20,7 +20,7 @@ PARTS = 2
 
 
 @triton.jit
-def _rounded(value):
+def rounded(value):
     """float32 values rounded to 4 significant bits, ties to even. Not by a conversion to float8 and back: ptxas 12.8 then reads
     a register that holds something else (docs/notebook/launches.md)."""
     bits = value.to(tl.int32, bitcast=True)
@@ -40,7 +40,7 @@ def row_parts_kernel(x, parts, scale, x_row, rests, K, BLOCK_K: tl.constexpr, PD
     finite = exponent < 255
     exponent = tl.maximum(exponent, 8)  # so that the scale is no subnormal number
     value *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
-    first = _rounded(value)
+    first = rounded(value)
     tl.store(parts + row * K + k, first.to(tl.float8e4nv), mask=k < K)
     tl.store(parts + (rests + row) * K + k, (value - first).to(tl.float8e4nv), mask=k < K)
     down = ((exponent - 7) << 23).to(tl.float32, bitcast=True)

@@ -8,8 +8,10 @@ import torch
 
 from spec_ops.backends.expert_format import inner_of
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
-from spec_ops.backends.triton.moe.few import Norms, few_between_norms, few_experts, supports
+from spec_ops.backends.triton.moe.few import Norms, few_between_norms, supports
 from spec_ops.backends.triton.moe.grouped import grouped_experts
+from spec_ops.backends.triton.moe.hopper_mxfp4 import hopper_experts
+from spec_ops.backends.triton.moe.hopper_mxfp4 import supports as hopper_supports
 from spec_ops.backends.triton.runtime.launch import arch_of
 
 
@@ -31,29 +33,35 @@ def moe_experts(
         x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias, activation, gated, interleaved, transposed, limit,
         alpha, beta, gate_up_scale, down_scale,
     )  # fmt: skip
-    return few_experts(*args) if not invariant and _few(*args) else grouped_experts(*args, invariant=invariant)
+    if invariant:
+        return grouped_experts(*args, invariant=True)
+    made = _between_norms(args, Norms())
+    return grouped_experts(*args) if made is None else made[0]
 
 
-def _few(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *form: Any
-) -> bool:
-    transposed = form[5]
-    return supports(x, ids, gate_up, down, down.shape[1] if transposed else inner_of(down))
+def _between_norms(call: tuple[Any, ...], norms: Norms) -> tuple[torch.Tensor, ...] | None:
+    """By kernels that compute what is around a mixture too, where one of them takes the call."""
+    x, ids, _, gate_up, down, _, _, _, gated, interleaved, transposed, _, _, _, gate_up_scale, down_scale = call
+    if hopper_supports(x, ids, gate_up, down, gate_up_scale, down_scale, gated, interleaved, transposed):
+        return hopper_experts(*call, norms=norms)
+    if supports(x, ids, gate_up, down, down.shape[1] if transposed else inner_of(down)):
+        return few_between_norms(*call, norms=norms)
+    return None
 
 
 def scaled_moe_experts(*args: Any) -> torch.Tensor:
     """See `spec_ops.ops.moe`; raises as `moe_experts` does."""
     *call, squares, eps = args
-    if _few(*call):
-        return few_between_norms(*call, norms=Norms(squares, eps))[0]
-    return moe_experts(_normalized(call[0], squares, eps), *call[1:])
+    made = _between_norms(tuple(call), Norms(squares, eps))
+    return moe_experts(_normalized(call[0], squares, eps), *call[1:]) if made is None else made[0]
 
 
 def add_moe_experts(*args: Any) -> tuple[torch.Tensor, ...]:
     """See `spec_ops.ops.moe`; raises as `moe_experts` does."""
     *call, squares, eps, residual, norm_weight = args
-    if _few(*call):
-        return few_between_norms(*call, norms=Norms(squares, eps, residual, norm_weight))
+    made = _between_norms(tuple(call), Norms(squares, eps, residual, norm_weight))
+    if made is not None:
+        return made
     x = call[0] if squares is None else _normalized(call[0], squares, eps)
     y = (moe_experts(x, *call[1:]).float() + residual.float()).to(x.dtype)
     padded = torch.nn.functional.pad(y.float(), (0, -y.shape[1] % SUM_COLUMNS))

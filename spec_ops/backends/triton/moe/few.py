@@ -40,7 +40,7 @@ from spec_ops.backends.triton.moe.ranges import ranged_gate_up_kernel
 from spec_ops.backends.triton.moe.shapes import FLOAT8, GPT_OSS, INT4, MXFP4, meta_call
 from spec_ops.backends.triton.moe.stored import formats, scale_arguments, scale_constants, scales_numbers
 from spec_ops.backends.triton.moe.sums import down_sums, gate_up_sums
-from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, Config, Sizes, choose
+from spec_ops.backends.triton.moe.tiles import MAX_TOKENS, Config, Sizes, choose, tma_reads
 from spec_ops.backends.triton.runtime.ahead import ARCHS, Variant, variant_of
 from spec_ops.backends.triton.runtime.counters import arrival_counters
 from spec_ops.backends.triton.runtime.launch import Launch, arch_of, await_predecessors, device_guard, launch, num_sms, recorded
@@ -219,12 +219,6 @@ def few_down_kernel(
             store_transposed(out, acc, n, m, hidden, tokens)
 
 
-def _tma_reads(weight: torch.Tensor) -> bool:
-    """Whether a tensor descriptor can read `weight [E, rows, columns]`."""
-    (expert, row, column), size = weight.stride(), weight.element_size()
-    return column == 1 and not (expert * size % 16 or row * size % 16 or weight.data_ptr() % 16) and min(expert, row) > 0
-
-
 def supports(
     x: torch.Tensor, topk_ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, inner: int, arch: int | None = None
 ) -> bool:
@@ -238,8 +232,8 @@ def supports(
         and (arch or arch_of(x.device)) >= 90
         and hidden % ALIGNED == 0
         and inner % ALIGNED == 0
-        and _tma_reads(gate_up)
-        and _tma_reads(down)
+        and tma_reads(gate_up)
+        and tma_reads(down)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 import triton
 
 from spec_ops.backends.triton.attention.tuning import SHARED
@@ -169,3 +170,9 @@ def _fitted(
     return Config(
         block_m, block_n, block_n, block_k, chunked, splits, stages, programs, full, chunk, 4, scaled, again, registers, shares
     )  # fmt: skip
+
+
+def tma_reads(weight: torch.Tensor) -> bool:
+    """Whether a tensor descriptor can read `weight [E, rows, columns]`."""
+    (expert, row, column), size = weight.stride(), weight.element_size()
+    return column == 1 and not (expert * size % 16 or row * size % 16 or weight.data_ptr() % 16) and min(expert, row) > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import itertools
 import os
 import pkgutil
 import re
@@ -313,9 +314,10 @@ def _assembly(path: str) -> str | None:
 
 
 def _serialized(assembly: str) -> bool:
-    """Whether most `wgmma` end a group of their own: a group is the products over all of the inner dimension, 16 at a time."""
-    products = re.findall(r"\b[HQ]GMMA\b[^;]*", assembly)
-    return 2 * sum("gsb0" in product for product in products) > len(products)
+    """Whether a wait follows most `wgmma` before the next one begins."""
+    found = re.findall(r"\b[HQ]GMMA\b|\bWARPGROUP\.DEPBAR\b", assembly)
+    waits = [a != "WARPGROUP.DEPBAR" and b == "WARPGROUP.DEPBAR" for a, b in itertools.pairwise(found)]
+    return 2 * sum(waits) > sum(name != "WARPGROUP.DEPBAR" for name in found)
 
 
 def _loop_spills(assembly: str) -> int:

@@ -40,6 +40,7 @@ _WARPGROUP = (
 _PARTITIONS = "Triton's hand-over of arguments to the partitions: all warps meet at bar.sync 1 between the two"
 WARP_SPECIALIZED = (
     "gqa_hopper_attention", "mla_hopper_attention", "mla_hopper_few_attention", "hopper_mm_kernel", "hopper_float8_kernel",
+    "hopper_mxfp4_kernel",
 )  # fmt: skip
 ORDERED: dict[tuple[str, frozenset[str]], str] = {
     ("mla_hopper_attention", frozenset({"sums.store(l)", "l = sums.load(S_ROW)"})): _WARPGROUP,

@@ -264,7 +264,7 @@ def _ranged_moe(device: str) -> None:
 
 
 def _hopper_moe(tokens: int, device: str) -> None:
-    """gpt-oss as it is published: tiles of 8 and of 16 rows, several of an expert, columns and a k that blocks do not divide."""
+    """gpt-oss as it is published: tiles of 8 and 16 rows, several of an expert, columns and a k that blocks do not divide."""
     args = stored_moe_call(MOE_PUBLISHED, "MXFP4", tokens, 3, 7, 192, 320, torch.bfloat16, dropped=0.2)
     got = experts.moe_experts(*Copy(args, device).args).cpu()
     torch.testing.assert_close(got.double(), moe_exact(args), rtol=2e-2, atol=2e-2)

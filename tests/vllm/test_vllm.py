@@ -199,14 +199,30 @@ def has_latent_attention() -> bool:
 LATENT = pytest.mark.skipif(not has_latent_attention(), reason="this vLLM has no latent attention on a CPU")
 
 
+# vLLM's rotary kernel for CPUs takes a slice of the queries for a whole tensor, which makes other texts of other batches.
+PLAIN_ROTARY = {"compilation_config": {"custom_ops": ["none"]}}
+
+
+@functools.cache
+def float32_texts() -> list[list[int]]:
+    """What transformers writes after the prompts of `serve.py`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.vllm.serve import PROMPTS
+
+    model = AutoModelForCausalLM.from_pretrained(models() / "latent", dtype=torch.float32, attn_implementation="eager")
+    model.generation_config.eos_token_id = None
+    sampling = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    written = [model.generate(torch.tensor([prompt]), **sampling)[0, len(prompt) :].tolist() for prompt in PROMPTS]
+    return [*written, written[0]]
+
+
 @LATENT
 @pytest.mark.parametrize("options", [{}, {"speculative_config": MTP}], ids=["plain", "mtp"])
 def test_latent_attention(options):
-    """Compared with vLLM's own under the same speculation: its prefill of latent attention on a CPU writes other tokens once
-    other requests are beside a prompt."""
-    stock, found = serve("latent", ours=False, **options), serve("latent", **options)
-    assert not stock["calls"]
-    assert found["tokens"] == stock["tokens"]
+    found = serve("latent", **PLAIN_ROTARY, **options)
+    assert found["tokens"] == float32_texts()
     assert found["calls"]["mla_target_verify" if options else "mla_draft_decode"] > 10
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -266,18 +266,23 @@ def test_a_tree_of_eagle3(models, plain):
     assert serve(models, attention_backend="spec_ops", page_size=1, **TREE)["tokens"] == plain
 
 
-def written(folder: Path, **changes: Any) -> list[list[int]]:
-    """What transformers writes with a target in float32, or with `changes` to its configuration: SGLang's own backends for a
-    CPU have neither MLA nor windows."""
+def written(folder: Path, cache: Callable[[], Any] | None = None, **changes: Any) -> list[list[int]]:
+    """What transformers writes with a target in float32, over a `cache` of its own, or with `changes` to its configuration:
+    SGLang's own backends for a CPU have neither MLA nor windows nor caches of 8 bits."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from tests.sglang.serve import PROMPTS
 
     model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32, **changes)
-    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    return [model.generate(p, attention_mask=torch.ones_like(p), **options)[0, p.shape[1] :].tolist() for p in prompts]
+
+    def text(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache and cache(), **options)
+        return made[0, len(prompt) :].tolist()
+
+    return [text(prompt) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -321,11 +326,58 @@ def test_latent_attention(latent, speculation):
     assert serve(folder, {"alone": 0}, attention_backend="spec_ops", page_size=16, **speculation)["tokens"] == texts
 
 
-def test_a_cache_of_8_bits(models, plain):
-    """What a chain reads is what plain decoding reads; and it is rounded."""
+@pytest.fixture(scope="module")
+def rounded(models) -> list[list[int]]:
+    """What a target writes that attends to keys and values of 8 bits, a prompt's own tokens too."""
+    import torch
+    from transformers import DynamicCache
+
+    class Rounded(DynamicCache):
+        def update(self, key_states, value_states, *args, **kwargs):
+            of_8_bits = (x.to(torch.float8_e4m3fn).float() for x in (key_states, value_states))
+            return super().update(*of_8_bits, *args, **kwargs)
+
+    return written(models, Rounded)
+
+
+@pytest.mark.parametrize(("page_size", "speculation"), [(16, {}), (16, EAGLE3), (1, TREE)], ids=["plain", "chain", "tree"])
+def test_a_cache_of_8_bits(models, plain, rounded, page_size, speculation):
+    options: dict[str, Any] = {"attention_backend": "spec_ops", "page_size": page_size, "kv_cache_dtype": "fp8_e4m3"}
+    assert serve(models, {"alone": 0}, **options, **speculation)["tokens"] == rounded != plain[: len(rounded)]
+
+
+@pytest.fixture(scope="module")
+def rounded_latent(latent) -> list[list[int]]:
+    """As `rounded`, of latents and their rotated keys."""
+    import torch
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+
+    from tests.helpers.engine_checkpoints import RANK
+
+    def of_8_bits(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+    rotate, norm = deepseek.apply_rotary_pos_emb_interleave, deepseek.DeepseekV3RMSNorm.forward
+
+    def rotated(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, keys = rotate(*args, **kwargs)
+        return queries, of_8_bits(keys)
+
+    def normed(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = norm(layer, x)
+        return of_8_bits(y) if y.shape[-1] == RANK else y
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepseek, "apply_rotary_pos_emb_interleave", rotated)
+        patch.setattr(deepseek.DeepseekV3RMSNorm, "forward", normed)
+        return written(latent[0])
+
+
+@pytest.mark.parametrize("speculation", [{}, EAGLE3, NEXTN], ids=["plain", "eagle3", "mtp"])
+def test_a_latent_cache_of_8_bits(latent, rounded_latent, speculation):
+    folder, texts = latent
     options: dict[str, Any] = {"attention_backend": "spec_ops", "page_size": 16, "kv_cache_dtype": "fp8_e4m3"}
-    found = serve(models, **options)["tokens"]
-    assert serve(models, **options, **EAGLE3)["tokens"] == found != plain
+    assert serve(folder, {"alone": 0}, **options, **speculation)["tokens"] == rounded_latent != texts
 
 
 @pytest.fixture(scope="module")

@@ -58,14 +58,13 @@ def rounds(results: Path) -> str:
 
 def inside_sglang(results: Path) -> str:
     """SGLang's rounds with this package's attention beside those with its own backends."""
-    file = "h200-sglang"
-    rows = load(file, results)["rows"]
-    times = {_of_engine(row): row["ms_per_round"] for row in rows}
-    lines = []
-    for (model, bs, context, beside, backend), ms in times.items():
-        if backend != "spec_ops" and (mine := times.get((model, bs, context, beside, "spec_ops"))) is not None:
-            case = f"{bs}, {context}", "another" if beside else "alone"
-            lines.append([SERVED[model], *case, f"{mine:.2f}", backend, f"{ms:.2f}", f"{mine / ms:.2f}"])
+    files, lines = ("h200-sglang", "h200-sglang-triton"), []
+    for rows in (load(file, results)["rows"] for file in files):
+        times = {_of_engine(row): row["ms_per_round"] for row in rows}
+        for (model, bs, context, beside, backend), ms in times.items():
+            if backend != "spec_ops" and (mine := times.get((model, bs, context, beside, "spec_ops"))) is not None:
+                case = f"{bs}, {context}", "another" if beside else "alone"
+                lines.append([SERVED[model], *case, f"{mine:.2f}", backend, f"{ms:.2f}", f"{mine / ms:.2f}"])
     intro = f"Rounds of SGLang {rows[0]['version']} on one H200 with this package's attention, milliseconds, and with its own"
     intro += (
         " backends: chains of three drafts with a simulated accept length of 3 (Qwen3 without drafts), CUDA graphs, overlap"
@@ -74,7 +73,8 @@ def inside_sglang(results: Path) -> str:
         " scheduling, pages of 64 tokens with our backend and of 1, SGLang's default, with the others. Where another engine"
     )
     intro += " ran on another GPU of the host, rounds wait longer for the processor"
-    intro += f" (`python -m benchmarks sglang`, `benchmarks/results/{file}.json`):"
+    named = " and ".join(f"`benchmarks/results/{file}.json`" for file in files)
+    intro += f" (`python -m benchmarks sglang`, {named}):"
     header = ("model", "batch, context", "on the host", "spec_ops", "compared with", "its ms", "ratio")
     return paragraph(intro) + "\n\n" + table(header, lines)
 

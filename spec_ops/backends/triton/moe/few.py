@@ -16,7 +16,8 @@ than 16 tokens, and where columns lie side by side in memory (`transposed`), who
 Weights of 8 and 4 bits are read as they lie, and become 16 bits wide in registers (`stored.py`). Numbers of MXFP4 that are
 scaled there have tiles of their own (`tiles.SCALED_TILES`), come eight at a time up to 32 tokens, and up to 16 have one factor
 for their scale, where it is not too great (`linear/float4_words.py`). Else the program's sums are computed again. With few
-tokens on Hopper a program of the first kernel goes through a range of such tiles (`ranges.py`).
+tokens on Hopper a program of the first kernel goes through a range of such tiles (`ranges.py`); with more than five
+`hopper_mxfp4.py` takes MXFP4.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Pairs of a token and one of its experts are sorted by expert on the device. An expert's pairs are cut into tiles of rows; how
 many tiles there are is known to the device alone, so the grid has as many as there may be, and the rest returns at once. No
 weight is copied, those of 8 and 4 bits are dequantized in registers, and what the products leave between them is bounded
-(`TEMPORARY`). Numbers of MXFP4 are most of the work up to some 128 rows an expert, so they have tiles of their own there.
+(`TEMPORARY`). Numbers of MXFP4 are most of the work up to some 128 rows an expert, so they have tiles of their own there (on
+Hopper `hopper_mxfp4.py` takes up to 256 tokens).
 
 A pair's row depends on its token and its expert alone: the program that has some columns of it adds up all of k, and a token's
 rows are added in the order of its slots. So the kernels are batch-invariant if the tile does not follow the number of pairs, or

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of random weights that SGLang and vLLM serve: a Llama and its EAGLE-3 head, a DeepSeek and its MTP layer,
+"""Tiny checkpoints of random weights that SGLang and vLLM serve: a Llama and its EAGLE heads, a DeepSeek and its MTP layer,
 a Gemma 3 with windows."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def _llama(dim: int, **changes: object) -> dict:
     }  # fmt: skip
 
 
-def _save(folder: Path, config: dict, shapes: dict[str, tuple[int, ...]], seed: int) -> None:
+def _save(folder: Path, config: dict, shapes: dict[str, tuple[int, ...]], seed: int, size: float = 1.5) -> None:
     folder.mkdir(parents=True)
     g = torch.Generator().manual_seed(seed)
     weights = {
         # Large enough that attention decides tokens: one weight in `HIDDEN` numbers of a row.
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=g) * (1.5 / shape[-1] ** 0.5)
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=g) * (size / shape[-1] ** 0.5)
         for name, shape in shapes.items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -73,6 +73,17 @@ def write_draft(folder: Path, dim: int = 16) -> None:
     }  # fmt: skip
     config = _llama(dim, architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=VOCAB)
     _save(folder, config, shapes, seed=1)
+
+
+def write_first_draft(folder: Path, dim: int = 16) -> None:
+    """Its EAGLE head, of the first kind: over the target's last hidden states, with its LM head, and without a norm first."""
+    shapes = {
+        name: shape
+        for name, shape in _layer("layers.0", _grouped(dim)).items()
+        if not name.endswith("input_layernorm.weight")
+    } | {"fc.weight": (HIDDEN, 2 * HIDDEN), "fc.bias": (HIDDEN,), "embed_tokens.weight": (VOCAB, HIDDEN)}  # fmt: skip
+    # No norm before the LM head either: larger weights give probabilities of 1, so that a child ties with its parent.
+    _save(folder, _llama(dim, architectures=["LlamaForCausalLMEagle"], num_hidden_layers=1), shapes, seed=5, size=0.5)
 
 
 def write_windowed_target(folder: Path, window: int, dim: int = 16) -> None:

@@ -39,6 +39,7 @@ EAGLE3 = {
 
 
 NEXTN = EAGLE3 | {"speculative_algorithm": "NEXTN"}  # of the target's own folder
+DRAFTS = {"EAGLE3": "draft", "EAGLE": "first_draft"}  # folders beside the target's
 TREE = EAGLE3 | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 # Batches of 1 to 8 requests run as 3 or 8, so that rows of padding are replayed too.
 GRAPHS = {"disable_cuda_graph": False, "cuda_graph_backend_prefill": "disabled", "cuda_graph_bs_decode": [3, 8]}
@@ -112,11 +113,12 @@ def _end_of_warm() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    from tests.helpers.engine_checkpoints import write_draft, write_target
+    from tests.helpers.engine_checkpoints import write_draft, write_first_draft, write_target
 
     folder = tmp_path_factory.mktemp("models")
     write_target(folder / "target")
     write_draft(folder / "draft")
+    write_first_draft(folder / "first_draft")
     return folder
 
 
@@ -148,8 +150,8 @@ def start(
     first: str | None = None,
     timeout: int = TIMEOUT,
 ) -> subprocess.CompletedProcess:
-    if options.get("speculative_algorithm") == "EAGLE3":
-        options = options | {"speculative_draft_model_path": str(models / "draft")}
+    if (draft := DRAFTS.get(options.get("speculative_algorithm", ""))) is not None:
+        options = options | {"speculative_draft_model_path": str(models / draft)}
     arguments = (str(models), json.dumps(options), *work)
     graphs = not options.get("disable_cuda_graph", True)
     if fresh:
@@ -264,6 +266,13 @@ def test_a_chain_of_eagle3(models, plain):
 
 def test_a_tree_of_eagle3(models, plain):
     assert serve(models, attention_backend="spec_ops", page_size=1, **TREE)["tokens"] == plain
+
+
+@pytest.mark.parametrize(("page_size", "speculation"), [(16, EAGLE3), (1, TREE)], ids=["chain", "tree"])
+def test_eagles_first_heads(models, plain, page_size, speculation):
+    """They take hidden states of the target's last layer, after its norm."""
+    speculation = speculation | {"speculative_algorithm": "EAGLE"}
+    assert serve(models, attention_backend="spec_ops", page_size=page_size, **speculation)["tokens"] == plain
 
 
 def written(folder: Path, cache: Callable[[], Any] | None = None, **changes: Any) -> list[list[int]]:
@@ -478,4 +487,19 @@ def test_another_release_is_refused_in_words(tmp_path):
 def test_what_is_not_supported_ends_the_start(models, options, told):
     done = start(models, {"attention_backend": "spec_ops"} | options)
     assert told in done.stdout + done.stderr, done.stderr[-3000:]
+    assert "RESULT" not in done.stdout
+
+
+def test_gpt_oss_is_refused_by_sglang_itself(tmp_path):
+    """Its list of backends for layers with sinks is closed."""
+    (tmp_path / "target").mkdir()
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 2,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "target/config.json").write_text(json.dumps(config))
+    done = start(tmp_path, {"attention_backend": "spec_ops", "page_size": 16})
+    assert "GptOssForCausalLM requires one of" in done.stdout + done.stderr, done.stderr[-3000:]
     assert "RESULT" not in done.stdout

@@ -253,9 +253,9 @@ def test_graphs(models, plain, page_size, speculation, graphs):
 
 
 @pytest.mark.skipif(NEWEST is None, reason="SGLANG_NEWEST is not set")
-def test_plain_decoding_of_the_newest(models, plain):
-    """Its speculation on a CPU is in kernels that SGLang builds itself, and that no package index has."""
-    assert serve(models, first=NEWEST, attention_backend="spec_ops", page_size=16)["tokens"] == plain
+@pytest.mark.parametrize(("page_size", "speculation"), [(16, {}), (16, EAGLE3), (1, TREE)], ids=["plain", "chain", "tree"])
+def test_the_newest(models, plain, page_size, speculation):
+    assert serve(models, first=NEWEST, attention_backend="spec_ops", page_size=page_size, **speculation)["tokens"] == plain
 
 
 def test_a_chain_of_eagle3(models, plain):

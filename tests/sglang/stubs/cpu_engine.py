@@ -60,7 +60,7 @@ def register() -> None:
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args: None  # SGLang's EAGLE models call both, on every device
     torch.Tensor.record_stream = lambda self, stream: None
     if importlib.util.find_spec("sglang.srt.speculative.triton_ops") is None:
-        return  # a release whose speculation is not run here
+        return  # the newest release: `stubs_newest`
     eagle_utils.sgl_build_tree_kernel_efficient = build_tree
     HookRegistry.register("sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", verify_tree_greedy, HookType.REPLACE)
     HookRegistry.register(

@@ -42,7 +42,7 @@ def moe_experts(
 def _between_norms(call: tuple[Any, ...], norms: Norms) -> tuple[torch.Tensor, ...] | None:
     """By kernels that compute what is around a mixture too, where one of them takes the call."""
     x, ids, _, gate_up, down, _, _, _, gated, interleaved, transposed, _, _, _, gate_up_scale, down_scale = call
-    if hopper_supports(x, ids, gate_up, down, gate_up_scale, down_scale, gated, interleaved, transposed):
+    if hopper_supports(x, ids, gate_up, down, gate_up_scale, down_scale, gated, interleaved):
         return hopper_experts(*call, norms=norms)
     if supports(x, ids, gate_up, down, down.shape[1] if transposed else inner_of(down)):
         return few_between_norms(*call, norms=norms)

@@ -214,7 +214,7 @@ def hopper_mxfp4_kernel(
 
 def supports(
     x: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, gate_up_scale: torch.Tensor | None,
-    down_scale: torch.Tensor | None, gated: bool, interleaved: bool, transposed: bool,
+    down_scale: torch.Tensor | None, gated: bool, interleaved: bool,
 ) -> bool:  # fmt: skip
     """Whether these kernels take a call."""
     (tokens, k), (hidden, inner) = ids.shape, (x.shape[1], inner_of(down))
@@ -224,7 +224,6 @@ def supports(
         and x.dtype == torch.bfloat16
         and tokens >= FEWEST_TOKENS
         and 0 < tokens * k <= min(MAX_PAIRS, MOST_ROWS * gate_up.shape[0])
-        and not transposed
         and scales_numbers(
             formats(gate_up, gate_up_scale, down, down_scale, gated, interleaved), (hidden, inner), (gate_up_scale, down_scale)
         )

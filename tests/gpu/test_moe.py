@@ -119,6 +119,19 @@ def test_sizes_of_mxfp4(routing, form):
         assert ours <= 1.05 * theirs, (tokens, ours, theirs)
 
 
+@pytest.mark.parametrize("kind", ["16 bits", "MXFP4"])
+@pytest.mark.parametrize("tokens", [5, 8, 40, 300])
+def test_ids_whose_last_32_bits_are_an_experts(tokens, kind):
+    """They are no expert's."""
+    sizes = (tokens, 2, 4, 192, 320, BF16)
+    args = call(FORMS["gpt-oss"], *sizes) if kind == "16 bits" else stored_call(PUBLISHED, kind, *sizes)
+    ids = args[1].to(torch.int64)
+    ids[:4, 1] = torch.tensor([-(2**63), -(2**32), 2**32 + 1, -(2**32) + 2])
+    none = torch.where((ids < 0) | (ids > 3), -1, ids)
+    got, wanted = (moe_experts_op(*on_gpu((args[0], given, *args[2:]))) for given in (ids, none))
+    assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "identical"])
 def test_pairs_are_sorted_by_expert(routing, dtype):

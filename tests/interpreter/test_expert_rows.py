@@ -84,6 +84,16 @@ def test_tokens_that_go_nowhere_and_rows_that_are_no_numbers():
     assert (nowhere == 0).all()
 
 
+def test_ids_whose_last_32_bits_are_an_experts():
+    """They are no expert's, with a bias too."""
+    args = stored_call(PUBLISHED, "MXFP4", 8, 2, 4, 64, 64, BF16)
+    ids = args[1].to(torch.int64)
+    ids[:4, 1] = torch.tensor([-(2**63), -(2**32), 2**32 + 1, -(2**32) + 2])
+    (got,) = hopper_mxfp4.hopper_experts(args[0], ids, *args[2:])
+    (wanted,) = hopper_mxfp4.hopper_experts(args[0], torch.where((ids < 0) | (ids > 3), -1, ids), *args[2:])
+    assert torch.equal(got, wanted)
+
+
 def test_parts_are_the_row():
     """Exact for magnitudes from 2^-10 of the greatest on."""
     g = torch.Generator().manual_seed(1)

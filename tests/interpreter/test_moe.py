@@ -206,6 +206,15 @@ def test_tokens_without_experts():
     assert (few.few_experts(padded, torch.full_like(ids, 99), *args[2:]) == 0).all()
 
 
+def test_ids_whose_last_32_bits_are_an_experts():
+    """They are no expert's."""
+    args = call(FORMS["gpt-oss"], 5, 2, 4, 64, 64, torch.float16)
+    ids = args[1].to(torch.int64)
+    ids[:4, 1] = torch.tensor([-(2**63), -(2**32), 2**32 + 1, -(2**32) + 2])
+    got = few.few_experts(args[0], ids, *args[2:])
+    assert torch.equal(got, few.few_experts(args[0], torch.where((ids < 0) | (ids > 3), -1, ids), *args[2:]))
+
+
 def test_an_expert_that_a_token_goes_to_twice():
     """Its weights add up, for the bias of its result too."""
     args = call(FORMS["gpt-oss"], 6, 2, 4, 64, 64, torch.float16)

@@ -71,12 +71,12 @@ def sorted_rows_kernel(
     await_predecessors(PDL)
     me = tl.program_id(0)
     pair = tl.arange(0, PAIRS_PAD)
-    expert = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
     known = (expert >= 0) & (expert < experts)
     if me <= experts:
         tl.store(offsets + me, tl.sum((known & (expert < me)).to(tl.int32), 0))
     if me < pairs:
-        mine = tl.load(ids + me).to(tl.int32)
+        mine = tl.load(ids + me)
         before = known & ((expert < mine) | ((expert == mine) & (pair < me)))
         at = tl.sum(before.to(tl.int32), 0)
         there = (mine >= 0) & (mine < experts)

@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from spec_ops.backends.expert_format import inner_of
 from spec_ops.backends.triton.attention.hopper.program import add, arrive, await_predecessors, next_stage
+from spec_ops.backends.triton.linear.hopper_tiles import PARTS_MOST_COLUMNS
 from spec_ops.backends.triton.moe.expert_rows import MAX_PAIRS, activated_rows, sorted_rows, summed_rows
 from spec_ops.backends.triton.moe.few import Norms
 from spec_ops.backends.triton.moe.shapes import MXFP4, meta_call
@@ -223,6 +224,7 @@ def supports(
         and arch_of(x.device) == 90
         and x.dtype == torch.bfloat16
         and tokens >= FEWEST_TOKENS
+        and max(hidden, inner) <= PARTS_MOST_COLUMNS
         and 0 < tokens * k <= min(MAX_PAIRS, MOST_ROWS * gate_up.shape[0])
         and scales_numbers(
             formats(gate_up, gate_up_scale, down, down_scale, gated, interleaved), (hidden, inner), (gate_up_scale, down_scale)

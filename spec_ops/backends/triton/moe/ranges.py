@@ -46,7 +46,7 @@ def ranged_gate_up_kernel(
     slot = tl.arange(0, TOP_K_PAD)
     at = m[:, None] * TOP_K + slot[None, :]
     there = (m < tokens)[:, None] & (slot < TOP_K)[None, :]
-    chosen = tl.load(ids + at, mask=there, other=-1).to(tl.int32)
+    chosen = tl.load(ids + at, mask=there, other=-1)
     share = tl.load(weights + at, mask=there, other=0.0).to(tl.float32)
     rstd = None
     if squares is not None:
@@ -54,9 +54,9 @@ def ranged_gate_up_kernel(
         mask = (m < tokens)[:, None] & (place < SUMS)[None, :]
         sums = tl.load(squares + m[:, None] * SUMS + place[None, :], mask=mask, other=0.0)
     pair = tl.arange(0, PAIRS_PAD)
-    expert_of_pair = tl.load(ids + pair, mask=pair < tokens * TOP_K, other=-1).to(tl.int32)
-    known = (expert_of_pair >= 0) & (expert_of_pair < experts)
-    counts = tl.histogram(tl.maximum(expert_of_pair, 0), EXPERTS_PAD, mask=known)
+    expert_of_pair = tl.load(ids + pair, mask=pair < tokens * TOP_K, other=-1)
+    known = (expert_of_pair >= 0) & (expert_of_pair < experts)  # of 64 bits: the last 32 of others may be an expert's
+    counts = tl.histogram(tl.where(known, expert_of_pair, 0).to(tl.int32), EXPERTS_PAD, mask=known)
     touched = counts > 0
     ranks = tl.cumsum(touched.to(tl.int32), 0) - 1
     count = tl.sum(touched.to(tl.int32), 0)

@@ -63,14 +63,13 @@ def test_what_they_leave_to_others():
 
 
 def test_tiles():
-    """As few rows as an expert has on average, and half as many again; a grid with room for every expert's last tile."""
+    """Of 8 rows up to five pairs an expert."""
     for tokens, rows in ((9, 8), (40, 8), (41, 16), (256, 16)):
         with recorded(Target(90, 132)) as launches:
             experts.moe_experts(*meta_call(tokens, 32, 4, 2880, 2880, **MXFP4))
         made = launches[1].arguments
         assert made["x"].block_shape == [rows, 128]
         assert made["weight"].shape == [32 * 5760, 1440]
-        assert made["STAGES"] == hopper_mxfp4.STAGES[rows]
 
 
 @pytest.mark.parametrize("variant", [v for v in hopper_mxfp4.ahead() if "gpt-oss" in v.name and "down" not in v.name], ids=str)

@@ -20,7 +20,7 @@ PARTS = 2
 
 
 @triton.jit
-def rounded(value):
+def _rounded(value):
     """float32 values rounded to 4 significant bits, ties to even. Not by a conversion to float8 and back: ptxas 12.8 then reads
     a register that holds something else (docs/notebook/launches.md)."""
     bits = value.to(tl.int32, bitcast=True)
@@ -28,23 +28,30 @@ def rounded(value):
 
 
 @triton.jit
-def row_parts_kernel(x, parts, scale, x_row, rests, K, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
-    """Program `row` writes the nearest numbers to `parts [.., K]` at `row`, the rests at `rests + row`, and `scale`, float32.
+def store_parts(value, factor, parts, scale, row, rests, K, k):
+    """Writes the nearest numbers to columns `k` of `parts [.., K]` at `row`, the rests at `rests + row`, and `scale` times
+    `factor`, float32. `value`: float32, 0 beyond `K`.
 
     A row that is not finite gets an infinite scale, so that its results are not finite either, as in bfloat16."""
-    await_predecessors(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    value = tl.load(x + row * x_row + k, mask=k < K, other=0.0).to(tl.float32)
     exponent = tl.max((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 0)
     finite = exponent < 255
     exponent = tl.maximum(exponent, 8)  # so that the scale is no subnormal number
     value *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
-    first = rounded(value)
+    first = _rounded(value)
     tl.store(parts + row * K + k, first.to(tl.float8e4nv), mask=k < K)
     tl.store(parts + (rests + row) * K + k, (value - first).to(tl.float8e4nv), mask=k < K)
     down = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
-    tl.store(scale + row, tl.where(finite, down, float("inf")))
+    tl.store(scale + row, tl.where(finite, down, float("inf")) * factor)
+
+
+@triton.jit
+def row_parts_kernel(x, parts, scale, x_row, rests, K, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    """Program `row`: see `store_parts`."""
+    await_predecessors(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    value = tl.load(x + row * x_row + k, mask=k < K, other=0.0).to(tl.float32)
+    store_parts(value, 1.0, parts, scale, row, rests, K, k)
 
 
 def row_parts(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

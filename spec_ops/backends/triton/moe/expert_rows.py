@@ -1,7 +1,7 @@
 """What comes before, between and after the products of `hopper_mxfp4.py`: rows sorted by expert, as sums of two rows of float8.
 
-Each is one launch. Parts of rows are those of `linear/row_parts.py`. The 32 columns that share a scale come in the order in
-which words of a weight fall apart: the even columns of all its words, then the odd ones.
+Each is one launch. The two parts of a row are those of `linear/row_parts.py`. The products take 32 columns at a time, first the
+even ones and then the odd ones, since that is how a word of eight 4-bit numbers is unpacked.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from spec_ops.backends.squares import SUM_COLUMNS, sums_of
-from spec_ops.backends.triton.linear.row_parts import rounded
+from spec_ops.backends.triton.linear.row_parts import store_parts
 from spec_ops.backends.triton.moe.activation import activated, gated
+from spec_ops.backends.triton.moe.few import contiguous
 from spec_ops.backends.triton.moe.shapes import MXFP4, meta_call
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, recorded
@@ -44,21 +45,6 @@ class ExpertRows(NamedTuple):
 def _column(k):
     """The column that comes at place `k`."""
     return k // 32 * 32 + k // 4 % 4 * 8 + k % 4 * 2 + k // 16 % 2
-
-
-@triton.jit
-def _store_parts(value, factor, parts, scale, at, rests, K, k):
-    """`value`, a row in the order of `k`, and its scale times `factor`; see `row_parts_kernel`."""
-    exponent = tl.max((value.to(tl.int32, bitcast=True) >> 23) & 0xFF, 0)
-    finite = exponent < 255
-    exponent = tl.maximum(exponent, 8)
-    value *= ((261 - exponent) << 23).to(tl.float32, bitcast=True)
-    first = rounded(value)
-    row = at.to(tl.int64)
-    tl.store(parts + row * K + k, first.to(tl.float8e4nv), mask=k < K)
-    tl.store(parts + (rests + row) * K + k, (value - first).to(tl.float8e4nv), mask=k < K)
-    down = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
-    tl.store(scale + at, tl.where(finite, down, float("inf")) * factor)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -90,7 +76,7 @@ def sorted_rows_kernel(
                 factor = tl.rsqrt(total / K + eps)
             k = tl.arange(0, BLOCK_K)
             value = tl.load(x + token * x_row + _column(k), mask=k < K, other=0.0).to(tl.float32)
-            _store_parts(value, factor, parts, scale, at, pairs, K, k)
+            store_parts(value, factor, parts, scale, at.to(tl.int64), pairs, K, k)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -128,7 +114,7 @@ def activated_rows_kernel(
                 value += tl.load(bias + n, mask=k < inner, other=0.0).to(tl.float32)
             value = activated(value, alpha, ACTIVATION)
         value = tl.where(k < inner, value, 0.0)
-        _store_parts(value, 1.0, parts, scale, at, pairs, inner, k)
+        store_parts(value, 1.0, parts, scale, at.to(tl.int64), pairs, inner, k)
 
 
 @triton.jit
@@ -227,10 +213,6 @@ def summed_rows(
             SUM_COLUMNS=SUM_COLUMNS, num_warps=4, early=True,
         )  # fmt: skip
     return (out,) if z is None or squares is None else (out, z, squares)
-
-
-def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 def _warps(block: int) -> int:

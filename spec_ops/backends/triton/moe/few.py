@@ -326,7 +326,7 @@ def few_between_norms(
         launch(
             ranged_gate_up_kernel if ranged else few_gate_up_kernel, (min(first.ranges or 2**30, sizes.tiles * blocks_n),),
             _matrix(x, first), _stack(gate_up, first, transposed), *scale_arguments(gate_up_scale, stored[0]), ids, weights,
-            _contiguous(gate_up_bias), _contiguous(norms.squares), norms.eps, h, table, tokens, experts, hidden, inner, limit,
+            contiguous(gate_up_bias), contiguous(norms.squares), norms.eps, h, table, tokens, experts, hidden, inner, limit,
             alpha, beta, TOP_K=k,
             TOP_K_PAD=triton.next_power_of_2(k), GATED=gated, INTERLEAVED=interleaved, TRANSPOSED=transposed,
             ACTIVATION=activation, PAIRS_PAD=triton.next_power_of_2(block_m * k),
@@ -337,14 +337,14 @@ def few_between_norms(
         launch(
             few_down_kernel, (columns * second.splits,),
             _matrix(h, second), _stack(down, second, transposed), *scale_arguments(down_scale, stored[1])[:4], ids, weights,
-            _contiguous(down_bias), table, partial, counters, residual, norm_weight, out, z, squares, tokens, experts, hidden,
+            contiguous(down_bias), table, partial, counters, residual, norm_weight, out, z, squares, tokens, experts, hidden,
             inner, TOP_K=k, TRANSPOSED=transposed, BLOCKS=triton.cdiv(inner, second.block_k), SPLITS=second.splits,
             SUM_COLUMNS=SUM_COLUMNS, **_constants(second), **scale_constants(stored[1]), early=second.full,
         )  # fmt: skip
     return (out,) if z is None or squares is None else (out, z, squares)
 
 
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 

@@ -39,14 +39,15 @@ from spec_ops.backends.triton.moe.tiles import tma_reads
 from spec_ops.backends.triton.runtime.ahead import Variant, variant_of
 from spec_ops.backends.triton.runtime.launch import Target, arch_of, device_guard, launch, on_gpu, recorded
 
-FEWEST_TOKENS = 6  # the kernels of `few.py` are faster below
-MOST_ROWS = 32  # an expert, on average: those of `grouped.py` are faster above
+# Fewer tokens are left to `few.py`, more rows of an expert, on average, to `grouped.py`: docs/notebook/mixtures.md.
+FEWEST_TOKENS, MOST_ROWS = 6, 32
 WIDTH = 64  # columns of the result, of a program
-BLOCK_K = 256
+BLOCK_K = 256  # numbers of a row of the weight in a stage
+LINE = 128  # bytes of a row of `x` in one box of TMA: what a line of shared memory holds
 STAGES = {8: 3, 16: 2}  # by rows of a tile
 REGISTERS = 64  # of a thread, so that four programs fit on a multiprocessor
 
-# Of a word of eight numbers: those of its even places, and those of its odd ones, as e4m3 times 2^-6.
+# Unpacks a word of eight numbers into two words of e4m3, times 2^-6: the even ones, and the odd ones.
 FLOAT8 = gl.constexpr(
     "{ .reg .b32 a, s; shl.b32 a, $2, 2; and.b32 a, a, 0x1C1C1C1C; shl.b32 s, $2, 4; lop3.b32 $0, s, 0x80808080, a, 0xEA; "
     "shr.u32 a, $2, 2; and.b32 a, a, 0x1C1C1C1C; lop3.b32 $1, $2, 0x80808080, a, 0xEA; }"
@@ -55,7 +56,8 @@ FLOAT8 = gl.constexpr(
 
 @gluon.jit
 def _tile(offsets, tile, experts, EXPERTS_PAD: gl.constexpr, BLOCK_M: gl.constexpr):
-    """`grouped._tile_rows`."""
+    """The expert of a tile (`experts`: there is no such tile), where its rows begin, and where the expert's end. In Triton:
+    `grouped._tile_rows`."""
     place = gl.arange(0, EXPERTS_PAD, gl.BlockedLayout([1], [32], [4], [0]))
     live = place < experts
     first = gl.load(offsets + place, mask=live, other=0)
@@ -271,7 +273,7 @@ def _products(
     with device_guard(parts):
         launch(
             hopper_mxfp4_kernel, (triton.cdiv(n, WIDTH), tiles),
-            TensorDescriptor(parts, [2 * rows, k], [k, 1], [block_m, 128], gl.NVMMASharedLayout(128, 8, rank=2)), x_scale,
+            TensorDescriptor(parts, [2 * rows, k], [k, 1], [block_m, LINE], gl.NVMMASharedLayout(LINE, 8, rank=2)), x_scale,
             TensorDescriptor(
                 weight, [(experts - 1) * (expert // row) + n, k // 2], [row, 1], [WIDTH, BLOCK_K // 2],
                 gl.NVMMASharedLayout(BLOCK_K // 2, 8, rank=2),

@@ -42,7 +42,7 @@ def _skinny_mm_fake(x, weight, bias, scale=None, zero=None, tensor_scale=None, i
 
 # `x [m, k] @ weight [n, k]^T + bias [n]`, summed in float32, as a contiguous `[m, n]` of the dtype of `x`. A weight of 8 or 4
 # bits comes with `scale`, and perhaps `zero` or `tensor_scale` (`backends/weight_format.py`). On CUDA: x of bfloat16 or
-# float16, m up to 64 (128 with a `scale`; with int4 only on sm_90, with what `hopper_tiles.choose` asks for), k a multiple of
+# float16, m up to 64 (128 with a `scale`; with int4 only on sm_90, with what `hopper_tiles.takes` asks for), k a multiple of
 # 64, rows of `weight` contiguous and aligned to 16 bytes; anything else is a ValueError. `invariant`: batch-invariant, for any
 # m, with weights of 16 bits.
 skinny_mm_op = define_op(

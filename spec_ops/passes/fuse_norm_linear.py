@@ -247,7 +247,7 @@ def _hopper_columns(product: fx.Node) -> int:
     weight = for_columns(value(product.args[1]), k)
     scales = [value(arg(product, name)) for name in ("scale", "zero", "tensor_scale")]
     stored, n = weight_format("skinny_mm", weight, *scales), weight.shape[0]
-    return n if hopper_tiles.choose(m, n, k, stored, dtype, scales[0].dtype) is not None else 0
+    return n if hopper_tiles.takes(m, n, k, stored, dtype, scales[0].dtype) else 0
 
 
 def _mixture(node: fx.Node) -> tuple[Any, ...]:

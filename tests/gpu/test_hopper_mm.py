@@ -18,7 +18,7 @@ pytestmark = [
 
 import triton.language as tl  # noqa: E402
 
-from spec_ops.backends.triton.linear.hopper_tiles import choose  # noqa: E402
+from spec_ops.backends.triton.linear.hopper_tiles import takes  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import await_predecessors, device_guard, launch, recorded  # noqa: E402
 from spec_ops.backends.weight_format import dequantized, weight_format  # noqa: E402
 from spec_ops.ops.linear import skinny_mm_op  # noqa: E402
@@ -26,16 +26,20 @@ from tests.helpers.stored_weights import exact, stored  # noqa: E402
 
 BF16 = torch.bfloat16
 ROWS = (17, 32, 33, 64, 65, 128)
-# Layers; columns that no tile divides; a single program; a tile that 112 programs share; as many tiles as programs (132).
+# Layers; columns that no tile divides; a single program; a tile that 112 programs share; as many tiles as programs (132); half
+# a block at the end of k; few columns.
 SHAPES = [
     *(("int4-128", *size, ROWS) for size in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1000, 1280))),
-    *((kind, *size, ROWS[:4]) for kind in ("nvfp4", "mxfp4") for size in ((4096, 4096), (28672, 4096), (4096, 14336))),
-    *((kind, 1000, 1280, (33,)) for kind in ("nvfp4", "mxfp4")),
+    *((kind, *size, ROWS) for kind in ("nvfp4", "mxfp4") for size in ((4096, 4096), (28672, 4096), (4096, 14336))),
+    *((kind, 1000, 1280, (33, 100)) for kind in ("nvfp4", "mxfp4")),
     ("int4-128", 100, 128, (33,)),
     ("int4-128", 64, 14336, (128,)),
     ("int4-256", 4096, 4096, (64,)),
-    *((kind, *size, ROWS[:4]) for kind in ("int4-32", "int4-64") for size in ((4096, 4096), (28672, 4096), (1000, 1280))),
+    *((kind, *size, ROWS) for kind in ("int4-32", "int4-64") for size in ((4096, 4096), (28672, 4096), (1000, 1280))),
     *((kind, 16896, 1024, (64,)) for kind in ("int4-128", "nvfp4", "mxfp4")),
+    *((kind, 5120, 2880, ROWS) for kind in ("int4-32", "int4-64", "nvfp4", "mxfp4")),
+    *((kind, 100, 64, (33, 128)) for kind in ("int4-64", "nvfp4", "mxfp4")),
+    *((kind, 1536, 7168, (64, 128)) for kind in ("int4-128", "nvfp4", "mxfp4")),
 ]
 
 
@@ -60,8 +64,8 @@ def test_error_is_that_of_bfloat16(kind, n, k, rows):
     full, bias = dequantized(weight, *scales).to(BF16).t(), randn(n).to(BF16)
     for m in rows:
         x = randn(m, k + 64).to(BF16)[:, 64:]  # rows farther apart than they are long
-        tile = choose(m, n, k, weight_format("test", weight, *scales), BF16, scales[0].dtype)
-        assert (kernel_of(x, weight, bias, *scales) == "hopper_mm_kernel") == (tile is not None)
+        taken = takes(m, n, k, weight_format("test", weight, *scales), BF16, scales[0].dtype)
+        assert (kernel_of(x, weight, bias, *scales) == "hopper_mm_kernel") == taken
         want = exact(x, weight, *scales) + bias.double()
         errors = [
             (out.double() - want).square().mean().sqrt().item()
@@ -91,7 +95,22 @@ def test_int4_without_zero_points():
     assert errors[0] <= 1.05 * errors[1]
 
 
-@pytest.mark.parametrize(("kind", "m"), [("int4-128", 32), ("int4-128", 64), ("int4-128", 128), ("nvfp4", 64), ("mxfp4", 64)])
+@pytest.mark.parametrize("m", [64, 128])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_scales_that_are_no_words(kind, m):
+    """Rows of scales that start at any byte are read one by one, with the same bits."""
+    weight, scale, *rest = weight_of(kind, 1536, 1024)
+    x, groups = randn(m, 1024).to(BF16), scale.shape[1]
+    want = skinny_mm_op(x, weight, None, scale, *rest)
+    wide = torch.full((1536, groups + 1), 255, dtype=torch.uint8, device="cuda").view(scale.dtype)  # NaN beside them
+    for apart in (wide[:, :-1], wide[:, 1:], torch.empty_like(scale.t(), memory_format=torch.contiguous_format).t()):
+        apart.view(torch.uint8).copy_(scale.view(torch.uint8))
+        assert torch.equal(skinny_mm_op(x, weight, None, apart, *rest), want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "m"), [*(("int4-128", m) for m in (32, 64, 128)), *((kind, m) for kind in ("nvfp4", "mxfp4") for m in (64, 128))]
+)
 def test_chains_in_a_graph(kind, m):
     """Each product reads the last one's result, and is launched while that one runs. It leaves the counters as it found
     them."""
@@ -162,7 +181,9 @@ def test_a_weight_that_the_kernel_before_wrote():
 
 def test_results_repeat():
     """Whoever is last to arrive: sums are in the order of k."""
-    for kind, m, n, k in (("int4-128", 32, 4096, 4096), ("int4-128", 128, 64, 14336), ("nvfp4", 64, 4096, 14336)):
+    for kind, m, n, k in (
+        ("int4-128", 32, 4096, 4096), ("int4-128", 128, 64, 14336), ("nvfp4", 64, 4096, 14336), ("mxfp4", 128, 1536, 7168),
+    ):  # fmt: skip
         weight, *scales = weight_of(kind, n, k)
         x, bias = randn(m, k).to(BF16), randn(n).to(BF16)
         first = skinny_mm_op(x, weight, bias, *scales)

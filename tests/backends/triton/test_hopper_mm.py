@@ -13,9 +13,10 @@ pytest.importorskip("triton", reason="triton comes for Linux only")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is not what is launched")
 
 from spec_ops.backends.triton.linear import hopper_mm, skinny_mm  # noqa: E402
-from spec_ops.backends.triton.linear.hopper_tiles import HopperTile  # noqa: E402
+from spec_ops.backends.triton.linear.hopper_tiles import choose  # noqa: E402
 from spec_ops.backends.triton.runtime import ahead  # noqa: E402
 from spec_ops.backends.triton.runtime.launch import Launch, Target, recorded  # noqa: E402
+from spec_ops.backends.weight_format import WeightFormat  # noqa: E402
 from tests.helpers.selection import covering, parametrize_pairs  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -47,10 +48,10 @@ def launched(
         *(("int4", 4096, m, TRITON) for m in (1, 8, 16)),
         *(("int4", 4096, m, HOPPER) for m in (17, 32, 33, 64, 65, 128)),
         *(("int4", 28672, m, HOPPER) for m in (17, 128)),
-        *((kind, 4096, m, TRITON) for kind in ("nvfp4", "mxfp4") for m in (16, 17, 32, 65, 128)),
-        *((kind, 4096, m, HOPPER) for kind in ("nvfp4", "mxfp4") for m in (33, 64)),
-        *((kind, 28672, m, HOPPER) for kind in ("nvfp4", "mxfp4") for m in (17, 32, 33, 64)),
-        *((kind, 28672, m, TRITON) for kind in ("nvfp4", "mxfp4") for m in (16, 65, 128)),
+        *((kind, 4096, m, TRITON) for kind in ("nvfp4", "mxfp4") for m in (16, 17, 32)),
+        *((kind, 4096, m, HOPPER) for kind in ("nvfp4", "mxfp4") for m in (33, 64, 65, 128)),
+        *((kind, 28672, m, HOPPER) for kind in ("nvfp4", "mxfp4") for m in (17, 32, 33, 64, 65, 128)),
+        *((kind, 28672, 16, TRITON) for kind in ("nvfp4", "mxfp4")),
     ],
 )
 def test_rows_and_columns_decide(kind, n, m, kernel):
@@ -61,8 +62,7 @@ def test_rows_and_columns_decide(kind, n, m, kernel):
     "call",
     [
         {"arch": 100}, {"arch": 120}, {"dtype": FP16}, {"dtype": FP16, "scales": FP16}, {"scales": FP32},
-        {"k": 4096 + 64, "group": 64}, {"k": 4096 + 64, "group": 32}, {"kind": "nvfp4", "dtype": FP16},
-        {"kind": "mxfp4", "k": 4096 + 64},
+        {"kind": "nvfp4", "dtype": FP16}, {"kind": "mxfp4", "arch": 100},
     ],
     ids=str,
 )  # fmt: skip
@@ -76,13 +76,41 @@ def test_near_misses(call):
 
 @pytest.mark.parametrize("group", [32, 64])
 def test_small_groups_of_int4(group):
-    """Up to 64 rows, beyond which their scales do not fit in registers."""
-    for m in (17, 32, 33, 64):
+    for m in (17, 32, 33, 64, 65, 128):
         found = launched("int4", m, group=group)
         assert (found.kernel.fn.__name__, found.arguments["COLUMNS"]) == (HOPPER, group)
     assert launched("int4", 16, group=group).kernel.fn.__name__ == TRITON
-    with pytest.raises(ValueError, match="skinny_mm: `x` must have at most 64 rows, got 65"):
-        launched("int4", 65, group=group)
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("int4", 64), ("nvfp4", 16), ("mxfp4", 32)])
+def test_half_a_block_at_the_end_of_k(kind, group):
+    """As gpt-oss has it: tiles reach beyond k, and programs have that block too."""
+    for m in (33, 128):
+        found = launched(kind, m, 5120, 2880, group=group)
+        assert found.kernel.fn.__name__ == HOPPER
+        assert [found.arguments[name].block_shape[1] for name in ("x", "weight")] == [128, 64]
+        alone = launched(kind, m, 64, 2880, group=group, sms=23).arguments  # a program for each of 22.5 blocks
+        assert alone["partial"].numel() == 2 * 23 * alone["CONSUMERS"] * 64 * alone["x"].block_shape[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "row", "words"),
+    [
+        ("nvfp4", 4096, 256, True), ("mxfp4", 4096, 128, True), ("nvfp4", 7168, 448, True), ("mxfp4", 7168, 224, True),
+        ("nvfp4", 4096, 264, True), ("nvfp4", 4096, 260, False), ("mxfp4", 4096, 132, True), ("mxfp4", 4096, 130, False),
+        ("nvfp4", 2880, 180, False), ("nvfp4", 2880, 184, False), ("mxfp4", 2880, 90, False), ("mxfp4", 2880, 92, False),
+    ],
+)  # fmt: skip
+def test_scales_in_words(kind, k, row, words):
+    """Of whole blocks, where rows of scales are as far apart as words can be; else words have scales of what is behind k."""
+    dtype, group = SCALES[kind]
+    stored = WeightFormat(kind, 1, group)
+    rows = torch.empty(4096, row, dtype=dtype, device="meta")[:, : k // group]
+    assert hopper_mm._in_words(rows, stored, k) == words
+    for apart in (torch.empty(k // group, 4096, dtype=dtype, device="meta").t(), rows.new_empty(4096, 2 * row)[:, ::2]):
+        assert not hopper_mm._in_words(apart[:, : k // group], stored, k)
+    assert launched(kind, 128, 4096, k).arguments["WORDS"] == (k % 128 == 0)
+    assert not launched("int4", 128, group=32).arguments["WORDS"]
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -102,7 +130,7 @@ def test_groups_of_int4(group):
     ("call", "most"),
     [
         ({"kind": "int4"}, 128), ({"kind": "nvfp4"}, 128), ({"kind": "int4", "arch": 100}, 64),
-        ({"kind": "int4", "group": 64}, 64), ({"kind": "int4", "dtype": FP16, "scales": FP16}, 64),
+        ({"kind": "int4", "group": 64}, 128), ({"kind": "int4", "dtype": FP16, "scales": FP16}, 64),
     ],
     ids=str,
 )  # fmt: skip
@@ -122,7 +150,7 @@ def test_programs_share_the_blocks_of_k(n, k, sms):
         consumers, block_m = given["CONSUMERS"], given["x"].block_shape[0]
         assert m <= block_m
         tiles, blocks = -(-n // (64 * consumers)), k // 128
-        splits = HopperTile(block_m, consumers, 0).splits(n, k, sms)
+        splits = choose(m, n, k, WeightFormat("int4", 1, 128), sms).splits
         assert given["LINES"] == (m == 128)
         programs = min(splits * tiles or sms, tiles * blocks)
         whole = tiles % programs == 0
@@ -136,12 +164,12 @@ def test_programs_share_the_blocks_of_k(n, k, sms):
     ("block_m", "n", "k", "splits"),
     [
         (32, 4096, 4096, 4), (64, 4096, 14336, 4), (128, 4096, 4096, 4), (128, 6144, 4096, 2), (32, 6144, 4096, 0),
-        (64, 6144, 4096, 0), (128, 28672, 4096, 0), (128, 64, 4096, 0), (128, 16896, 4096, 1),
+        (64, 6144, 4096, 0), (128, 28672, 4096, 0), (128, 64, 4096, 0), (128, 16896, 4096, 1), (128, 4096, 1984, 4),
     ],
 )  # fmt: skip
 def test_programs_of_a_tile(block_m, n, k, splits):
     """The same count for each where that was faster on an H100, or all multiprocessors have equal shares."""
-    assert HopperTile(block_m, 2, 0).splits(n, k, 132) == splits
+    assert choose(block_m, n, k, WeightFormat("int4", 1, 128), 132).splits == splits
 
 
 def test_16_rows_and_many_columns_of_int4():

@@ -147,8 +147,12 @@ def combined(
             gl.store(counter, 0)  # for the next launch
             # .cg: partial sums come from other multiprocessors, so L1 must not answer
             whole = gl.load(mine + (2 * first_program + 1) * SLOT, cache_modifier=".cg")
-            for program in range(first_program + 1, last_program + 1):
-                whole += gl.load(mine + 2 * program * SLOT, cache_modifier=".cg")
+            ahead = gl.load(mine + 2 * (first_program + 1) * SLOT, cache_modifier=".cg")
+            for program in range(first_program + 2, last_program + 1):
+                part = ahead
+                ahead = gl.load(mine + 2 * program * SLOT, cache_modifier=".cg")
+                whole += part
+            whole += ahead
             acc = _as_sums(whole, WIDTH, ROWS, SUMS)
     return acc, complete
 

@@ -16,54 +16,54 @@ ARCH = 90
 BLOCK_K = 128  # of k: what one row of a tile of x in shared memory holds; bytes of the weight, half as many
 WIDTH = 64  # columns of a warpgroup: of one `wgmma`
 MANY_COLUMNS = 16384  # from which three warpgroups read the rows less often, and are not too few programs
-INT4_ROWS, FEW_ROWS = 128, 64  # most of int4, and of 4-bit floats and of int4 in groups of less than `BLOCK_K`
+K_UNIT = 64  # what k is a multiple of: half a block, the rest of which is read as zeros
 STORED_ROWS, TRITON_INT4_ROWS = 128, 64  # most of `skinny_mm`, and of int4 that `choose` has no tile for
 
 
 class HopperTile(NamedTuple):
     """What a program computes at a time: all rows, up to `block_m`, and 64 columns for each of `consumers` warpgroups; `stages`
-    blocks of `BLOCK_K` of k are in flight."""
+    blocks of `BLOCK_K` of k are in flight. `splits`: see `splits_of`."""
 
     block_m: int
     consumers: int
     stages: int
+    splits: int
 
     @property
     def lines(self) -> bool:
         """Whether results are written in lines (`hopper_shares.store_sums`)."""
         return self.block_m == 128
 
-    def splits(self, n: int, k: int, sms: int) -> int:
-        """`splits_of` a weight `[n, k]`, where that is faster than equal shares."""
-        tiles = -(-n // (self.consumers * WIDTH))
-        splits = splits_of(tiles, k // BLOCK_K, sms) if tiles <= sms else 0
-        return splits if tiles * splits >= (BUSY if self.block_m == 128 else FULL) * sms else 0
 
-
-def choose(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype) -> HopperTile | None:
-    """For `m` rows of `dtype`, on Hopper; None if `skinny_mm_kernel` is the faster one, or alone has what the weight needs."""
+def takes(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype) -> bool:
+    """Whether `hopper_mm.py` computes `m` rows of `dtype`, on Hopper; else `skinny_mm_kernel` is the faster one, or alone has
+    what the weight needs."""
     int4 = stored.kind == "int4"
-    if dtype != torch.bfloat16 or k % BLOCK_K or not (int4 or stored.float4):
-        return None
-    if int4 and scale_dtype != dtype:
-        return None
-    # With 128 rows, registers do not hold a thread's scales and zero points of several groups beside its sums.
-    most = INT4_ROWS if int4 and stored.columns % BLOCK_K == 0 else FEW_ROWS
-    if m <= 16 or m > most or m * n >= 2**31:
-        return None
+    if dtype != torch.bfloat16 or k % K_UNIT or not (int4 or stored.float4) or (int4 and scale_dtype != dtype):
+        return False
+    if not 16 < m <= STORED_ROWS or m * n >= 2**31:
+        return False
+    return int4 or m > 32 or n >= MANY_COLUMNS
+
+
+def choose(m: int, n: int, k: int, stored: WeightFormat, sms: int) -> HopperTile:
+    """For `m` rows that `takes` takes."""
     if m > 32:
-        return HopperTile(64, 2, 9) if m <= 64 else HopperTile(128, 2, 5)
-    if n >= MANY_COLUMNS and stored.kind != "nvfp4":
-        return HopperTile(32, 3, 11)
-    return HopperTile(32, 2, 12) if int4 or n >= MANY_COLUMNS else None
+        block_m, consumers, stages = (64, 2, 9) if m <= 64 else (128, 2, 5)
+    else:
+        block_m, consumers, stages = (32, 3, 11) if n >= MANY_COLUMNS and stored.kind != "nvfp4" else (32, 2, 12)
+    tiles = -(-n // (consumers * WIDTH))
+    splits = splits_of(tiles, -(-k // BLOCK_K), sms) if tiles <= sms else 0
+    shared = tiles * splits < (BUSY if block_m == 128 else FULL) * sms
+    return HopperTile(block_m, consumers, stages, 0 if shared else splits)
 
 
 def most_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype, arch: int) -> int:
     """Most rows of `dtype` that `skinny_mm` takes on `arch` (90 for sm_90) with such a weight of 8 or 4 bits."""
     if stored.kind != "int4":
         return STORED_ROWS
-    on_hopper = arch == ARCH and choose(INT4_ROWS, n, k, stored, dtype, scale_dtype) is not None
-    return INT4_ROWS if on_hopper else TRITON_INT4_ROWS
+    on_hopper = arch == ARCH and takes(STORED_ROWS, n, k, stored, dtype, scale_dtype)
+    return STORED_ROWS if on_hopper else TRITON_INT4_ROWS
 
 
 FLOAT8_ROWS = 128  # most of `float8_mm`

@@ -63,8 +63,8 @@ def test_a_tile_has_all_rows_and_fits(m, blocks):
 @pytest.mark.parametrize(
     ("tiles", "blocks", "splits"),
     [
-        (64, 32, 2), (96, 32, 1), (132, 32, 1), (16, 32, 8), (1, 112, 28), (1, 1, 1), (133, 32, 0), (158, 32, 0), (159, 32, 1),
-        (224, 32, 1), (265, 32, 1), (2004, 32, 1),
+        (64, 32, 2), (96, 32, 1), (132, 32, 1), (16, 32, 4), (1, 112, 14), (1, 1, 1), (133, 32, 0), (184, 32, 0), (185, 32, 1),
+        (224, 32, 1), (277, 32, 0), (278, 32, 1), (2004, 32, 1),
     ],
 )  # fmt: skip
 def test_programs_of_a_tile(tiles, blocks, splits):
@@ -90,10 +90,22 @@ def test_programs_share_the_blocks_of_k(n, k, sms):
 
 @pytest.mark.parametrize(
     ("tiles", "blocks", "splits", "programs"),
-    [(64, 32, 2, 128), (224, 32, 1, 112), (2004, 32, 1, 126), (96, 32, 1, 96), (140, 32, 0, 132), (1, 8, 0, 8), (1, 8, 2, 2)],
+    [
+        (64, 32, 2, 128),
+        (224, 32, 1, 112),
+        (2004, 32, 1, 126),
+        (96, 32, 1, 96),
+        (140, 32, 0, 132),
+        (1, 8, 0, 8),
+        (1, 8, 2, 2),
+        (24, 56, 5, 120),
+        (1, 10, 7, 5),
+        (2, 10, 0, 20),
+        (12, 24, 0, 96),
+    ],
 )
 def test_counts_of_programs(tiles, blocks, splits, programs):
-    """As few as give none more whole tiles; never more than blocks."""
+    """As few as give none more whole tiles, or none of a tile more blocks of k; never more than blocks."""
     device = torch.device("meta")
     with recorded(Target(90, 132)):
         assert hopper_shares.divided(device, "test", tiles, blocks, 1, 8, splits)[0] == programs
@@ -162,7 +174,7 @@ def parted(m: int, n: int = 4096, k: int = 4096, blocks: bool = False, dtype: to
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("m", "rows"), [(33, 64), (64, 64), (65, 128), (128, 128)])
 def test_rows_of_bfloat16_in_two_parts(m, rows, blocks):
-    for n, k in ((6144, 4096), (28672, 4096), (100, 128), *([(4096, 14336)] if m > 64 else [])):
+    for n, k in ((6144, 4096), (28672, 4096), (1536, 7168), (4096, 14336)):
         first, product = parted(m, n, k, blocks)
         assert first.kernel is row_parts.row_parts_kernel
         assert first.arguments["rests"] == rows
@@ -177,8 +189,9 @@ def test_rows_of_bfloat16_in_two_parts(m, rows, blocks):
     ("m", "n", "k", "stored", "dtype"),
     [
         (32, 6144, 4096, WeightFormat("float8", 1, 4096), BF16),  # converting the weight is as fast
-        (128, 4096, 4096, WeightFormat("float8", 1, 4096), BF16),  # sums are exchanged
-        (64, 4096, 14336, WeightFormat("float8", 1, 14336), BF16),
+        (128, 4096, 4096, WeightFormat("float8", 1, 4096), BF16),  # half of the multiprocessors would be idle
+        (64, 100, 4096, WeightFormat("float8", 1, 4096), BF16),  # most would
+        (64, 17152, 4096, WeightFormat("float8", 1, 4096), BF16),  # all exchange sums, and k is short
         (129, 6144, 4096, WeightFormat("float8", 1, 4096), BF16),
         (64, 6144, 4096, WeightFormat("float8", 1, 4096), torch.float16),  # more significant bits than two parts have
         (64, 6144, 4096, WeightFormat("float8", 1, 64), BF16),  # groups of a row
@@ -194,7 +207,7 @@ def test_rows_that_are_not_taken_apart(m, n, k, stored, dtype):
 
 @pytest.mark.parametrize("m", [33, 64, 65, 128])
 def test_parts_fit(m):
-    for n, k in ((6144, 4096), (28672, 4096), (100, 128), *([(4096, 14336)] if m > 64 else [])):
+    for n, k in ((6144, 4096), (28672, 4096), (1536, 7168), (4096, 14336)):
         tile = choose_parts(m, n, k, WeightFormat("float8", 1, k), BF16, 132)
         assert tile.stages >= 4
         assert tile.stages * 128 * (64 * tile.consumers + 2 * tile.block_m) <= LIMIT

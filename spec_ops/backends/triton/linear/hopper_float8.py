@@ -147,8 +147,7 @@ def hopper_float8_kernel(
         f_smem: gl.constexpr = None  # type: ignore[no-redef]
         factors: gl.constexpr = None  # type: ignore[no-redef]
     index = gl.program_id(0)
-    blocks = gl.cdiv(K, BLOCK_K)
-    start, stop, share, longer = shares(partial, gl.cdiv(N, CONSUMERS * WIDTH), blocks)
+    start, stop, share, longer, blocks = shares(partial, gl.cdiv(N, CONSUMERS * WIDTH), gl.cdiv(K, BLOCK_K))
     if CONSUMERS == 1:
         gl.warp_specialize(
             [

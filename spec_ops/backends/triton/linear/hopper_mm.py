@@ -252,8 +252,7 @@ def hopper_mm_kernel(
     x_smem = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_shape[0], BLOCK_K], x.layout)
     w_smem = gl.allocate_shared_memory(weight.dtype, [STAGES * CONSUMERS, w_shape[0], w_shape[1]], weight.layout)
     index = gl.program_id(0)
-    blocks = gl.cdiv(K, BLOCK_K)
-    start, stop, share, longer = shares(partial, gl.cdiv(N, CONSUMERS * w_shape[0]), blocks)
+    start, stop, share, longer, blocks = shares(partial, gl.cdiv(N, CONSUMERS * w_shape[0]), gl.cdiv(K, BLOCK_K))
     if CONSUMERS == 1:
         gl.warp_specialize(
             [

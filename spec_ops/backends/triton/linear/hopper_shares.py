@@ -3,7 +3,7 @@ equal shares of a weight's blocks of k.
 
 The blocks of all tiles are one list, one tile after the other, and each program has as many of them as the others. So a tile
 may be shared by several. Each then writes its sum, and the last one to arrive adds them up, in the order of k: none waits for
-another. How many programs there are, and whether they share tiles at all: `hopper_tiles.splits_of`.
+another. How many programs there are, and whether they share tiles at all, is said in `hopper_tiles.py`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,31 @@ from spec_ops.backends.triton.runtime.launch import num_sms
 
 @gluon.jit
 def shares(partial, tiles, blocks):
-    """The first block of this program's and the one after its last, and the `share` and `longer` of all (`range_start`); whole
-    tiles if there is no place for `partial` sums."""
+    """The first block of this program's and the one after its last, the `share` and `longer` of all (`range_start`), and how
+    many blocks a tile has in the list; whole tiles if there is no place for `partial` sums.
+
+    Programs of which each tile has as many have no block of another: a tile then ends with blocks that nobody has, so that its
+    last program may have fewer than the others."""
+    programs = gl.num_programs(0)
+    index = gl.program_id(0)
+    pitch = blocks
     unit = 1
     if partial is None:
         unit = blocks
     total = tiles * (blocks // unit)
-    share = total // gl.num_programs(0)
-    longer = total - share * gl.num_programs(0)
-    index = gl.program_id(0)
-    return range_start(index, share, longer) * unit, range_start(index + 1, share, longer) * unit, share, longer
+    share = total // programs
+    longer = total - share * programs
+    start = range_start(index, share, longer) * unit
+    stop = range_start(index + 1, share, longer) * unit
+    if partial is not None:
+        if programs % tiles == 0:
+            splits = programs // tiles
+            share = gl.cdiv(blocks, splits)
+            longer = longer * 0
+            pitch = share * splits
+            start = index * share
+            stop = gl.minimum(start + share, index // splits * pitch + blocks)
+    return start, stop, share, longer, pitch
 
 
 @gluon.jit
@@ -198,6 +213,8 @@ def divided(
         programs = triton.cdiv(tiles, triton.cdiv(tiles, sms))
     elif splits:
         programs = tiles * min(splits, blocks)
+    if programs > tiles and programs % tiles == 0:  # each tile has as many: none without a block (`shares`)
+        programs = tiles * triton.cdiv(blocks, triton.cdiv(blocks, programs // tiles))
     if splits == 1 or tiles % programs == 0:
         return programs, None, None
     partial = torch.empty(2 * programs * consumers * WIDTH * block_m, dtype=torch.float32, device=device)

@@ -5,6 +5,7 @@ Figures: `docs/notebook/products.md`, "4 bits at 17 to 128 rows on Hopper".
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,11 @@ from spec_ops.backends.weight_format import WeightFormat
 ARCH = 90
 BLOCK_K = 128  # of k: what one row of a tile of x in shared memory holds; bytes of the weight, half as many
 WIDTH = 64  # columns of a warpgroup: of one `wgmma`
-MANY_COLUMNS = 16384  # from which three warpgroups read the rows less often, and are not too few programs
+MANY_COLUMNS = 8192  # from which two warpgroups read rows of float8 less often, and are not too few programs
 K_UNIT = 64  # what k is a multiple of: half a block, the rest of which is read as zeros
-STORED_ROWS, TRITON_INT4_ROWS = 128, 64  # most of `skinny_mm`, and of int4 that `choose` has no tile for
+STORED_ROWS, TRITON_INT4_ROWS = 128, 64  # most of `skinny_mm`, and of int4 that `takes` refuses
+# Of a tile of so many rows and warpgroups: as many as shared memory holds.
+STAGES = {(32, 1): 16, (32, 2): 12, (32, 3): 11, (64, 1): 11, (64, 2): 9, (64, 3): 7, (128, 1): 6, (128, 2): 5}
 
 
 class HopperTile(NamedTuple):
@@ -41,21 +44,38 @@ def takes(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scal
     int4 = stored.kind == "int4"
     if dtype != torch.bfloat16 or k % K_UNIT or not (int4 or stored.float4) or (int4 and scale_dtype != dtype):
         return False
-    if not 16 < m <= STORED_ROWS or m * n >= 2**31:
-        return False
-    return int4 or m > 32 or n >= MANY_COLUMNS
+    return 16 < m <= STORED_ROWS and m * n < 2**31
 
 
 def choose(m: int, n: int, k: int, stored: WeightFormat, sms: int) -> HopperTile:
-    """For `m` rows that `takes` takes."""
-    if m > 32:
-        block_m, consumers, stages = (64, 2, 9) if m <= 64 else (128, 2, 5)
-    else:
-        block_m, consumers, stages = (32, 3, 11) if n >= MANY_COLUMNS and stored.kind != "nvfp4" else (32, 2, 12)
-    tiles = -(-n // (consumers * WIDTH))
-    splits = splits_of(tiles, -(-k // BLOCK_K), sms) if tiles <= sms else 0
-    shared = tiles * splits < (BUSY if block_m == 128 else FULL) * sms
-    return HopperTile(block_m, consumers, stages, 0 if shared else splits)
+    """For `m` rows that `takes` takes: the tile of the least `_us`."""
+    block_m = next(size for size in (32, 64, 128) if m <= size)
+    # Three warpgroups leave too few registers for the scales and zero points of small groups.
+    most = 2 if stored.kind == "int4" and stored.columns < (64 if block_m == 32 else BLOCK_K) else 3
+    return _cheapest(block_m, most, n, -(-k // BLOCK_K), sms)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(block_m: int, most_consumers: int, n: int, blocks: int, sms: int) -> HopperTile:
+    tiles = []
+    for (rows, consumers), stages in STAGES.items():
+        if rows == block_m and consumers <= most_consumers:
+            most = sms // -(-n // (consumers * WIDTH))  # programs that can share a tile
+            tiles += [HopperTile(rows, consumers, stages, splits) for splits in range(min(most, blocks) + 1)]
+    return min(tiles, key=lambda tile: _us(tile, -(-n // (tile.consumers * WIDTH)), blocks, sms))
+
+
+def _us(tile: HopperTile, tiles: int, blocks: int, sms: int) -> float:
+    """Of so many tiles of `blocks` of k, beside what every tile takes: fitted to 700 launches of int4 and MXFP4 on an H200."""
+    size = tile.consumers * tile.block_m / 64
+    of_block = 0.24 + 0.19 * tile.consumers + 0.08 * size
+    if tile.splits == 1:
+        return -(-tiles // sms) * (blocks * of_block + 1) - 1
+    if tile.splits == 0:
+        share = -(-tiles * blocks // sms)
+        return share * of_block + 1.5 * share / blocks + 1 + size * (1.5 + 0.2 * sms / tiles)
+    share = -(-blocks // tile.splits)
+    return share * of_block + 0.6 + size * (0.5 + 0.2 * -(-blocks // share))
 
 
 def most_rows(n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scale_dtype: torch.dtype, arch: int) -> int:
@@ -75,9 +95,8 @@ PARTS_LONG = 8192  # of k
 PARTS_LEAST_ROWS = 33  # of bfloat16 that are taken apart: with fewer, converting the weight is faster
 SHARED_BYTES = 227 * 1024 - 2048  # of a program, but barriers and what alignment takes
 MOST_STAGES = 12
-LEAST_BLOCKS = 4  # of k of a program that shares a tile
-BUSY = 0.6  # least share of the multiprocessors that is busy on average, where blocks are not shared out equally
-FULL = 0.9  # the same of weights of 4 bits and up to 64 rows
+LEAST_BLOCKS = 8  # of k of a program that shares a tile
+BUSY = 0.7  # least share of the multiprocessors that is busy on average, where blocks are not shared out equally
 
 
 def splits_of(tiles: int, blocks: int, sms: int) -> int:
@@ -114,7 +133,7 @@ def choose_float8(m: int, n: int, k: int, x_blocks: bool, sms: int) -> Float8Til
     Rows are read for each tile, so wide tiles read less. But sums that programs exchange are as long as tiles are wide: so few
     columns have narrow tiles."""
     block_m = next(size for size in (8, 16, 32, 64, 128) if m <= size)
-    consumers = 2 if n >= MANY_COLUMNS and block_m >= (32 if x_blocks else 128) else 1
+    consumers = 2 if n >= MANY_COLUMNS and block_m >= (64 if x_blocks else 128) else 1
     return float8_tile(block_m, consumers, x_blocks, splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms))
 
 
@@ -126,10 +145,12 @@ def choose_parts(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtyp
     whole, blocks = stored.columns == k and stored.rows in (1, n), stored.rows == stored.columns == BLOCK_K
     if not (whole or blocks) or k > PARTS_MOST_COLUMNS or m * n >= 2**31:
         return None
-    block_m, consumers = (64 if m <= 64 else 128), (2 if n >= MANY_COLUMNS else 1)
-    splits = splits_of(-(-n // (consumers * WIDTH)), k // BLOCK_K, sms)
-    # Where programs exchange sums too, taking rows apart pays with many of them and of k.
-    if splits != 1 and (m <= 64 or k < PARTS_LONG):
+    block_m, long = (64 if m <= 64 else 128), k >= PARTS_LONG
+    consumers = 2 if n >= (MANY_COLUMNS // 2 if block_m == 128 and long else MANY_COLUMNS) else 1
+    tiles = -(-n // (consumers * WIDTH))
+    # A quarter of the multiprocessors is left to the launch that takes the next rows apart, unless blocks of k are many.
+    splits = splits_of(tiles, k // BLOCK_K, sms if long or tiles > 3 * sms // 4 else 3 * sms // 4)
+    if (splits == 0 and not long) or (splits == 1 and tiles < sms // 2) or 0 < tiles * splits < sms // 3:
         return None
     return float8_tile(block_m, consumers, False, splits, 2)
 

@@ -67,9 +67,8 @@ AFTER_NORM: Rules = {
     )
 }
 # Columns of products after a norm, together, from which Hopper's kernel for weights of 4 bits gains more than a norm of its own
-# costs, which takes 2.9 us. At 32 rows it is faster by 18.0 us with int4 (MXFP4 10.9, NVFP4 6.8) at 28672 columns, by 1.1 at
-# 6144. So qkv stays fused, and gate_up does not. More rows are not fused.
-HOPPER_COLUMNS = hopper_tiles.MANY_COLUMNS
+# costs: gate_up stays out of the fusion, and qkv in it (`docs/notebook/products.md`). More than 32 rows are not fused.
+HOPPER_COLUMNS = 16384
 
 # What comes before a norm, and what computes both.
 FRONTS: dict[Any, Any] = {

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spec_ops.backends.triton.linear.hopper_tiles import MANY_COLUMNS
 from spec_ops.backends.weight_format import dequantized
 from spec_ops.ops.linear import add_skinny_mm_op, scaled_skinny_mm_op, skinny_mm_op
 from spec_ops.passes import fuse_norm_linear
-from spec_ops.passes.fuse_norm_linear import FuseNormLinear
+from spec_ops.passes.fuse_norm_linear import HOPPER_COLUMNS, FuseNormLinear
 from spec_ops.passes.lower_skinny_mm import LowerSkinnyMm
 from tests.helpers.pass_harness import capture, run_pass, targets, texts
 from tests.helpers.stored_weights import stored
@@ -71,8 +70,9 @@ def _places(*weights: tuple[torch.Tensor | None, ...]) -> Iterator[list[int | No
         ("int4-32", 32, (GATE_UP,)),
         ("nvfp4", 32, (GATE_UP,)),
         ("mxfp4", 32, (GATE_UP,)),
-        ("int4-128", 32, (MANY_COLUMNS,)),
+        ("int4-128", 32, (HOPPER_COLUMNS,)),
         ("int4-128", 32, (GATE_UP // 2, GATE_UP // 2)),  # gate and up apart
+        ("nvfp4", 32, (GATE_UP // 2, GATE_UP // 2)),
         ("int4-128", 32, (QKV, GATE_UP)),  # attention beside an MLP
     ],
 )
@@ -93,10 +93,9 @@ def test_many_columns_keep_their_norm(kind, m, columns):
     [
         ("int4-128", 32, (QKV,), BF16),  # the kernel gains less than a norm costs
         ("nvfp4", 32, (QKV,), BF16),
-        ("int4-128", 32, (MANY_COLUMNS - 128,), BF16),
+        ("int4-128", 32, (HOPPER_COLUMNS - 128,), BF16),
         ("int4-128", 16, (GATE_UP,), BF16),  # that kernel does not compute these:
         ("mxfp4", 16, (GATE_UP,), BF16),
-        ("nvfp4", 32, (GATE_UP // 2, GATE_UP // 2), BF16),
         ("int4-128", 32, (GATE_UP,), FP32),
         ("row", 32, (GATE_UP,), FP32),
     ],

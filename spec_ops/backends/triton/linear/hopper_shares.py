@@ -45,7 +45,7 @@ def shares(partial, tiles, blocks):
     longer = total - share * programs
     start = range_start(index, share, longer) * unit
     stop = range_start(index + 1, share, longer) * unit
-    if partial is not None:
+    if partial is not None:  # noqa: SIM102  # known when the kernel is compiled, the other when it runs
         if programs % tiles == 0:
             splits = programs // tiles
             share = gl.cdiv(blocks, splits)

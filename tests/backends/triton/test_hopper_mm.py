@@ -185,6 +185,13 @@ def test_every_product_has_a_tile(m, sms):
             assert tile.splits <= 1 or -(-n // (64 * tile.consumers)) * tile.splits <= sms
 
 
+def test_scales_of_16_that_are_no_words_have_two_warpgroups():
+    """Three spill in their loop."""
+    nvfp4 = WeightFormat("nvfp4", 1, 16)
+    assert choose(64, 28672, 4096, nvfp4, 132).consumers == choose(32, 28672, 2880, nvfp4, 132).consumers == 3
+    assert choose(64, 28672, 2880, nvfp4, 132).consumers == 2
+
+
 def test_16_rows_and_many_columns_of_int4():
     """The tile that was faster there on an H200; other groups and other GPUs keep theirs."""
     found = launched("int4", 16, 28672).arguments

@@ -50,9 +50,11 @@ def takes(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scal
 def choose(m: int, n: int, k: int, stored: WeightFormat, sms: int) -> HopperTile:
     """For `m` rows that `takes` takes: the tile of the least `_us`."""
     block_m = next(size for size in (32, 64, 128) if m <= size)
-    # Three warpgroups leave too few registers for the scales and zero points of small groups.
-    most = 2 if stored.kind == "int4" and stored.columns < (64 if block_m == 32 else BLOCK_K) else 3
-    return _cheapest(block_m, most, n, -(-k // BLOCK_K), sms)
+    # Three warpgroups leave too few registers for the scales and zero points of small groups, or where half a block at the end
+    # keeps scales of 16 numbers from being words.
+    few = stored.kind == "int4" and stored.columns < (64 if block_m == 32 else BLOCK_K)
+    few = few or (stored.kind == "nvfp4" and block_m == 64 and k % BLOCK_K != 0)
+    return _cheapest(block_m, 2 if few else 3, n, -(-k // BLOCK_K), sms)
 
 
 @functools.lru_cache(maxsize=4096)

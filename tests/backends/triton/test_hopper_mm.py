@@ -185,11 +185,18 @@ def test_every_product_has_a_tile(m, sms):
             assert tile.splits <= 1 or -(-n // (64 * tile.consumers)) * tile.splits <= sms
 
 
-def test_scales_of_16_that_are_no_words_have_two_warpgroups():
-    """Three spill in their loop."""
-    nvfp4 = WeightFormat("nvfp4", 1, 16)
-    assert choose(64, 28672, 4096, nvfp4, 132).consumers == choose(32, 28672, 2880, nvfp4, 132).consumers == 3
-    assert choose(64, 28672, 2880, nvfp4, 132).consumers == 2
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_scales_that_are_no_words_have_two_warpgroups(kind):
+    """With 33 to 64 rows: three spill in their loop."""
+    for m, k, consumers in ((64, 4096, 3), (32, 2880, 3), (64, 2880, 2)):
+        assert launched(kind, m, 28672, k).arguments["CONSUMERS"] == consumers
+
+
+def test_whole_tiles_in_several_rounds():
+    """Also where there are more tiles than multiprocessors: with a short k, sums to exchange would take longer."""
+    stored = WeightFormat("mxfp4", 1, 32)
+    assert choose(128, 28672, 1024, stored, 132)[1::2] == (2, 1)
+    assert choose(128, 28672, 4096, stored, 132)[1::2] == (2, 0)
 
 
 def test_16_rows_and_many_columns_of_int4():

@@ -332,7 +332,8 @@ def product(
         return False
     check_operands("skinny_mm", x, weight)
     x = readable(x)
-    tile = tile or choose(m, n, k, stored, num_sms(x.device))
+    words = _in_words(scale, stored, k)
+    tile = tile or choose(m, n, k, stored, num_sms(x.device), words)
     block_m, consumers, stages, splits = tile
     programs, partial, counters = divided(
         x.device, "hopper_mm", tiles_of(n, consumers), triton.cdiv(k, BLOCK_K), consumers, block_m, splits
@@ -346,7 +347,7 @@ def product(
             ),
             *scale_arguments(scale, zero, tensor_scale), partial, counters, m, n, k, weight, weight.stride(0), bias, out,
             KIND=stored.kind, CONSUMERS=consumers, STAGES=stages, COLUMNS=stored.columns, LINES=tile.lines,
-            WORDS=_in_words(scale, stored, k), num_warps=4, early=True,
+            WORDS=words, num_warps=4, early=True,
         )  # fmt: skip
     return True
 
@@ -362,7 +363,7 @@ def ahead() -> Iterator[Variant]:
     cases = [("int4", group, m, n, 4096) for group in (32, 64, 128) for m in (32, 64, 128) for n in (4096, 28672)]
     for kind, group in (("nvfp4", 16), ("mxfp4", 32)):
         cases += [(kind, group, m, 28672, 4096) for m in (32, 64, 128)] + [(kind, group, m, 1536, 7168) for m in (64, 128)]
-        cases.append((kind, group, 128, 5120, 2880))
+        cases += [(kind, group, 64, 28672, 2880), (kind, group, 128, 5120, 2880)]
     for kind, group, m, n, k in cases:
         with recorded(Target(90, 132)) as launches:
             out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")

@@ -19,7 +19,7 @@ WIDTH = 64  # columns of a warpgroup: of one `wgmma`
 MANY_COLUMNS = 8192  # from which two warpgroups read rows of float8 less often, and are not too few programs
 K_UNIT = 64  # what k is a multiple of: half a block, the rest of which is read as zeros
 STORED_ROWS, TRITON_INT4_ROWS = 128, 64  # most of `skinny_mm`, and of int4 that `takes` refuses
-# Of a tile of so many rows and warpgroups: as many as shared memory holds.
+# Of a tile of so many rows and warpgroups, in flight: about as many as shared memory holds.
 STAGES = {(32, 1): 16, (32, 2): 12, (32, 3): 11, (64, 1): 11, (64, 2): 9, (64, 3): 7, (128, 1): 6, (128, 2): 5}
 
 
@@ -47,13 +47,12 @@ def takes(m: int, n: int, k: int, stored: WeightFormat, dtype: torch.dtype, scal
     return 16 < m <= STORED_ROWS and m * n < 2**31
 
 
-def choose(m: int, n: int, k: int, stored: WeightFormat, sms: int) -> HopperTile:
-    """For `m` rows that `takes` takes: the tile of the least `_us`."""
+def choose(m: int, n: int, k: int, stored: WeightFormat, sms: int, words: bool = True) -> HopperTile:
+    """For `m` rows that `takes` takes: the tile of the least `_us`. `words`: whether 4-bit floats have scales in words."""
     block_m = next(size for size in (32, 64, 128) if m <= size)
-    # Three warpgroups leave too few registers for the scales and zero points of small groups, or where half a block at the end
-    # keeps scales of 16 numbers from being words.
+    # Three warpgroups leave too few registers for the scales and zero points of small groups, and for scales that are no words.
     few = stored.kind == "int4" and stored.columns < (64 if block_m == 32 else BLOCK_K)
-    few = few or (stored.kind == "nvfp4" and block_m == 64 and k % BLOCK_K != 0)
+    few = few or (stored.float4 and block_m == 64 and not words)
     return _cheapest(block_m, 2 if few else 3, n, -(-k // BLOCK_K), sms)
 
 
@@ -63,16 +62,16 @@ def _cheapest(block_m: int, most_consumers: int, n: int, blocks: int, sms: int) 
     for (rows, consumers), stages in STAGES.items():
         if rows == block_m and consumers <= most_consumers:
             most = sms // -(-n // (consumers * WIDTH))  # programs that can share a tile
-            tiles += [HopperTile(rows, consumers, stages, splits) for splits in range(min(most, blocks) + 1)]
+            tiles += [HopperTile(rows, consumers, stages, splits) for splits in range(max(1, min(most, blocks)) + 1)]
     return min(tiles, key=lambda tile: _us(tile, -(-n // (tile.consumers * WIDTH)), blocks, sms))
 
 
 def _us(tile: HopperTile, tiles: int, blocks: int, sms: int) -> float:
-    """Of so many tiles of `blocks` of k, beside what every tile takes: fitted to 700 launches of int4 and MXFP4 on an H200."""
+    """Of so many tiles of `blocks` of k, beside what every tile takes: fitted to launches of int4 and MXFP4 on an H200."""
     size = tile.consumers * tile.block_m / 64
     of_block = 0.24 + 0.19 * tile.consumers + 0.08 * size
     if tile.splits == 1:
-        return -(-tiles // sms) * (blocks * of_block + 1) - 1
+        return -(-tiles // sms) * (blocks * of_block + 2) - 2
     if tile.splits == 0:
         share = -(-tiles * blocks // sms)
         return share * of_block + 1.5 * share / blocks + 1 + size * (1.5 + 0.2 * sms / tiles)

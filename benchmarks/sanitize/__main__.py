@@ -37,6 +37,10 @@ _WARPGROUP = (
     "128 threads access shared memory, meet at their warpgroup's named barrier (bar.sync 2, 128), and one of them arrives at "
     "the mbarrier that the other warpgroup waits on"
 )
+_COPIES = (
+    "the mbarrier that readers wait on counts the copies (cp.async.mbarrier.arrive), and the warp that copies waits for another "
+    "one, at which readers arrive"
+)
 _PARTITIONS = "Triton's hand-over of arguments to the partitions: all warps meet at bar.sync 1 between the two"
 WARP_SPECIALIZED = (
     "gqa_hopper_attention", "mla_hopper_attention", "mla_hopper_few_attention", "hopper_mm_kernel", "hopper_float8_kernel",
@@ -46,10 +50,16 @@ ORDERED: dict[tuple[str, frozenset[str]], str] = {
     ("mla_hopper_attention", frozenset({"sums.store(l)", "l = sums.load(S_ROW)"})): _WARPGROUP,
     ("mla_hopper_attention", frozenset({"sums.store(l)", "l = l + sums.load(S_ROW)"})): _WARPGROUP,
     ("mla_hopper_attention", frozenset({"odd_max.store(m)", "m = odd_max.load(S_ROW)"})): _WARPGROUP,
-}
+    ("hopper_float8_kernel", frozenset({
+        "async_copy.async_copy_global_to_shared(to, at)",
+        "product = product * gl.expand_dims(f_smem.index(stage).load(of_rows) * factor, 0)",
+    })): _COPIES,
+}  # fmt: skip
 for _kernel in WARP_SPECIALIZED:
     for _other in (f"def {_kernel}(", "gl.warp_specialize("):
         ORDERED[_kernel, frozenset({f"def {_kernel}(", _other})] = _PARTITIONS
+for _kernel in ("hopper_mm_kernel", "hopper_float8_kernel"):  # where partitions differ, the branch has their line
+    ORDERED[_kernel, frozenset({f"def {_kernel}(", "if CONSUMERS == 1:"})] = _PARTITIONS
 
 
 class Hazard(NamedTuple):

@@ -27,10 +27,13 @@ def test_every_kernel_has_a_case():
 
 
 def place(text: str, kernel: str = "mla_hopper_attention") -> str:
-    """`mla.py:line` of the line of the kernel's file that reads so."""
+    """`mla.py:line` of the line of the kernel's file that reads so, or of a helper's in `hopper_shares.py`."""
     (source,) = [file for file in sanitize.SOURCES.values() if f"def {kernel}(" in file.read_text()]
-    lines = [line.strip() for line in source.read_text().splitlines()]
-    return f"{source.name}:{lines.index(text) + 1}"
+    for file in (source, sanitize.SOURCES["hopper_shares.py"]):
+        lines = [line.strip() for line in file.read_text().splitlines()]
+        if text in lines:
+            return f"{file.name}:{lines.index(text) + 1}"
+    raise AssertionError(f"{kernel} has no line {text!r}")
 
 
 def report(*places: str, kernel: str = "mla_hopper_attention") -> str:
@@ -155,6 +158,20 @@ def test_a_warpgroup_meets_before_it_announces(kernel, least):
             arrivals += 1
             assert met, f"arrival {arrivals} without a barrier before it"
     assert arrivals >= least
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")
+def test_copies_are_counted_before_their_warp_arrives():
+    """As `sanitize.ORDERED` claims of rows' scales. A lane that arrived before another counted its copy would end the phase."""
+    variant = next(v for v in hopper_float8.ahead() if v.constexprs["X_BLOCKS"])
+    ptx = ahead.compiled(variant, 90).asm["ptx"]
+    steps = re.findall(r"cp\.async\.ca|cp\.async\.mbarrier\.arrive(?:\.noinc)?|bar\.warp\.sync|arrive\.expect_tx", ptx)
+    start = steps.index("cp.async.ca")
+    assert "cp.async.ca" not in steps[start + 1 :]
+    after = [step for step in steps[start:] if step != "bar.warp.sync"]
+    assert after[:3] == ["cp.async.ca", "cp.async.mbarrier.arrive", "arrive.expect_tx"]
+    counted, arrives = steps.index("cp.async.mbarrier.arrive"), steps.index("arrive.expect_tx")
+    assert "bar.warp.sync" in steps[counted:arrives]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled")

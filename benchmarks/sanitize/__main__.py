@@ -38,8 +38,8 @@ _WARPGROUP = (
     "the mbarrier that the other warpgroup waits on"
 )
 _COPIES = (
-    "the mbarrier that readers wait on counts the copies (cp.async.mbarrier.arrive), and the warp that copies waits for another "
-    "one, at which readers arrive"
+    "the mbarrier that readers wait on counts the copies (cp.async.mbarrier.arrive), and the warp that copies waits for "
+    "another one, at which readers arrive"
 )
 _PARTITIONS = "Triton's hand-over of arguments to the partitions: all warps meet at bar.sync 1 between the two"
 WARP_SPECIALIZED = (

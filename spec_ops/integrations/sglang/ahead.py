@@ -8,7 +8,7 @@ from typing import Any
 
 from spec_ops.integrations import ahead
 from spec_ops.integrations.ahead import Batches, Layer, Step
-from spec_ops.integrations.sglang.limits import runner_heads
+from spec_ops.integrations.sglang.limits import attention_layers, runner_heads
 
 UNKNOWN = 256  # requests of the largest graph, where SGLang does not say
 PROMPT = 8192  # tokens of a chunk, where prompts are not cut
@@ -37,8 +37,7 @@ def needed(runner: Any) -> Iterator[tuple[Layer, Batches]]:
 
 def _kinds(runner: Any) -> list[tuple[int, bool]]:
     """Window and soft cap of each layer (SGLang's `RadixAttention`)."""
-    layers = [module for module in runner.model.modules() if hasattr(module, "tp_q_head_num")]
-    found = [(layer.sliding_window_size or -1, (layer.logit_cap or 0) > 0) for layer in layers]
+    found = [(layer.sliding_window_size or -1, (layer.logit_cap or 0) > 0) for layer in attention_layers(runner)]
     return list(dict.fromkeys((max(window, -1), softcap) for window, softcap in found))
 
 

@@ -23,7 +23,7 @@ import torch
 
 from spec_ops import ops
 from spec_ops.integrations.sglang import ahead
-from spec_ops.integrations.sglang.limits import check_inputs, check_layer
+from spec_ops.integrations.sglang.limits import check_inputs
 
 
 class Attended(NamedTuple):
@@ -114,8 +114,6 @@ class SpecOpsAttention:
         self.draft_tokens: int = args.speculative_num_draft_tokens if speculates else 1
         self.forward_metadata: Attended | None = None
         self._write_location = write_location
-        self._checked: set[int] = set()
-        self._text_config = getattr(runner.model_config, "hf_text_config", None)
         own, verify = ([0], [self.draft_tokens])
         self._lengths = {
             "decode": Lengths(self.req_to_token, self.page_size, own),
@@ -222,9 +220,6 @@ class SpecOpsAttention:
         self, q, k, v, layer, fb, save_kv_cache: bool, sinks=None, q_rope=None, k_rope=None, **others: Any
     ) -> torch.Tensor:
         """`[tokens, heads * v_head_dim]` of queries `[tokens, heads * dim]`."""
-        if layer.layer_id not in self._checked:
-            check_layer(layer, self._text_config)
-            self._checked.add(layer.layer_id)
         if getattr(fb, "mm_inputs", None):
             check_inputs(layer, fb)
         if given := [name for name, value in others.items() if value is not None]:

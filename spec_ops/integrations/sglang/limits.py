@@ -22,7 +22,7 @@ def refuse(what: str, instead: str) -> None:
 
 
 def check_runner(runner: Any) -> None:
-    """Raise ValueError for what is not supported of an engine's `ModelRunner`."""
+    """Raise ValueError for what is not supported of an engine's `ModelRunner`, a target's or a draft's."""
     args, pool, page_size = runner.server_args, runner.token_to_kv_pool, runner.page_size
     if not 1 <= page_size <= 128:
         refuse(f"pages of {page_size} tokens are not supported", "pass --page-size 64 (1 to 128)")
@@ -43,6 +43,10 @@ def check_runner(runner: Any) -> None:
         refuse("context parallelism is not supported", OTHER)
     _check_speculation(args, page_size)
     _check_split(args)
+    for layer in attention_layers(runner):
+        check_layer(layer, getattr(runner.model_config, "hf_text_config", None))
+        if not runner.use_mla_backend:
+            _check_widths(layer, pool)
     _check_kernels(runner)
 
 
@@ -101,6 +105,22 @@ def _check_kernels(runner: Any) -> None:
         if device.type == "cuda" and chosen.backend.name == REFERENCE:
             reasons = "; ".join(f"{name} {why}" for name, why in chosen.reasons.items())
             refuse(f"no kernel runs {meta.step} of this model: {reasons}", OTHER)
+
+
+def attention_layers(runner: Any) -> list[Any]:
+    """The model's layers of SGLang's class `RadixAttention`."""
+    return [module for module in runner.model.modules() if hasattr(module, "tp_q_head_num")]
+
+
+def _check_widths(layer: Any, pool: Any) -> None:
+    """An ordinary pool's rows are alike in all layers; those of MiMo V2 with windows have more heads, for example."""
+    heads, dim, v_dim = pool.head_num, pool.head_dim, getattr(pool, "v_head_dim", None) or pool.head_dim
+    if (layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim) != (heads, dim, v_dim):
+        refuse(
+            f"layer {layer.layer_id} has {layer.tp_k_head_num} KV heads with keys {layer.qk_head_dim} and values "
+            f"{layer.v_head_dim} wide, where the KV pool holds {heads} with {dim} and {v_dim}",
+            OTHER,
+        )
 
 
 def runner_heads(runner: Any) -> int:

@@ -91,6 +91,7 @@ def runner(page_size: int = 4, *, mla: bool = False, pool: Any = None, requests:
         device="cpu", page_size=page_size, dtype=torch.float32, use_mla_backend=mla, is_draft_worker=False, tp_size=1,
         token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), model_config=config,
         server_args=SimpleNamespace(**{**speculation, **arguments}),
+        model=SimpleNamespace(modules=lambda: [SimpleNamespace(), layer(mla)]),
     )  # fmt: skip
 
 
@@ -102,10 +103,10 @@ def layer(mla: bool = False, **changes: Any) -> SimpleNamespace:
     dims = (RANK + ROPE, RANK) if mla else (DIM, DIM)
     return SimpleNamespace(
         **{
-            "layer_id": 0, "tp_q_head_num": HEADS, "qk_head_dim": dims[0], "v_head_dim": dims[1], "scaling": 0.3,
-            "sliding_window_size": -1, "logit_cap": 0.0, "logit_capping_method": "tanh", "is_cross_attention": False,
-            "attn_type": SimpleNamespace(value="decoder"), "xai_temperature_len": -1, "k_scale": None, "v_scale": None,
-            "k_scale_float": None, "v_scale_float": None, **changes,
+            "layer_id": 0, "tp_q_head_num": HEADS, "tp_k_head_num": 1 if mla else KV_HEADS, "qk_head_dim": dims[0],
+            "v_head_dim": dims[1], "scaling": 0.3, "sliding_window_size": -1, "logit_cap": 0.0, "logit_capping_method": "tanh",
+            "is_cross_attention": False, "attn_type": SimpleNamespace(value="decoder"), "xai_temperature_len": -1,
+            "k_scale": None, "v_scale": None, "k_scale_float": None, "v_scale_float": None, **changes,
         }
     )  # fmt: skip
 

@@ -103,6 +103,7 @@ def test_heads_without_a_kernel_are_refused_on_a_gpu(monkeypatch):
     on_gpu = runner(64)
     on_gpu.device, on_gpu.dtype = "cuda", torch.bfloat16
     on_gpu.token_to_kv_pool.dtype, on_gpu.token_to_kv_pool.head_dim = torch.bfloat16, 1024
+    on_gpu.model.modules = lambda: [layer(qk_head_dim=1024, v_head_dim=1024)]
     with pytest.raises(ValueError, match=r"no kernel runs mha_draft_decode of this model: .*1024"):
         check_runner(on_gpu)
 
@@ -131,6 +132,31 @@ def test_refused_layers(changes, told):
     check_layer(layer())
     with pytest.raises(ValueError, match=told):
         check_layer(layer(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tp_k_head_num": 4}, "layer 3 has 4 KV heads with keys 16 and values 16 wide"),
+        ({"qk_head_dim": 24}, "layer 3 has 2 KV heads with keys 24 and values 16 wide"),
+        ({"v_head_dim": 8}, "layer 3 has 2 KV heads with keys 16 and values 8 wide"),
+        ({"xai_temperature_len": 5}, "layer 3 scales logits by length"),
+    ],
+)
+def test_all_layers_are_looked_at_when_an_engine_starts(changes, told):
+    """Keys of more heads than a pool has would be written past a token's row."""
+    given = runner(64)
+    given.model.modules = lambda: [SimpleNamespace(), layer(), layer(layer_id=3, **changes)]
+    told = f"{told}, where the KV pool holds 2 with 16 and 16" if told.endswith("wide") else told
+    with pytest.raises(ValueError, match=rf"{told}.*; use another --attention-backend"):
+        check_runner(given)
+
+
+def test_values_may_be_narrower_than_keys():
+    given = runner(64)
+    given.token_to_kv_pool.v_head_dim = 8
+    given.model.modules = lambda: [layer(v_head_dim=8)]
+    check_runner(given)
 
 
 BOTH_WAYS = {"attn_type": SimpleNamespace(value="decoder_bidirectional")}

@@ -23,7 +23,16 @@ def _llama(dim: int, **changes: object) -> dict:
     }  # fmt: skip
 
 
-def _save(folder: Path, config: dict, shapes: dict[str, tuple[int, ...]], seed: int, size: float = 1.5) -> None:
+def _save(
+    folder: Path,
+    config: dict,
+    shapes: dict[str, tuple[int, ...]],
+    seed: int,
+    size: float = 1.5,
+    ids: int = VOCAB,
+    others: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Args: ids: tokens that are likely, so that random drafts are accepted at times. others: weights that are given."""
     folder.mkdir(parents=True)
     g = torch.Generator().manual_seed(seed)
     weights = {
@@ -31,7 +40,9 @@ def _save(folder: Path, config: dict, shapes: dict[str, tuple[int, ...]], seed: 
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=g) * (size / shape[-1] ** 0.5)
         for name, shape in shapes.items()
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if "lm_head.weight" in weights:
+        weights["lm_head.weight"][ids:] *= 0.1
+    save_file(weights | (others or {}), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -57,22 +68,22 @@ _LATENT = {
 _ENDS = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
 
 
-def write_target(folder: Path, dim: int = 16) -> None:
-    """A Llama of heads `dim` wide."""
+def write_target(folder: Path, dim: int = 16, ids: int = VOCAB) -> None:
+    """A Llama of heads `dim` wide that writes one of `ids` tokens nearly always."""
     shapes = dict(_ENDS)
     for i in range(LAYERS):
         shapes |= _layer(f"model.layers.{i}", _grouped(dim))
-    _save(folder, _llama(dim), shapes, seed=0)
+    _save(folder, _llama(dim), shapes, seed=0, ids=ids)
 
 
-def write_draft(folder: Path, dim: int = 16) -> None:
-    """Its EAGLE-3 head."""
+def write_draft(folder: Path, dim: int = 16, ids: int = VOCAB) -> None:
+    """Its EAGLE-3 head, likewise."""
     shapes = _layer("midlayer", _grouped(dim, 2 * HIDDEN)) | {
         "midlayer.hidden_norm.weight": (HIDDEN,), "fc.weight": (HIDDEN, 3 * HIDDEN), "norm.weight": (HIDDEN,),
         "lm_head.weight": (VOCAB, HIDDEN),
     }  # fmt: skip
     config = _llama(dim, architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=VOCAB)
-    _save(folder, config, shapes, seed=1)
+    _save(folder, config, shapes, seed=1, ids=ids)
 
 
 def write_first_draft(folder: Path, dim: int = 16) -> None:
@@ -99,6 +110,37 @@ def write_windowed_target(folder: Path, window: int, dim: int = 16) -> None:
         hidden_activation="gelu_pytorch_tanh", rope_local_base_freq=10000.0, pad_token_id=0,
     )  # fmt: skip
     _save(folder, config, shapes, seed=3)
+
+
+def write_sunk_target(folder: Path, window: int, dim: int = 16, ids: int = VOCAB, *, mimo: bool = False) -> None:
+    """A Granite whose heads have sinks, of which every other layer sees `window` positions, the query's own among them.
+
+    Args: mimo: write the same function as a MiMo V2, with an MTP layer, whose heads have sinks and a window too.
+    """
+    prefixes, sinks = [f"model.layers.{i}" for i in range(LAYERS)], {}
+    shapes, head = dict(_ENDS), "model.mtp.layers.0"
+    for prefix in [*prefixes, head] if mimo else prefixes:
+        shapes |= _layer(prefix, _grouped(dim))
+        name = f"{prefix}.self_attn.{'attention_sink_bias' if mimo else 'sinks'}"
+        # Exact in bfloat16, in which SGLang keeps Granite's.
+        sinks[name] = 1.0 + (torch.arange(HEADS) + len(sinks)) % 4
+    changes: dict[str, object] = {
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2), "layer_rope_theta": [10000.0] * LAYERS,
+        "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": dim**-0.5,
+        "mlp_bias": False, "sliding_window": window, "architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa",
+    }  # fmt: skip
+    if mimo:
+        shapes |= {f"{head}.{name}.weight": (HIDDEN,) for name in ("enorm", "hnorm", "final_layernorm")}
+        shapes[f"{head}.eh_proj.weight"] = (HIDDEN, 2 * HIDDEN)
+        # Its configuration class comes with its checkpoints; SGLang goes by the architecture and counts without the query.
+        changes = {
+            "architectures": ["MiMoV2FlashForCausalLM"], "hybrid_layer_pattern": [1, 0] * (LAYERS // 2),
+            "moe_layer_freq": [0] * LAYERS, "n_routed_experts": 1, "layernorm_epsilon": 1e-5, "sliding_window_size": window - 1,
+            "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": True, "v_head_dim": dim, "swa_head_dim": dim,
+            "swa_v_head_dim": dim, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": KV_HEADS,
+            "swa_rope_theta": 10000.0,
+        }  # fmt: skip
+    _save(folder, _llama(dim, **changes), shapes, seed=4, ids=ids, others=sinks)
 
 
 # SGLang's rotary embedding of DeepSeek on a CPU knows no other kind.

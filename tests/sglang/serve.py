@@ -1,4 +1,4 @@
-"""One SGLang engine on a CPU: prompts in, a line of JSON with its tokens out. `test_sglang.py` starts it, a process each.
+"""One SGLang engine on a CPU: prompts in, a line of JSON with its tokens out. `engines.py` starts it, a process each.
 
 python -m tests.sglang.serve MODELS '{"attention_backend": "spec_ops", "page_size": 16}' [WORK.json]
 """

@@ -11,15 +11,19 @@ import torch
 def build_tree(
     parent_list, selected, seq_lens, tree_mask, positions, retrieve_index, next_token, next_sibling, topk, depth, nodes, mode
 ):
-    """`sgl_kernel.build_tree_kernel_efficient` for masks `[bs, nodes, nodes]`: any other layout would run past ours."""
+    """`sgl_kernel.build_tree_kernel_efficient`: masks `[bs, nodes, nodes]` for our backend, and over all of a request's
+    positions for SGLang's own."""
     from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
     import spec_ops
 
-    assert mode == TreeMaskMode.QLEN_ONLY, mode
     bs = len(seq_lens)
     tree = spec_ops.build_tree(parent_list.expand(bs, -1).long(), selected.expand(bs, -1).contiguous(), seq_lens, topk)
-    tree_mask[: bs * nodes * nodes] = spec_ops.tree_mask_to_qlen_mask(tree.tree_mask).flatten()
+    assert mode in (TreeMaskMode.QLEN_ONLY, TreeMaskMode.FULL_MASK), mode
+    before = seq_lens.tolist() if mode == TreeMaskMode.FULL_MASK else [0] * bs
+    masks = zip(spec_ops.tree_mask_to_qlen_mask(tree.tree_mask), before, strict=True)
+    cells = torch.cat([torch.nn.functional.pad(mask, (count, 0), value=True).flatten() for mask, count in masks])
+    tree_mask[: len(cells)] = cells
     positions.copy_(tree.positions.flatten())
     retrieve_index.copy_(torch.arange(bs * nodes).view(bs, nodes))
     next_token.copy_(tree.first_child)

@@ -50,9 +50,9 @@ def bench_ahead(
 ) -> None:
     """Compile every Triton kernel ahead of time, without a GPU: registers, shared memory and spills on each architecture.
 
-    Exit code 1 if a hot kernel spills or its wgmma are serialized, one needs more shared memory than the architecture
-    has or the launch counts on, or fewer blocks fit on a multiprocessor than it counts on, or more where they must spread
-    evenly.
+    Exit code 1 if a hot kernel spills or its wgmma are serialized (and that is not known), one needs more shared memory than
+    the architecture has or the launch counts on, or fewer blocks fit on a multiprocessor than it counts on, or more where they
+    must spread evenly.
 
     With --compare, exit code 1 if a hash differs, or if only one of the two lists has a variant; --arch and --kernel narrow
     both lists. Hashes hold for one version of Triton."""
@@ -101,10 +101,12 @@ def bench_ahead(
                 cells.append("")
                 continue
             used = compile_ahead(variant, a)
-            bad = (variant.hot and (used.spill_bytes > 0 or used.serialized)) or used.shared_bytes > SHARED_LIMIT[a]
+            slow = used.spill_bytes > 0 or (used.serialized and not variant.serialized)
+            bad = (variant.hot and slow) or used.shared_bytes > SHARED_LIMIT[a]
             bad |= variant.estimated is not None and used.shared_bytes > variant.estimated[a]
             fit = resident_blocks(used, variant.num_warps, a)
-            bad |= fit < variant.programs or (variant.early and fit > variant.programs)
+            counted = variant.programs or 1
+            bad |= fit < counted or (variant.early and variant.programs is not None and fit > counted)
             failed |= bad
             figures = " / ".join(map(str, used[:4])) + (", wgmma serialized" if used.serialized else "")
             cells.append(("[red]" if bad else "") + figures)

@@ -326,14 +326,15 @@ def test_cli_prints_the_table(monkeypatch):
     assert CliRunner().invoke(app, ["ahead", "--arch", "75"]).exit_code == 2
     slow = ahead.Resources(64, 0, 0, 0, serialized=True)
     monkeypatch.setattr(ahead, "compile_ahead", lambda variant, arch: slow)
-    for hot, code in ((True, 1), (False, 0)):
-        monkeypatch.setattr(ahead, "variants", lambda hot=hot: [dataclasses.replace(WASTEFUL, hot=hot)])
+    for changes, code in (({}, 1), ({"hot": False}, 0), ({"serialized": True}, 0)):
+        monkeypatch.setattr(ahead, "variants", lambda changes=changes: [dataclasses.replace(WASTEFUL, **changes)])
         shown = CliRunner().invoke(app, ["ahead", "--arch", "90"])
         assert shown.exit_code == code
         assert "wgmma serialized" in shown.output
     # Where a launch may be early, room for more programs than the launch counts on fails it too.
     roomy = ahead.Resources(64, 0, 0, 0)
     monkeypatch.setattr(ahead, "compile_ahead", lambda variant, arch: roomy)
-    for early, code in ((True, 1), (False, 0)):
-        monkeypatch.setattr(ahead, "variants", lambda early=early: [dataclasses.replace(WASTEFUL, early=early)])
+    for early, programs, code in ((True, 1, 1), (False, 1, 0), (True, None, 0)):
+        changed = dataclasses.replace(WASTEFUL, early=early, programs=programs)
+        monkeypatch.setattr(ahead, "variants", lambda changed=changed: [changed])
         assert CliRunner().invoke(app, ["ahead", "--arch", "90"]).exit_code == code

@@ -269,7 +269,7 @@ def ahead() -> Iterator[Variant]:
         with recorded(Target(90, 132)) as launches:
             product(x, weight, None, torch.empty(m, n, dtype=torch.bfloat16, device="meta"))
         name = f"hopper_float8, scales of {'blocks' if blocks else 'rows'}, {m} x {n} x {k} in two parts"
-        yield variant_of(name, launches[1], archs=(90,))
+        yield variant_of(name, launches[1], archs=(90,), programs=1)
     for blocks in (False, True):
         for m, n in ((8, 4096), (16, 28672), (32, 4096), (32, 28672), (64, 4096), (64, 28672), (128, 4096), (128, 28672)):
             yield _variant(m, n, 4096, blocks)
@@ -284,7 +284,7 @@ def _variant(m: int, n: int, k: int, blocks: bool, tile: Float8Tile | None = Non
     with recorded(Target(90, 132)) as launches:
         float8_mm(x, x_scale, weight, scale, None, torch.bfloat16, tile)
     name = f"hopper_float8, scales of {'blocks' if blocks else 'rows'}, {m} x {n} x {k}"
-    return variant_of(name, launches[0], archs=(90,))
+    return variant_of(name, launches[0], archs=(90,), programs=1)
 
 
 def _weight(n: int, k: int, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -369,7 +369,7 @@ def ahead() -> Iterator[Variant]:
             out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
             product(torch.empty(m, k, dtype=torch.bfloat16, device="meta"), _weights(kind, n, k, group), None, out)
         name = f"{kind} in groups of {group}" if kind == "int4" else kind
-        yield variant_of(f"hopper_mm {name}, {m} x {n} x {k}", launches[0], archs=(90,))
+        yield variant_of(f"hopper_mm {name}, {m} x {n} x {k}", launches[0], archs=(90,), programs=1)
 
 
 def _weights(kind: str, n: int, k: int, group: int) -> Weight:

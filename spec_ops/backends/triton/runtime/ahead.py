@@ -59,8 +59,10 @@ class Variant:
         hot: on the path of a decode step, where no spill is tolerated.
         archs: architectures it is launched on.
         options: further compile options, such as `{"maxnreg": 168}`.
-        programs: blocks that must be resident on a multiprocessor at once, as a cooperative launch relies on.
+        programs: blocks that must be resident on a multiprocessor at once, as a cooperative launch relies on; None if nothing
+            relies on a count.
         early: as in `launch`: then no more than `programs` may fit, or they would not spread evenly.
+        serialized: whether its `wgmma` are known to wait for one another on sm_90 (`Resources`).
         estimated: most bytes of shared memory that a block may take, which the launch counts on (`tuning.shared_bytes`), for
             each of `archs`; None if nothing is counted on.
     """
@@ -74,8 +76,9 @@ class Variant:
     hot: bool = True
     archs: tuple[int, ...] = ARCHS
     options: Mapping[str, Any] = field(default_factory=dict)
-    programs: int = 1
+    programs: int | None = None
     early: bool = False
+    serialized: bool = False
     estimated: Mapping[int, int] | None = None
 
 

@@ -10,6 +10,16 @@ import pytest
 from tests.sglang.engines import WARM, serve
 
 
+def llama(folder: Path, ids: int) -> Path:
+    """A Llama and its EAGLE heads, which it accepts at times, since `ids` tokens are likely."""
+    from tests.helpers.engine_checkpoints import write_draft, write_first_draft, write_target
+
+    write_target(folder / "target", ids=ids)
+    write_draft(folder / "draft", ids=ids)
+    write_first_draft(folder / "first_draft")
+    return folder
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _end_of_warm() -> Iterator[None]:
     yield
@@ -19,14 +29,7 @@ def _end_of_warm() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
-    """A Llama and its EAGLE heads, which it accepts at times: few tokens are likely."""
-    from tests.helpers.engine_checkpoints import write_draft, write_first_draft, write_target
-
-    folder = tmp_path_factory.mktemp("models")
-    write_target(folder / "target", ids=8)
-    write_draft(folder / "draft", ids=8)
-    write_first_draft(folder / "first_draft")
-    return folder
+    return llama(tmp_path_factory.mktemp("models"), ids=12)
 
 
 @pytest.fixture(scope="session")

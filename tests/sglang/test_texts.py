@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.sglang.conftest import llama
 from tests.sglang.engines import (
     BRANCHES,
     EAGLE,
@@ -78,9 +79,10 @@ def test_eagles_first_heads(models, plain, page_size, speculation):
 
 
 @pytest.mark.parametrize("speculation", [EAGLE, EAGLE | BRANCHES, TREE], ids=["first chain", "first tree", "eagle3 tree"])
-def test_drafts_are_those_of_sglangs_own_backend(models, speculation):
+def test_drafts_are_those_of_sglangs_own_backend(tmp_path, speculation):
     """Text does not depend on them. Its Triton kernels run in the interpreter, which takes half a minute."""
     work = {"prompts": [[5, 17, 99, 3], list(range(3, 53, 7))], "new_tokens": 12, "alone": 0}
+    models = llama(tmp_path, ids=8)
     found, own = (serve(models, work, attention_backend=name, page_size=1, **speculation) for name in ("spec_ops", "triton"))
     assert found == own
     assert accepted(found) > 1

@@ -60,10 +60,10 @@ def bench_ahead(
     from spec_ops.backends.triton.runtime.ahead import (
         ARCHS,
         SHARED_LIMIT,
+        as_counted_on,
         compile_ahead,
         lowered,
         ptx_hash,
-        resident_blocks,
         variants,
     )
 
@@ -104,9 +104,7 @@ def bench_ahead(
             slow = used.spill_bytes > 0 or (used.serialized and not variant.serialized)
             bad = (variant.hot and slow) or used.shared_bytes > SHARED_LIMIT[a]
             bad |= variant.estimated is not None and used.shared_bytes > variant.estimated[a]
-            fit = resident_blocks(used, variant.num_warps, a)
-            counted = variant.programs or 1
-            bad |= fit < counted or (variant.early and variant.programs is not None and fit > counted)
+            bad |= not as_counted_on(variant, used, a)
             failed |= bad
             figures = " / ".join(map(str, used[:4])) + (", wgmma serialized" if used.serialized else "")
             cells.append(("[red]" if bad else "") + figures)

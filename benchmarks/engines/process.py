@@ -42,7 +42,7 @@ def rows_of(
         RuntimeError: there is no such `python`; the engine ended with fewer results, or took longer than `seconds`; with the
             end of its log.
     """
-    with _job_file(job) as path, _text_file(log_file) as log, _finally_at_sigterm():
+    with _job_file(job) as path, _text_file(log_file) as log, _finally_at_sigterm() as heed_sigterm:
         try:
             process = subprocess.Popen(
                 [python, str(worker), path], env=environment, stdout=subprocess.PIPE, stderr=log, text=True,
@@ -52,9 +52,10 @@ def rows_of(
             raise RuntimeError(f"no engine starts with --python {python}: {error.strerror}") from error
         late = threading.Event()
         timer = threading.Timer(seconds, lambda: (late.set(), _end(process)))
-        timer.start()
         count = 0
         try:
+            heed_sigterm()
+            timer.start()
             assert process.stdout is not None
             for line in process.stdout:
                 if (row := _row(line)) is not None:
@@ -80,13 +81,30 @@ def _job_file(job: dict[str, Any]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _finally_at_sigterm() -> Iterator[None]:
-    """SIGTERM, as `timeout` and schedulers send it, runs `finally`: else the engine would keep the GPU's memory."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def _finally_at_sigterm() -> Iterator[Callable[[], None]]:
+    """SIGTERM, as `timeout` and schedulers send it, runs `finally`: else the engine would keep the GPU's memory. One that comes
+    before there is an engine to end waits for a call of what this yields."""
+    heeded = arrived = False
+
+    def end(*_: object) -> None:
+        nonlocal arrived
+        arrived = True
+        if heeded:
+            sys.exit(128 + signal.SIGTERM)
+
+    def heed() -> None:
+        nonlocal heeded
+        heeded = True
+        if arrived:
+            sys.exit(128 + signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        yield heed
     finally:
         signal.signal(signal.SIGTERM, previous)
+        if arrived and not heeded:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _text_file(path: Path | None) -> IO[str]:

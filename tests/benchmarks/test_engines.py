@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -243,6 +244,24 @@ def test_sigterm_ends_the_engine(sglang, ended):
     assert error.value.code == 143
     assert [process.returncode is not None for process in ended] == [True]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("late", ["Popen", "Timer"])
+def test_sigterm_while_the_engine_starts(sglang, ended, monkeypatch, late):
+    """Before anything would end it: it is ended all the same."""
+    module = subprocess if late == "Popen" else threading
+    made = getattr(module, late)
+
+    def interrupted(*args, **kwargs):
+        result = made(*args, **kwargs)
+        signal.raise_signal(signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(module, late, interrupted)
+    with pytest.raises(SystemExit) as error:
+        bench("slow")
+    assert error.value.code == 143
+    assert [process.returncode is not None for process in ended] == [True]
 
 
 def test_an_interrupt_ends_the_engine(sglang, ended, monkeypatch):

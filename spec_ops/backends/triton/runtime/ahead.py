@@ -153,6 +153,15 @@ def resident_blocks(used: Resources, num_warps: int, arch: int) -> int:
     return min(4 * warps_per_scheduler // num_warps, by_shared)
 
 
+def as_counted_on(variant: Variant, used: Resources, arch: int) -> bool:
+    """Whether a multiprocessor of `arch` holds as many blocks as a launch of `variant` counts on, and no more where they would
+    not spread evenly."""
+    fit = resident_blocks(used, variant.num_warps, arch)
+    if variant.programs is None:
+        return fit >= 1
+    return fit == variant.programs if variant.early else fit >= variant.programs
+
+
 def variants() -> Iterator[Variant]:
     """The variants that the kernel modules of this package declare."""
     package = importlib.import_module("spec_ops.backends.triton")

@@ -115,8 +115,8 @@ def serve(
     timeout: int = TIMEOUT,
     **options: Any,
 ) -> dict[str, Any]:
-    """Texts (`tokens`) of the model in `models/target`, how many rounds of drafts each took, and how many CPU `graphs` were
-    recorded.
+    """Texts (`tokens`) of the model in `models/target`, how many `rounds` of drafts each took, each round's tokens with the
+    `drafts` of all requests, and how many CPU `graphs` were recorded.
 
     Args:
         work: of `serve.py`, in place of its own.
@@ -127,8 +127,8 @@ def serve(
         json.dump(work or {}, file)
         file.flush()
         done = start(models, options, file.name, fresh=fresh, first=first, timeout=timeout)
-    found = result(done)
-    return found | {"graphs": done.stdout.count("CPU graph of")}
+    drafts = [line for line in done.stdout.splitlines() if line.startswith("VERIFIED ")]
+    return result(done) | {"drafts": drafts, "graphs": done.stdout.count("CPU graph of")}
 
 
 def result(done: subprocess.CompletedProcess) -> Any:

@@ -82,9 +82,9 @@ def test_sinks_of_granite(sunk):
     ("release", "page_size", "speculation"),
     [
         (None, 16, {}), (None, 16, NEXTN), (None, 16, NEXTN | GRAPHS), (None, 1, NEXTN | BRANCHES),
-        (NEWEST, 16, {}), (NEWEST, 16, NEXTN), (NEWEST, 1, NEXTN | BRANCHES),
+        (NEWEST, 16, NEXTN), (NEWEST, 1, NEXTN | BRANCHES),
     ],
-    ids=["plain", "mtp", "graphs", "tree", "newest plain", "newest mtp", "newest tree"],
+    ids=["plain", "mtp", "graphs", "tree", "newest mtp", "newest tree"],
 )  # fmt: skip
 def test_sinks_of_mimo(sunk, release, page_size, speculation):
     folder, texts = sunk

@@ -78,14 +78,33 @@ def test_eagles_first_heads(models, plain, page_size, speculation):
     assert accepted(found) > 0
 
 
+def attentive(folder: Path) -> Path:
+    """`llama` with heads whose drafts attention decides, and likely tokens that are nearly as likely: all branches grow."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.helpers.engine_checkpoints import VOCAB
+
+    llama(folder, ids=VOCAB)
+    for part in ("target", "draft", "first_draft"):
+        file = folder / part / "model.safetensors"
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if name == "lm_head.weight":
+                weight *= 0.1
+            elif part != "target" and name.endswith("o_proj.weight"):
+                weight *= 4
+        save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
 @pytest.mark.parametrize("speculation", [EAGLE, EAGLE | BRANCHES, TREE], ids=["first chain", "first tree", "eagle3 tree"])
 def test_drafts_are_those_of_sglangs_own_backend(tmp_path, speculation):
-    """Text does not depend on them. Its Triton kernels run in the interpreter, which takes half a minute."""
-    work = {"prompts": [[5, 17, 99, 3], list(range(3, 53, 7))], "new_tokens": 12, "alone": 0}
-    models = llama(tmp_path, ids=8)
+    """Text does not depend on them. Its Triton kernels run in the interpreter, which takes long."""
+    work = {"prompts": [list(range(3, 53, 7))], "new_tokens": 10, "alone": 0}  # one request, so that batches are alike
+    models = attentive(tmp_path)
     found, own = (serve(models, work, attention_backend=name, page_size=1, **speculation) for name in ("spec_ops", "triton"))
     assert found == own
-    assert accepted(found) > 1
+    assert len(found["drafts"]) > 4
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ def verify_tree_greedy(
     target_predict, topk=-1,
 ):  # fmt: skip
     """`sgl_kernel.verify_tree_greedy`: from the root down, always to the child that the target would have written."""
+    print(f"VERIFIED {candidates.tolist()}", flush=True)
     for b in range(len(candidates)):
         node = count = 0
         accept_index[b, 0] = retrieve_index[b, 0]

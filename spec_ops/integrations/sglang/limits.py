@@ -113,7 +113,7 @@ def attention_layers(runner: Any) -> list[Any]:
 
 
 def _check_widths(layer: Any, pool: Any) -> None:
-    """An ordinary pool's rows are alike in all layers; those of MiMo V2 with windows have more heads, for example."""
+    """An ordinary pool has rows of one width. In some models layers with windows have more KV heads, as in MiMo-V2-Flash."""
     heads, dim, v_dim = pool.head_num, pool.head_dim, getattr(pool, "v_head_dim", None) or pool.head_dim
     if (layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim) != (heads, dim, v_dim):
         refuse(

@@ -331,6 +331,9 @@ def test_cli_prints_the_table(monkeypatch):
         shown = CliRunner().invoke(app, ["ahead", "--arch", "90"])
         assert shown.exit_code == code
         assert "wgmma serialized" in shown.output
+    # A variant that is no longer serialized must not be said to be.
+    monkeypatch.setattr(ahead, "compile_ahead", lambda variant, arch: slow._replace(serialized=False))
+    assert CliRunner().invoke(app, ["ahead", "--arch", "90"]).exit_code == 1
     # Where a launch may be early, room for more programs than the launch counts on fails it too.
     roomy = ahead.Resources(64, 0, 0, 0)
     monkeypatch.setattr(ahead, "compile_ahead", lambda variant, arch: roomy)

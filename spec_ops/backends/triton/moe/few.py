@@ -411,6 +411,6 @@ def _variants(
                 archs=tuple(arch for _, arch in same),
                 num_stages=config.num_stages,
                 programs=config.programs,
-                serialized=bits == 4 and bool(form.get("group")) and tokens > 8,  # int4
+                serialized=bits == 4 and bool(form.get("group")) and tokens > 8,  # int4, by Triton 3.6 and 3.7
                 options={"maxnreg": config.max_registers} if config.max_registers else {},
             )
